@@ -93,9 +93,6 @@ def test_what_cannot_be_sent_is_a_typed_error(
     assert client.generate("say:still here").text == "still here"
 
 
-# -- the task head that a text question selects -----------------------------------------------------------------------
-
-
 def adapter(name: str, *heads: tuple[str, str, int]) -> AdapterStatus:
     summaries = tuple(
         HeadSummary(name=each, task="classification", labels=("a", "b"), prompt=prompt, num_frames=frames)
@@ -113,26 +110,20 @@ CAMS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "question", "num_images", "wanted"),
-    [
-        ("cam", "what sign ?", 1, "sign"),
-        ("cam", "  what \n sign ? ", 1, "sign"),
-        ("single", "what sign ?", 1, "only"),
-        ("cam", "What sign ?", 1, None),
-        ("cam", "what sign", 1, None),
-        ("cam", "what sign ?", 2, None),
-        ("cam", "what happens ?", 4, "clip"),
-        ("cam", "", 1, None),  # two heads read one picture
-        ("cam", "", 4, "clip"),
-        ("single", " ", 1, "only"),
-        ("twins", "what sign ?", 1, None),
-        ("plain", "what sign ?", 1, None),
-        ("unknown", "what sign ?", 1, None),
-    ],
-)
-def test_the_only_head_for_a_question(name: str, question: str, num_images: int, wanted: str | None) -> None:
-    assert head_of_question(CAMS, question, num_images, name) == wanted
+# An adapter, a question, a number of images, and the head.
+QUESTIONS: list[tuple[str, str, int, str | None]] = [
+    *(("cam", question, 1, "sign") for question in ("what sign ?", "  what \n sign ? ")),
+    *(("cam", question, 1, None) for question in ("What sign ?", "what sign", "")),  # two heads read one picture
+    ("cam", "what sign ?", 2, None),
+    *(("cam", question, 4, "clip") for question in ("what happens ?", "")),
+    *(("single", question, 1, "only") for question in ("what sign ?", " ")),
+    *((name, "what sign ?", 1, None) for name in ("twins", "plain", "unknown")),
+]
+
+
+def test_the_only_head_for_a_question() -> None:
+    for name, question, num_images, wanted in QUESTIONS:
+        assert head_of_question(CAMS, question, num_images, name) == wanted, (name, question, num_images)
 
 
 def test_clients_look_the_head_up_on_the_server(server: Running, client: Client) -> None:
@@ -142,9 +133,6 @@ def test_clients_look_the_head_up_on_the_server(server: Running, client: Client)
 
     assert client.head_of("is it day?", "cam") == "day" == asyncio.run(ask())
     assert client.head_of("is it day?", None) is None
-
-
-# -- what answers at the address --------------------------------------------------------------------------------------
 
 
 def forward(source: socket.socket, sink: socket.socket) -> None:
@@ -199,9 +187,6 @@ def test_invalid_data_from_a_server_ends_the_connection(server: Running, monkeyp
             end.close()
     until(lambda: not server.engine.engine.running)
     assert not unheard
-
-
-# -- sockets ----------------------------------------------------------------------------------------------------------
 
 
 class Sparing:
@@ -292,9 +277,6 @@ def test_a_closed_socket_is_shut_down_without_an_error() -> None:
     ours.close()
     theirs.close()
     shut_down(ours)
-
-
-# -- waiting for a server ---------------------------------------------------------------------------------------------
 
 
 class Coming:

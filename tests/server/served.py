@@ -1,10 +1,11 @@
-"""`vlora serve` as users start it, in processes of its own, and callers of it."""
+"""Servers as users start them, in processes of their own, and callers of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import http.client
 import json
+import os
 import re
 import signal
 import subprocess
@@ -26,41 +27,60 @@ ROOT = Path(__file__).parents[2]
 
 @dataclasses.dataclass
 class Served:
-    """A running server. address: for `--server`. ready: its line. log: its stderr, once it has ended."""
+    """A running server. address: for `--server`. lines: until it was ready. log: its stderr, once it has ended."""
 
     process: subprocess.Popen[str]
     client: Client
     http_port: int
     address: str
-    ready: str
+    lines: list[str]
     log: str = ""
+
+    @property
+    def ready(self) -> str:
+        return self.lines[-1]
+
+    def end(self, code: int = 0) -> None:
+        """Wait for the end."""
+        _, self.log = self.process.communicate(timeout=PATIENCE_S)
+        assert self.process.returncode == code, self.log
+
+    def messages(self) -> list[str]:
+        """The log's messages, without time and source."""
+        form = r"\d{4}-\d\d-\d\dT\S+ warning vlora\.server\.launch: (.*)"
+        return [found[1] if (found := re.fullmatch(form, line)) else line for line in self.log.splitlines()]
+
+
+def launch(module: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, **pipes)
+
+
+@contextmanager
+def serving(module: str, *arguments: str, token: str | None = None, **environment: str) -> Iterator[Served]:
+    """A server until the end of the block, which may end it."""
+    process = launch(module, *arguments, **environment)
+    try:
+        assert process.stdout is not None
+        lines = []
+        while not (match := re.match(r"ready: rpyc \S+:(\d+) \| http \S+:(\d+) ", lines[-1] if lines else "")):
+            lines.append(process.stdout.readline())
+            assert lines[-1], (lines, process.communicate())
+        with Client(port=int(match[1]), token=token, timeout_s=PATIENCE_S) as client:
+            yield Served(process, client, int(match[2]), f"127.0.0.1:{match[1]}", lines)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @contextmanager
 def served(*arguments: str) -> Iterator[Served]:
     """Serve until the end of the block, which a signal ends without an error. arguments: of `vlora serve`."""
-    ports = ["--rpyc-port", "0", "--http-port", "0", "--threads", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vlora.cli", "serve", *arguments, *ports],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    try:
-        assert process.stdout is not None
-        ready = process.stdout.readline()
-        match = re.match(r"ready: rpyc \S+:(\d+) \| http \S+:(\d+) ", ready)
-        assert match, process.communicate()
-        with Client(port=int(match[1]), timeout_s=PATIENCE_S) as client:
-            on = Served(process, client, int(match[2]), f"127.0.0.1:{match[1]}", ready)
-            yield on
-        process.send_signal(signal.SIGTERM)
-        _, on.log = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, on.log
-    finally:
-        process.kill()
-        process.communicate()
+    with serving("vlora.cli", "serve", *arguments, "--rpyc-port", "0", "--http-port", "0", "--threads", "1") as on:
+        yield on
+        on.process.send_signal(signal.SIGTERM)
+        on.end()
 
 
 def children(pid: int) -> list[int]:

@@ -73,9 +73,6 @@ TIMINGS = Timings(
 )
 
 
-# -- the page ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", CONSOLE_FILES)
 def test_the_page_needs_no_token_and_allows_no_other_origin(api: Api, path: str) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", api.port)
@@ -90,17 +87,10 @@ def test_the_page_needs_no_token_and_allows_no_other_origin(api: Api, path: str)
     assert "style=" not in text and "onclick=" not in text
 
 
-@pytest.mark.parametrize("path", ["/console/state", "/console/adapters", "/console/streams/1/frame"])
-def test_data_routes_require_a_token_in_the_header(api: Api, path: str) -> None:
-    assert api.call("GET", path)[0] == 401
-    assert api.call("GET", f"{path}?token={OPS.secret}")[0] == 401
-    assert api.call("GET", path, headers={"Authorization": "Bearer wrong-token-0123456789"})[0] == 401
-
-
-# -- visibility by token ----------------------------------------------------------------------------------------------
-
-
-def test_streams_are_visible_to_their_owner_and_to_admins(api: Api) -> None:
+def test_data_requires_a_token_and_streams_are_visible_to_their_owner_and_to_admins(api: Api) -> None:
+    for path in ("/console/state", "/console/adapters", "/console/streams/1/frame"):
+        assert api.call("GET", path)[0] == api.call("GET", f"{path}?token={OPS.secret}")[0] == 401
+        assert api.call("GET", path, headers={"Authorization": "Bearer wrong-token-0123456789"})[0] == 401
     seen = {token.name: [stream["owner"] for stream in state(api, token)["streams"]] for token in (CAMERAS, GUEST, OPS)}
     assert seen == {"cameras": ["cameras"], "guest": [], "ops": ["cameras", "ops"]}
     assert state(api, GUEST)["num_streams"] == 2
@@ -146,9 +136,6 @@ def test_adapters_are_listed_and_a_dead_engine_is_its_cause(folder: Path) -> Non
         assert "SIGKILL" in api.call("GET", "/console/state")[1]["error"]["message"]
 
 
-# -- cost for the engine ----------------------------------------------------------------------------------------------
-
-
 class EngineSource:
     """Snapshots of a scripted engine."""
 
@@ -162,7 +149,7 @@ class EngineSource:
         return self.engine.snapshot(since)
 
 
-def test_many_viewers_share_two_snapshots_per_second() -> None:
+async def test_many_viewers_share_two_snapshots_per_second() -> None:
     taken: list[int] = []
 
     class Source(EngineSource):
@@ -172,48 +159,30 @@ def test_many_viewers_share_two_snapshots_per_second() -> None:
             self.engine.num_steps += 10
             return await super().snapshot(since)
 
-    async def watch() -> list[list[int]]:
-        feed = SnapshotFeed(Source(), interval_s=0.2)
-        first = await asyncio.gather(*(feed.read(0) for _ in range(50)))
-        assert len(taken) == 1
-        await asyncio.sleep(0.2)
-        second = await asyncio.gather(*(feed.read(4) for _ in range(50)))
-        return [[step.number for step in steps] for _, steps in (first[-1], second[-1])]
-
-    assert asyncio.run(watch()) == [list(range(1, 11)), list(range(5, 21))]
-    assert taken == [0, 10]
+    feed = SnapshotFeed(Source(), interval_s=0.2)
+    first = await asyncio.gather(*(feed.read(0) for _ in range(50)))
+    assert len(taken) == 1
+    await asyncio.sleep(0.2)
+    second = await asyncio.gather(*(feed.read(4) for _ in range(50)))
+    found = [[step.number for step in steps] for _, steps in (first[-1], second[-1])]
+    assert found == [list(range(1, 11)), list(range(5, 21))] and taken == [0, 10]
 
 
-def test_an_old_snapshot_of_a_dead_engine_is_not_shown() -> None:
-    async def watch() -> None:
-        source = EngineSource()
-        feed = SnapshotFeed(source, interval_s=0.05)
-        await feed.read(0)
-        source.dead = True
-        await asyncio.sleep(0.06)
-        for _ in range(3):  # the second read is within the interval
-            with pytest.raises(EngineDead):
-                await feed.read(0)
-        source.dead = False
-        await feed.read(0)
-
-    asyncio.run(watch())
-
-
-def test_the_steps_of_a_restarted_engine_count_from_one() -> None:
-    async def watch() -> list[int]:
-        source = EngineSource()
-        source.engine.num_steps = 40
-        feed = SnapshotFeed(source, interval_s=0.0)
-        await feed.read(0)
-        source.engine.num_steps = 3
-        await feed.read(0)
-        return [step.number for step in (await feed.read(0))[1]]
-
-    assert asyncio.run(watch()) == [1, 2, 3]
-
-
-# -- drawing ----------------------------------------------------------------------------------------------------------
+async def test_an_old_snapshot_of_a_dead_engine_is_not_shown_and_a_restarted_one_counts_from_one() -> None:
+    source = EngineSource()
+    source.engine.num_steps = 40
+    feed = SnapshotFeed(source, interval_s=0.05)
+    await feed.read(0)
+    source.dead = True
+    await asyncio.sleep(0.06)
+    for _ in range(3):  # the second read is within the interval
+        with pytest.raises(EngineDead):
+            await feed.read(0)
+    source.dead = False
+    source.engine.num_steps = 3
+    await feed.read(0)
+    await asyncio.sleep(0.06)
+    assert [step.number for step in (await feed.read(0))[1]] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,29 @@
 """`vlora serve` with a real model in its own process, over both wires: the answers equal those of `LocalEngine`, and
-they go on after kill -9 of the engine.
+they go on after kill -9 of the engine, as trainings and clients of its base model do.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import copy
+import dataclasses
 import io
 import json
+import math
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -25,17 +34,24 @@ import atmm
 from fusion.embedded.model import build_model as build_embedded
 from fusion.embedded.processor import build_processor
 from heads import HeadSpec, TaskHead, save_heads
+from tests.engine.served_base import config as base_config
+from tests.engine.served_base import plain_model
+from tests.engine.served_base import write_checkpoint as write_base
 from tests.families import build_model
 from tests.processes import PATIENCE_S, until
 from tests.processors import write_checkpoint
 from tests.server.served import Caller, Served, call, children, last_code, served, until_alive
+from tests.split.test_equality import WITHIN, apart, losses
+from tests.training.beside import Case, adapter_of, losses_of, settle
 from vlora.client import Client
 from vlora.client.values import FrameResult
-from vlora.config import EngineConfig
+from vlora.config import EngineConfig, ServedBase, Token
 from vlora.engine import LocalEngine
-from vlora.errors import BadAdapter, BadImage, PromptTooLong, UnknownAdapter, UnknownHead
+from vlora.engine.ipc.supervisor import SupervisedEngine
+from vlora.errors import BadAdapter, BadImage, EngineDead, PromptTooLong, Unauthorized, UnknownAdapter, UnknownHead
 from vlora.models import InputProcessor
-from vlora.types import Request, RequestOutput, SamplingParams
+from vlora.split import connect
+from vlora.types import Request, RequestOutput, SamplingParams, TrainingStatus
 
 pytestmark = pytest.mark.slow  # test_serve.py and test_openai_client.py are fast
 
@@ -62,14 +78,8 @@ def write_model(folder: Path, family: str = EMBEDDED) -> None:
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linears, init_lora_weights=False)
         model = build_embedded(0) if family == EMBEDDED else build_model(family)
         get_peft_model(model, config).save_pretrained(str(folder / "adapters" / name))
-        spec = HeadSpec(
-            name="letter",
-            task="classification",
-            labels=("a", "b", "c"),
-            prompt=QUESTION,
-            num_frames=frames,
-            hidden_size=hidden_size,
-        )
+        form: dict[str, Any] = {"name": "letter", "task": "classification", "labels": ("a", "b", "c")}
+        spec = HeadSpec(prompt=QUESTION, num_frames=frames, hidden_size=hidden_size, **form)
         head = TaskHead(spec, torch.randn(3, hidden_size, generator=generator), torch.zeros(3))
         save_heads(folder / "adapters" / name, {"letter": head})
 
@@ -130,25 +140,23 @@ def picture(seed: int) -> bytes:
     return stream.getvalue()
 
 
+SAMPLING: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
+
+
 def test_served_answers_equal_those_of_the_local_engine(client: Client, local: Local) -> None:
-    sampling: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
     requests = [(adapter, [picture(i) for i in range(images)]) for adapter in (None, *ADAPTERS) for images in (0, 1, 2)]
     with ThreadPoolExecutor(9) as threads:
-        answers = list(threads.map(lambda ask: client.generate(QUESTION, ask[1], ask[0], **sampling), requests))
+        answers = list(threads.map(lambda ask: client.generate(QUESTION, ask[1], ask[0], **SAMPLING), requests))
     for (adapter, images), answer in zip(requests, answers, strict=True):
-        assert answer.text == local.text(images, adapter, SamplingParams(**sampling))
+        assert answer.text == local.text(images, adapter, SamplingParams(**SAMPLING))
         assert answer.num_completion_tokens == 8 and answer.finish_reason == "length"
     assert len({answer.text for answer in answers}) > 3  # answers depend on adapters and images
-
-
-def test_served_compositions_equal_those_of_the_local_engine(client: Client, local: Local) -> None:
-    sampling: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
     named: dict[str, Any] = {"large+small": "small+large", "large+-3*small": {"small": -3, "large": 1.0}}
-    answers = {name: client.generate(QUESTION, [picture(0)], given, **sampling) for name, given in named.items()}
-    for name, answer in answers.items():
-        assert answer.adapter == name and answer.text == local.text([picture(0)], name, SamplingParams(**sampling))
-    alone = {name: client.generate(QUESTION, [picture(0)], name, **sampling).text for name in ADAPTERS}
-    assert len({*alone.values(), *(answer.text for answer in answers.values())}) == 4
+    composed = {name: client.generate(QUESTION, [picture(0)], given, **SAMPLING) for name, given in named.items()}
+    for name, answer in composed.items():
+        assert answer.adapter == name and answer.text == local.text([picture(0)], name, SamplingParams(**SAMPLING))
+    alone = {name: client.generate(QUESTION, [picture(0)], name, **SAMPLING).text for name in ADAPTERS}
+    assert len({*alone.values(), *(answer.text for answer in composed.values())}) == 4
     assert [status.name for status in client.adapters()] == ["large", "small"]
 
 
@@ -209,9 +217,6 @@ def test_errors_are_typed_and_the_engine_continues(client: Client, folder: Path)
     assert stats.num_running == stats.num_waiting == 0
 
 
-# -- last, since it ends the engine -----------------------------------------------------------------------------------
-
-
 def chat(port: int, **fields: Any) -> tuple[int, str]:
     body = {"messages": [{"role": "user", "content": QUESTION}], **fields}
     return call(port, "POST", "/v1/chat/completions", body)
@@ -262,3 +267,127 @@ def test_adapters_and_streams_survive_a_kill_of_the_engine(serving: Served, fold
     assert resumed.number == 4 and resumed.answer is not None
     assert resumed.answer.scores == pytest.approx(answered.scores, rel=1e-3)
     frames.close()
+
+
+NUM_STEPS = 60
+SHOWN = "what is shown in the picture ?"
+LONG_S = 300.0  # only ends a test that hangs
+
+
+def stopped(process: subprocess.Popen[str], folder: Path) -> psutil.Process:
+    """The engine, stopped between its first checkpoint and the end of the training."""
+    (engine,) = psutil.Process(process.pid).children()
+    while not (folder / "checkpoint.pt").exists():
+        assert process.poll() is None
+        time.sleep(1e-3)
+    engine.suspend()
+    assert not (folder / "training.json").exists(), "the training has ended already"
+    return engine
+
+
+def wait_training(
+    client: Client, process: subprocess.Popen[str], until: Callable[[TrainingStatus], bool]
+) -> TrainingStatus:
+    """Poll the only training while an engine is ready, as long as the server runs."""
+    found: tuple[TrainingStatus, ...] = ()
+    end_s = time.monotonic() + LONG_S
+    while process.poll() is None and time.monotonic() < end_s:
+        with contextlib.suppress(EngineDead):
+            found = client.trainings()
+            if found and until(found[0]):
+                return found[0]
+        time.sleep(0.01)
+    raise AssertionError(f"still {found}")
+
+
+@pytest.mark.exhaustive  # the supervisor submits trainings again (test_engine_process.py), and they resume
+def test_a_training_survives_kill_9_of_its_engine(tmp_path: Path) -> None:
+    """The engine is stopped when it has a checkpoint, so that nothing changes until it is killed."""
+    case = Case.make(tmp_path)
+    whole = case.engine(case.plan("whole", ["first"], steps=NUM_STEPS))
+    settle(whole.parts.trainings, whole)
+    expected = losses_of(tmp_path / "whole" / "first")
+    plan, folder = case.plan("served", ["first"], steps=NUM_STEPS), tmp_path / "served" / "first"
+    options = ["--model", case.model, "--dtype", "float32", "--switching", "shadow", "--arena-bytes", str(64 << 20)]
+    with served(*options, "--train-slowdown", "inf") as on:
+        client, process = on.client, on.process
+        answer = client.generate(SHOWN, max_tokens=8).text
+        client.train(str(plan))
+        engine = stopped(process, folder)
+        saved = torch.load(folder / "checkpoint.pt")["progress"]
+        engine.kill()
+        engine.wait(LONG_S)
+        after = wait_training(client, process, lambda one: True)
+        assert after.num_tokens >= saved["num_tokens"] > 0 and after.step >= saved["step"], "progress was lost"
+        assert client.generate(SHOWN, max_tokens=8).text == answer
+        last = wait_training(client, process, lambda one: one.state == "finished")
+        assert client.generate(SHOWN, max_tokens=8).text == answer
+        assert client.generate(SHOWN, adapter="first", max_tokens=8).adapter == "first"
+    assert losses_of(folder) == expected and len(expected) == NUM_STEPS
+    assert last.loss == expected[-1] and math.isfinite(expected[-1])
+    found, wanted = (adapter_of(tmp_path / one / "first") for one in ("served", "whole"))
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert json.loads((folder / "training.json").read_text())["state"] == "finished"
+
+
+OLD, NEW = (Token(name=name, secret=name * 16) for name in "on")
+
+
+def supervised(config: EngineConfig, test: Any) -> list[str]:
+    """Run a function in a thread beside an engine. Returns the log."""
+    logged: list[str] = []
+
+    async def main() -> None:
+        engine = await SupervisedEngine.start(config, log=logged.append)
+        loop = asyncio.get_running_loop()
+
+        def stats() -> Any:
+            return asyncio.run_coroutine_threadsafe(engine.stats(), loop).result(30)
+
+        try:
+            await asyncio.to_thread(test, engine, loop, stats)
+        finally:
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+    return logged
+
+
+@pytest.mark.exhaustive
+def test_a_client_goes_on_after_kill_9_of_the_engine(tmp_path: Path) -> None:
+    """And tokens that were replaced before are those of the next engine."""
+    folder = write_base(tmp_path / "model", "qwen2_vl")
+    model, address = plain_model(folder), f"unix:{tmp_path}/base.sock"
+    plain = losses("lora", "qwen2_vl", copy.deepcopy(model))
+    base = ServedBase(addresses=(address,), tokens=(OLD,))
+    found: list[float] = []
+
+    def train() -> None:
+        with connect(address, token=OLD.secret) as opened:
+            found.extend(losses("lora", "qwen2_vl", opened.wrap(copy.deepcopy(model))))
+            assert opened.num_repeated
+
+    def test(engine: SupervisedEngine, loop: asyncio.AbstractEventLoop, stats: Any) -> None:
+        client = threading.Thread(target=train)
+        client.start()
+        until(lambda: stats().num_base_calls > 20)
+        with pytest.raises(Unauthorized):
+            connect(address, token=NEW.secret)
+        loop.call_soon_threadsafe(engine.replace_base_tokens, (OLD, NEW))
+        until(lambda: _admits(address, NEW))
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        client.join()
+        assert _admits(address, NEW)
+
+    logged = supervised(dataclasses.replace(base_config(folder), serve_base=base), test)
+    assert apart(found, plain) < WITHIN and logged[-1] == "the engine is ready again"
+    assert not (tmp_path / "base.sock").exists()
+
+
+def _admits(address: str, token: Token) -> bool:
+    try:
+        connect(address, token=token.secret).close()
+    except Unauthorized:
+        return False
+    return True

@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +28,20 @@ from vlora.errors import BadAdapter, BadConfig, BadPlan, BadRequest, EngineDead,
 from vlora.types import Request, RequestOutput, SamplingParams
 
 
-def request(name: str, prompt: str, **fields: Any) -> Request:
-    return Request(request_id=name, prompt_ids=tuple(prompt.encode()), **fields)
+def request(name: str, prompt: str, most: int = 400, **fields: Any) -> Request:
+    sampling = SamplingParams(max_tokens=most)
+    return Request(request_id=name, prompt_ids=tuple(prompt.encode()), **{"sampling": sampling, **fields})
 
 
-async def outputs(engine: EngineClient, sent: Request) -> list[RequestOutput]:
+async def outputs(engine: EngineClient | SupervisedEngine, sent: Request) -> list[RequestOutput]:
     found = [output async for output in engine.generate(sent)]
     assert all(not output.finished for output in found[:-1])
     return found
 
 
-async def answer(engine: EngineClient, sent: Request) -> tuple[str, RequestOutput]:
+async def answer(engine: EngineClient | SupervisedEngine, sent: Request) -> tuple[str, RequestOutput]:
     found = await outputs(engine, sent)
     return bytes(token for output in found for token in output.token_ids if token < 256).decode(), found[-1]
-
-
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 async def start(model: str = "scripted", **fields: Any) -> EngineClient:
@@ -112,61 +109,30 @@ async def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
     assert len(whole) == 1 < len(parts) and whole[0].finish_reason == "stop"
     assert whole[0].token_ids == tuple(token for output in parts for token in output.token_ids)
     # Refused, internal error, single failure: each request has its own final output; the engine stays up.
-    _, refused = await answer(engine, request("long", "x" * 600))
-    assert refused.error is not None and refused.error.code == "prompt_too_long"
-    _, tripped = await answer(engine, request("trip", "trip"))
-    assert tripped.error is not None and tripped.error.code == "step_failed"
-    _, failed = await answer(engine, request("fail", "fail"))
-    assert failed.error is not None and failed.error.code == "step_failed"
+    for prompt, code in (("x" * 600, "prompt_too_long"), ("trip", "step_failed"), ("fail", "step_failed")):
+        _, last = await answer(engine, request("r", prompt))
+        assert last.error is not None and last.error.code == code
     with pytest.raises(BadRequest, match="a number in the request is too large"):
         await answer(engine, request("number", "say:x", sampling=SamplingParams(seed=10**30)))
     with pytest.raises(BadRequest, match="unpaired surrogate"):
         await engine.load_adapter("\ud800", str(tmp_path))
     # Closing a stream cancels its request; cancelling a request ends its stream.
-    leaving = engine.generate(request("left", "forever", sampling=SamplingParams(max_tokens=400)))
+    leaving = engine.generate(request("left", "forever"))
     await anext(leaving)
     assert isinstance(leaving, AsyncGenerator)
     await leaving.aclose()
-    cancelling = engine.generate(request("cancelled", "forever", sampling=SamplingParams(max_tokens=400)))
+    cancelling = engine.generate(request("cancelled", "forever"))
     await anext(cancelling)
     await engine.cancel("cancelled")
     assert [output async for output in cancelling][-1].finish_reason == "cancelled"
     # So does a passed deadline, with and without outputs from the engine.
     loop = asyncio.get_running_loop()
     for prompt in ("never", "forever"):
-        late = request(prompt, prompt, sampling=SamplingParams(max_tokens=400))
         with pytest.raises(TimeoutError):
-            async for _ in engine.generate(late, loop.time() + 0.05):
+            async for _ in engine.generate(request(prompt, prompt), loop.time() + 0.05):
                 pass
     stats = await engine.stats()
     assert stats.num_running == 0 and stats.num_cancelled == 4
-    # Adapters.
-    status = await engine.load_adapter("signs", write_adapter(tmp_path / "signs", {"kind": 1}))
-    assert status.name == "signs" and await engine.adapters() == (status,)
-    # More than one batch, and exactly one batch.
-    for count in (2 * messages.ADAPTERS_PER_REPLY, 2 * messages.ADAPTERS_PER_REPLY + 1):
-        await engine.register_adapters({f"cam{number}": str(tmp_path / "signs") for number in range(count - 1)})
-        names = [each.name for each in await engine.adapters()]
-        assert len(names) == count and names == sorted({*names, "signs"})
-    for name in names:
-        if name != "signs":
-            await engine.unload_adapter(name)
-    with pytest.raises(BadAdapter, match=r"no adapter_config\.json"):
-        await engine.load_adapter("nothing", str(tmp_path))
-    pinned = await engine.pin_adapter("signs", True)
-    assert pinned.pinned and await engine.adapters() == (pinned,)
-    assert not (await engine.pin_adapter("signs", False)).pinned
-    with pytest.raises(UnknownAdapter):
-        await engine.pin_adapter("nothing", True)
-    await engine.unload_adapter("signs")
-    with pytest.raises(UnknownAdapter):
-        await engine.unload_adapter("signs")
-    await engine.register_adapters({name: write_adapter(tmp_path / name) for name in ("one", "two")})
-    assert [each.name for each in await engine.adapters()] == ["one", "two"]
-    draining = engine.generate(request("draining", "forever", adapter="one", sampling=SamplingParams(max_tokens=9)))
-    await anext(draining)
-    await engine.unload_adapter("one", drain=True)
-    assert [output async for output in draining][-1].finish_reason == "length"
     # A stop ends running requests, and every later call fails with the cause.
     running = asyncio.create_task(answer(engine, request("running", "never")))
     await asyncio.sleep(0.05)
@@ -176,6 +142,38 @@ async def test_requests_calls_refusals_and_a_clean_stop(tmp_path: Path) -> None:
         await engine.stats()
     with pytest.raises(ProcessLookupError):
         os.kill(engine.ready.pid, 0)
+
+
+async def test_adapters_of_an_engine_process(tmp_path: Path) -> None:
+    engine = await start()
+    signs, one, two = (write_adapter(tmp_path / name, {"kind": 1}) for name in ("signs", "one", "two"))
+    status = await engine.load_adapter("signs", signs)
+    assert status.name == "signs" and await engine.adapters() == (status,)
+    # More than one batch, and exactly one batch.
+    for count in (2 * messages.ADAPTERS_PER_REPLY, 2 * messages.ADAPTERS_PER_REPLY + 1):
+        await engine.register_adapters({f"cam{number}": signs for number in range(count - 1)})
+        names = [each.name for each in await engine.adapters()]
+        assert len(names) == count and names == sorted({*names, "signs"})
+    for name in {*names} - {"signs"}:
+        await engine.unload_adapter(name)
+    pinned = await engine.pin_adapter("signs", True)
+    assert pinned.pinned and await engine.adapters() == (pinned,)
+    assert not (await engine.pin_adapter("signs", False)).pinned
+    await engine.unload_adapter("signs")
+    for call, error in (
+        (engine.load_adapter("nothing", str(tmp_path)), BadAdapter),
+        (engine.pin_adapter("nothing", True), UnknownAdapter),
+        (engine.unload_adapter("signs"), UnknownAdapter),
+    ):
+        with pytest.raises(error):
+            await call
+    await engine.register_adapters({"one": one, "two": two})
+    assert [each.name for each in await engine.adapters()] == ["one", "two"]
+    draining = engine.generate(request("draining", "forever", 9, adapter="one"))
+    await anext(draining)
+    await engine.unload_adapter("one", drain=True)
+    assert [output async for output in draining][-1].finish_reason == "length"
+    await engine.close()
 
 
 async def test_an_idle_engine_that_loses_a_rank_is_reported_dead() -> None:
@@ -203,12 +201,8 @@ async def test_a_dead_engine_fails_all_calls_with_its_cause(deed: str, cause: st
     for _, last in await asyncio.gather(*waiting):
         assert last.error is not None and (last.error.code, last.error.message) == ("engine_dead", cause)
     assert engine.cause == cause  # all requests fail at the same time
-    for call in (
-        engine.stats(),
-        engine.adapters(),
-        engine.load_adapter("a", "b"),
-        anext(engine.generate(request("z", "z"))),
-    ):
+    late = answer(engine, request("z", "z"))
+    for call in (engine.stats(), engine.adapters(), engine.load_adapter("a", "b"), late):
         with pytest.raises(EngineDead, match=cause):
             await call
     assert await engine.wait_dead() == cause
@@ -255,9 +249,6 @@ async def test_cancelling_a_start_leaves_no_process() -> None:
     until(lambda: set(children(os.getpid())) <= before)
 
 
-# -- the supervisor ---------------------------------------------------------------------------------------------------
-
-
 async def supervised(logged: list[str], model: str = "scripted") -> SupervisedEngine:
     return await SupervisedEngine.start(EngineConfig(model=model), log=logged.append, command=ENGINE_COMMAND)
 
@@ -291,8 +282,7 @@ async def test_a_hanging_load_blocks_nothing_and_ends_with_its_process(tmp_path:
     folder = write_adapter(tmp_path / "one")
     hanging = asyncio.create_task(engine.load_adapter("hangs", folder))
     await engine.load_adapter("one", folder)
-    request = Request(request_id="r", prompt_ids=tuple(b"say:x"))
-    assert [output async for output in engine.generate(request)][-1].finish_reason is not None
+    assert (await answer(engine, request("r", "say:x")))[0] == "x"
     assert not hanging.done()
     await kill(engine)
     with pytest.raises(EngineDead):
@@ -326,20 +316,15 @@ async def test_a_replacement_process_has_the_adapters_and_pins(tmp_path: Path) -
     assert not engine.starting
     await kill(engine)
     assert engine.starting
-    request = Request(request_id="r", prompt_ids=tuple(b"say:x"))
-    for call in (engine.stats, engine.adapters, lambda: anext(engine.generate(request))):  # type: ignore[call-overload]
+    for call in (engine.stats(), engine.adapters(), answer(engine, request("r", "say:x"))):
         with pytest.raises(EngineDead, match="killed by SIGKILL; it is being restarted"):
-            await call()
+            await call
     await alive(engine)
     assert [one.name for one in await engine.trainings()] == ["signs"]
     assert not engine.starting
-    assert [(each.name, each.pinned) for each in await engine.adapters()] == [
-        ("one", False),
-        ("three", True),
-        ("two", False),
-    ]
-    first, *_ = [output async for output in engine.generate(request)]
-    assert first.token_ids == tuple(b"x")
+    pins = {"one": False, "three": True, "two": False}
+    assert {each.name: each.pinned for each in await engine.adapters()} == pins
+    assert (await answer(engine, request("r", "say:x")))[0] == "x"
     assert (await engine.stats()).num_restarts == 1 == len(restarts)
     assert logged[0] == "the engine process was killed by SIGKILL; it is being restarted"
     assert "adapter 'lost' was not restored" in logged[1] and logged[2:] == ["the engine is ready again"]
@@ -382,9 +367,7 @@ async def test_closing_during_a_restart_leaves_no_process(tmp_path: Path) -> Non
     assert before == set(children(os.getpid()))
 
 
-async def test_an_engine_starts_without_an_address_that_is_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_engine_starts_without_an_address_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripted engines; the second one finds another process at its address."""
     starts: list[bool] = []
     start = EngineClient.start
@@ -399,8 +382,7 @@ async def test_an_engine_starts_without_an_address_that_is_lost(
     config = EngineConfig(model="scripted", serve_base=ServedBase(addresses=("unix:base.sock",)))
     logged: list[str] = []
     engine = await SupervisedEngine.start(config, log=logged.append, command=ENGINE_COMMAND)
-    assert engine.pid is not None
-    os.kill(engine.pid, signal.SIGKILL)
+    await kill(engine)
     while len(logged) < 3:
         await asyncio.sleep(0.01)
     assert logged[1].startswith("starting without --serve-base: cannot listen on unix:base.sock")

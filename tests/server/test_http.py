@@ -1,4 +1,5 @@
-"""The form of the HTTP API over a scripted engine: routes, bodies, fields, events, tools, and errors that name a field.
+"""The form of the HTTP API over a scripted engine: routes, bodies, fields, events, tools, and errors that name a field,
+in this project's wording.
 
 What it answers is in `test_protocol.py`, with the other wires.
 """
@@ -17,8 +18,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import schemathesis
+import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -29,7 +32,13 @@ from tests.processes import until
 from tests.server.api import Api, data_url, events, image_part, running_api
 from tests.server.running import png
 from tests.server.scripted import write_adapter
+from vlora.client.values import sampling_params
+from vlora.errors import BadRequest
 from vlora.server.http import protocol
+from vlora.server.http.chat_request import ChatRequest
+from vlora.server.http.text_completions import CompletionRequest
+from vlora.wording import json_errors, msgspec_errors, pydantic_errors, yaml_errors
+from vlora.wording.shown import shown
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 IMAGE = data_url(png(250))
@@ -70,9 +79,6 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-# -- routes -----------------------------------------------------------------------------------------------------------
-
-
 def test_health_models_and_other_routes(api: Api) -> None:
     assert api.call("GET", "/health") == (200, {"status": "ok", "model": "base"})
     assert api.call("HEAD", "/ready") == api.call("HEAD", "/health") == (200, "")
@@ -102,9 +108,6 @@ def test_readiness_and_names_with_a_slash() -> None:
         assert api.call("GET", "/ready") == (503, {"status": "draining"})
         status, answer = api.chat("say:x", model="Someone/Model-2B")
         assert status == 429 and answer["error"]["type"] == "rate_limit_error" and api.call("GET", "/health")[0] == 200
-
-
-# -- answers ----------------------------------------------------------------------------------------------------------
 
 
 def test_answers_have_the_form_of_openai(api: Api) -> None:
@@ -241,9 +244,6 @@ def test_a_response_format_reaches_the_engine_as_a_grammar(api: Api) -> None:
         assert status == 200 and part in answer["choices"][0]["message"]["content"], answer
 
 
-# -- tools ------------------------------------------------------------------------------------------------------------
-
-
 def test_calls_of_tools_have_the_form_of_openai(api: Api) -> None:
     def ask(text: str, **fields: Any) -> Any:
         # The script is the end of the prompt, after the declared tools.
@@ -275,9 +275,6 @@ def test_calls_of_tools_have_the_form_of_openai(api: Api) -> None:
     assert api.chat("", messages=[{"role": "user", "content": "stop"}, message, result], tools=[STOP])[0] == 200
 
 
-# -- fields -----------------------------------------------------------------------------------------------------------
-
-
 def form(**fields: Any) -> dict[str, Any]:
     return {"response_format": fields}
 
@@ -291,8 +288,12 @@ def called(arguments: str) -> dict[str, Any]:
     return {"messages": [{"role": "assistant", "tool_calls": calls}, {"role": "user", "content": "x"}]}
 
 
+def tool(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f", **fields}}]}
+
+
 DEEP = '{"items": ' * 400 + "{}" + "}" * 400
-IN_PART, TOOLS = "messages.0.content.0", {"tools": [COUNT, STOP]}
+IN_PART, PARAMETERS, TOOLS = "messages.0.content.0", "tools.0.function.parameters", {"tools": [COUNT, STOP]}
 # Fields of a chat, the field that the error names, and the begin of its message.
 CHAT_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stop": ["a"] * 17}, "stop", "stop has 17 items; at most 16 are allowed"),
@@ -301,11 +302,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stop": ["a" * 10_000]}, "stop", "a stop string has 10000 characters"),
     (user([{"type": "audio"}]), IN_PART, f"{IN_PART} has type 'audio'; choose one of 'text', 'image_url'"),
     (user(1), "messages.0.content", "messages.0.content is 1; it must be a string or a list"),
-    (
-        user([{"type": "image_url", "image_url": "data:,"}]),
-        f"{IN_PART}.image_url",
-        f"{IN_PART}.image_url is 'data:,'; ",
-    ),
+    (user([{"type": "image_url", "image_url": "data:,"}]), f"{IN_PART}.image_url", f"{IN_PART}.image_url is 'data:"),
     (user([{"type": "text", "text": "x", "size": 1}]), f"{IN_PART}.size", f"{IN_PART}.size: this field is not supp"),
     (user([{"text": "x"}]), IN_PART, f"{IN_PART} has no"),
     (user([{"type": "text", "text": "x"}, image_part(b"")]), None, "image 1 is empty"),
@@ -341,15 +338,11 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     (form(type="xml"), "response_format.type", "response_format.type is 'xml'; choose 'text', "),
     (form(type="json_schema"), "response_format", "response_format: type 'json_schema' requires {'json_schema': {'na"),
     (form(type="json_schema", json_schema={"schema": "x"}), "response_format", "response_format: type 'json_schema' "),
-    (
-        form(type="json_schema", json_schema={"schema": {}, "\ud800": 1}),
-        "response_format",
-        "response_format: json_schema has a field",
-    ),
+    (form(type="json_schema", json_schema={"schema": {}, "\ud800": 1}), "response_format", "response_format: json_s"),
     (form(type="json_object", json_schema={"schema": {}}), "response_format", "response_format"),
     (form(type="json_schema", json_schema={"schema": {"enum": ["x" * 70_000]}}), "response_format", "response_format"),
     ({"tools": [{"type": "retrieval"}]}, "tools.0.type", "tools.0.type"),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "tools.0.function.name"),
+    (tool(name="a b"), "tools.0.function.name", "tools.0.function.name"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "tool_choice requires a call, but there are no tools"),
     ({**TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "tool_choice is 'f'; d"),
     ({**TOOLS, **form(type="json_object")}, "response_format", "response_format and tools cannot be combined"),
@@ -357,16 +350,8 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     ({**TOOLS, **called("{")}, "messages", "arguments of the call of 'f' are not a JSON object"),
     ({**TOOLS, **called(DEEP)}, "messages", "messages: more than 100 levels of nested arrays and objects"),
     ({**TOOLS, **called("[" * 100_000)}, "messages", "messages: more than 100 levels of nested arrays and objects"),
-    (
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": json.loads(DEEP)}}]},
-        "tools",
-        "tools: more than 100 levels",
-    ),
-    (
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
-        "tools.0.function.parameters",
-        "tools.0.function.parameters: has type 'array'; arguments are an object",
-    ),
+    (tool(parameters=json.loads(DEEP)), "tools", "tools: more than 100 levels"),
+    (tool(parameters={"type": "array"}), PARAMETERS, f"{PARAMETERS}: has type 'array'; arguments are an object"),
 ]
 TEXT_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": ""}, "prompt", "the prompt is empty"),
@@ -397,6 +382,9 @@ def test_errors_name_the_field(api: Api, stream: bool) -> None:
             assert error["type"] == "invalid_request_error", answer
 
 
+NO_NUMBER = 'replicas: it must be a whole number, or "auto"'
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "message"),
     [
@@ -410,30 +398,18 @@ def test_errors_name_the_field(api: Api, stream: bool) -> None:
         ("POST", "heads", {"heads": [{"adapter": "cam", "head": "night"}]}, "images"),
         ("POST", "trainings", {"path": "/plans/signs"}, "plan is missing"),
         ("DELETE", "adapters/one?drain=perhaps", None, "query.drain"),
-        ("PUT", "cluster/scale", {"replicas": "two"}, 'replicas: it must be a whole number, or "auto"'),
-        ("PUT", "cluster/scale", {"replicas": True}, 'replicas: it must be a whole number, or "auto"'),
-        ("PUT", "cluster/scale", {"replicas": 1.5}, 'replicas: it must be a whole number, or "auto"'),
+        *(("PUT", "cluster/scale", {"replicas": each}, NO_NUMBER) for each in ("two", True, 1.5)),
         ("PUT", "cluster/scale", {}, "replicas is missing"),
         ("PUT", "cluster/scale", {"replicas": 2, "max": 3}, "max: this field is not supported"),
         ("PUT", "cluster/scale?wait_s=31", {"replicas": 2}, "query.wait_s is '31'; it must be at most 30"),
         ("PUT", "cluster/scale?wait_s=nan", {"replicas": 2}, "query.wait_s is 'nan'; it must be a finite number"),
         ("PUT", "cluster/replicas/a/drain?wait_s=-1", None, "query.wait_s is '-1'; it must be at least 0"),
-        *(
-            (method, path, body, "this server has one engine; start it with --replicas 2 or")
-            for method, path, body in (
-                ("PUT", "cluster/replicas/a/drain", None),
-                ("DELETE", "cluster/replicas/a/drain", None),
-                ("PUT", "cluster/scale", {"replicas": "auto"}),
-            )
-        ),
     ],
 )
 def test_errors_of_other_routes(api: Api, method: str, path: str, body: Any, message: str) -> None:
     status, answer = api.call(method, f"/v1/{path}", body)
     assert status in (400, 404) and message in answer["error"]["message"], answer
 
-
-# -- bodies -----------------------------------------------------------------------------------------------------------
 
 NOT_JSON = "the body is not JSON: it is not UTF-8 text, or it is compressed"
 ASK = b'{"model": "base", "messages": [{"role": "user", "content": "say:x"}], '
@@ -459,15 +435,11 @@ BODIES: dict[str, tuple[bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BODIES)
-def test_an_invalid_body_is_refused_with_its_problem(api: Api, name: str) -> None:
-    raw, message = BODIES[name]
-    status, answer = api.call("POST", CHAT, raw=raw)
-    assert status in (400, 404) and answer["error"]["message"].startswith(message), answer
-    assert not message or answer["error"]["param"] is None
-
-
-def test_the_content_type_must_be_json(api: Api) -> None:
+def test_an_invalid_body_is_refused_with_its_problem(api: Api) -> None:
+    for name, (raw, message) in BODIES.items():
+        status, answer = api.call("POST", CHAT, raw=raw)
+        assert status in (400, 404) and answer["error"]["message"].startswith(message), (name, answer)
+        assert not message or answer["error"]["param"] is None, name
     body = json.dumps({"model": "base", **user("say:x")}).encode()
     for kind, status in (("application/json; charset=utf-8", 200), ("text/plain", 400)):
         got, answer = api.call("POST", CHAT, raw=body, headers={"Content-Type": kind})
@@ -528,8 +500,6 @@ def test_a_body_of_many_values_is_refused_quickly() -> None:
             assert status in (400, 413) and len(answer["error"]["message"]) < 1000, name
             assert api.on_loop(cpu_s()) - began_s < MOST_CPU_S, name
 
-
-# -- HTTP itself ------------------------------------------------------------------------------------------------------
 
 LINES = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 NOWHERE = LINES.replace(b"chat/completions", b"nowhere")
@@ -608,3 +578,118 @@ def test_a_loaded_adapter_is_listed_with_the_same_fields(api: Api, tmp_path: Pat
     (listed,) = [each for each in api.call("GET", "/v1/adapters")[1]["data"] if each["name"] == "signs"]
     assert listed.keys() == made.keys() and "replicas" not in listed  # there is one engine
     assert api.call("DELETE", "/v1/adapters/signs?drain=true") == (204, "")
+
+
+LIBRARIES = ("Input should", "should have", "Expected `", "valid ", "Unable to", "Object ", "$.", "required field")
+
+
+def kinds_of(schema: Any) -> set[str]:
+    """Error types that a pydantic schema's values can have."""
+    found: set[str] = set()
+    if isinstance(schema, dict):
+        kind = schema.get("type")
+        if isinstance(kind, str):
+            found |= {
+                "str": {"string_type", "string_unicode"},
+                "int": {"int_type", "int_parsing", "int_parsing_size", "int_from_float", "finite_number"},
+                "float": {"float_type", "float_parsing", "finite_number"},
+                "bool": {"bool_type", "bool_parsing"},
+                "list": {"list_type"},
+                "dict": {"dict_type"},
+                "model": {"model_type", "model_attributes_type", "missing", "extra_forbidden"},
+                "literal": {"literal_error"},
+                "tagged-union": {"union_tag_invalid", "union_tag_not_found"},
+            }.get(kind, set())
+        for value in schema.values():
+            found |= kinds_of(value)
+    elif isinstance(schema, list | tuple):
+        for value in schema:
+            found |= kinds_of(value)
+    return found
+
+
+@pytest.mark.parametrize("form", [ChatRequest, CompletionRequest])
+def test_every_pydantic_error_type_has_a_message(form: Any) -> None:
+    kinds = kinds_of(form.__pydantic_core_schema__)
+    assert len(kinds) > 12
+    context = {"expected": "'a' or 'b'", "discriminator": "'type'", "tag": "c", "expected_tags": "'a', 'b'"}
+    for kind in kinds:
+        words = pydantic_errors.described({"type": kind, "input": 7, "ctx": context, "msg": "Input should be theirs"})
+        assert "not accepted here" not in words and "theirs" not in words, kind
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ({"type": "less_than_equal", "ctx": {"le": 0.5}, "input": 1}, "is 1; it must be at most 0.5"),
+        ({"type": "too_long", "ctx": {"max_length": 3, "actual_length": None}, "input": [1]}, "has more than 3 items;"),
+        ({"type": "string_too_short", "ctx": {"min_length": 1}, "input": ""}, "has 0 characters; it must have at leas"),
+        ({"type": "int_type", "input": "x" * 100}, f"is '{'x' * 40}'...; it must be a whole number"),
+        ({"type": "date_past", "input": None}, "is null, which is not accepted here"),
+        ({"type": "json_invalid", "ctx": {"error": "expected value at line 2 column 3"}}, "is not JSON: see line 2, c"),
+    ],
+)
+def test_pydantics_errors(error: dict[str, Any], words: str) -> None:
+    assert pydantic_errors.described(error).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stop": [1]}, "stop[0] is 1; it must be a string"),
+        ({"logit_bias": [[1]]}, "logit_bias[0] is a list of 1 item; it must be a list of 2 items"),
+        ({"temperature": 10**400}, "temperature is out of range (a whole number of 1329 bits)"),
+    ],
+)
+def test_sampling_options_over_rpyc(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        sampling_params(options)
+    assert str(caught.value) == words and not any(theirs in str(caught.value) for theirs in LIBRARIES)
+
+
+class Entry(msgspec.Struct, forbid_unknown_fields=True):
+    secret: str
+    count: int = 0
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({}, "the field 'secret' is missing"),
+        ({"secret": "a", "other": 1}, "unknown field 'other'; check its spelling"),
+        ({1: 2}, "a key of the object must be a string"),
+        ({"secret": "a", "count": "much"}, "count is a string; it must be a whole number"),
+        (None, "the value is null; it must be an object"),
+    ],
+)
+def test_msgspecs_errors_without_values(value: Any, words: str) -> None:
+    with pytest.raises(msgspec.ValidationError) as caught:
+        msgspec.convert(value, Entry)
+    assert msgspec_errors.described(caught.value) == words
+
+
+def test_errors_of_yaml_and_json() -> None:
+    for text, words in (
+        ("a: 1\nb: c: d", "line 2: a second colon on one line"),
+        ("a:\n\tb: 1", "line 2: a tab"),
+        ("a: 'x", "line 1: a quote that is not closed"),
+        ("- a\nb: c", "line 2: a line with indentation that matches no line above it"),
+        ("a: @x", "line 1: text that begins with a reserved character"),
+        ("a: !x 1", "line 1: a tag"),
+        ("%", "line 1: unexpected text"),
+        ("\0", "a character that is not allowed in YAML, at position 0"),
+    ):
+        with pytest.raises(yaml.YAMLError) as bad:
+            yaml.safe_load(text)
+        assert yaml_errors.described(bad.value).startswith(words)
+    for text in ("", "{", '{"a" 1}', "[1 2]", "[1,]", "1 2", '"a', '"\\x"', '"\\u12"', '"\n"'):
+        with pytest.raises(json.JSONDecodeError) as caught:
+            json.loads(text)
+        words = json_errors.described(caught.value)
+        assert words.startswith("line 1, column ") and "text that is not JSON" not in words, caught.value.msg
+
+
+def test_values_in_messages_are_shortened() -> None:
+    values = {"true": True, "3 bytes": b"abc", "a list of 1 item": [1], "a list of 2 items": (1, 2)}
+    assert list(map(shown, values.values())) == list(values)
+    assert len(shown(10**5000)) < 50 and len(shown("\ud800" * 100)) < 300

@@ -1,175 +1,140 @@
-"""`vlora serve` as a process: the ready line, signals, tokens that change, and failed starts and engines."""
+"""`vlora serve` as a process, with scripted engines: its lines, signals, changed tokens, failed engines, replicas."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO
 
+import psutil
 import pytest
 from fastapi import FastAPI
 
 from tests.processes import PATIENCE_S, until
 from tests.server.scripted import ByteProcessor, ScriptedInterface, write_adapter
-from tests.server.served import call, children, until_alive
+from tests.server.served import ROOT, Served, call, children, launch, serving, until_alive
 from tests.server.test_security import ADMIN, USER
 from vlora.client import Client
 from vlora.config import EngineConfig, ServerConfig
-from vlora.errors import Aborted, BadConfig, EngineDead, OverCapacity, Unauthorized
+from vlora.errors import Aborted, BadConfig, BadRequest, EngineDead, OverCapacity, Unauthorized
 from vlora.server.frontend import FrontEnd
 from vlora.server.http.server import HttpServer
 from vlora.server.launch import serve
 from vlora.server.rpyc.server import RpycServer
 from vlora.server.security.access import Access
 
-ROOT = Path(__file__).parents[2]
-
-
-def launch(*args: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.server.scripted_serve", *args]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-
-
-@contextmanager
-def serving(*args: str, token: str | None = None) -> Iterator[tuple[subprocess.Popen[str], Client, str]]:
-    process = launch(*args)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        match = re.match(r"ready: rpyc 127\.0\.0\.1:(\d+) \| http 127\.0\.0\.1:\d+ \| ", line)
-        assert match, process.communicate()
-        with Client(port=int(match[1]), token=token) as client:
-            yield process, client, line
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-
-
-def ended(process: subprocess.Popen[str], *, code: int = 0) -> list[str]:
-    """Wait for the end. Returns the log's messages, without time and source."""
-    assert process.wait(PATIENCE_S) == code and process.stderr is not None
-    form = r"\d{4}-\d\d-\d\dT\S+ warning vlora\.server\.launch: (.*)"
-    return [found[1] if (found := re.fullmatch(form, line)) else line for line in process.stderr.read().splitlines()]
+SCRIPTED = "tests.server.scripted_serve"
+NO_ADAPTER = "no adapter_config.json; an adapter is a folder"
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
 def test_ready_line_then_a_signal_drains_and_ends_with_code_0(tmp_path: Path, number: int) -> None:
     adapters = [f"{name}={write_adapter(tmp_path / name)}" for name in ("signs", "cam")]
     text = "under way " * 40
-    with serving("scripted", "60", *adapters) as (process, client, line):
-        assert line.endswith("| model scripted | 1 thread | adapters: cam, signs\n")
-        (engine,) = children(process.pid)
-        holding = client.stream("forever", max_tokens=90_000)  # until the server drains
+    with serving(SCRIPTED, "scripted", "60", *adapters) as on:
+        assert on.ready.endswith("| model scripted | 1 thread | adapters: cam, signs\n")
+        (engine,) = children(on.process.pid)
+        holding = on.client.stream("forever", max_tokens=90_000)  # until the server drains
         next(holding)
-        stream = client.stream("say:" + text, max_tokens=2000)
+        stream = on.client.stream("say:" + text, max_tokens=2000)
         first = next(stream)
-        process.send_signal(number)
+        on.process.send_signal(number)
         os.kill(engine, number)  # as a terminal signals the whole process group
         with pytest.raises(OverCapacity, match="shutting down"):
             while True:
-                client.generate("say:late")
+                on.client.generate("say:late")
         assert first + "".join(stream) == text
         holding.close()
-        assert ended(process) == []
-        assert not Path(f"/proc/{engine}").exists()
+        on.end()
+        assert on.log == "" and not Path(f"/proc/{engine}").exists()
 
 
 @pytest.mark.slow
 def test_requests_that_do_not_end_are_aborted_at_the_drain_limit() -> None:
-    with serving("scripted", "0.3") as (process, client, _), ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(client.generate, "never")
-        until(lambda: bool(client.stats().num_running))
-        process.send_signal(signal.SIGTERM)
-        ended(process)
+    with serving(SCRIPTED, "scripted", "0.3") as on, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(on.client.generate, "never")
+        until(lambda: bool(on.client.stats().num_running))
+        on.process.send_signal(signal.SIGTERM)
+        on.end()
         assert isinstance(waiting.exception(), Aborted)
 
 
 @pytest.mark.exhaustive
 def test_a_second_signal_ends_the_server_at_once() -> None:
-    with serving("scripted", "60") as (process, client, _):
-        stream = client.stream("forever", max_tokens=90_000)
-        next(stream)
-        process.send_signal(signal.SIGINT)
+    with serving(SCRIPTED, "scripted", "60") as on:
+        next(on.client.stream("forever", max_tokens=90_000))
+        on.process.send_signal(signal.SIGINT)
         time.sleep(0.2)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        ended(process)
+        assert on.process.poll() is None
+        on.process.send_signal(signal.SIGINT)
+        on.end()
 
 
 @pytest.mark.slow
 def test_a_killed_engine_is_reported_over_both_wires_and_restarted() -> None:
-    with serving("scripted", "1") as (process, client, line):
-        port = int(line.split("http 127.0.0.1:")[1].split()[0])
-        assert json.loads(call(port, "GET", "/health")[1]) == {"status": "ok", "model": "scripted"}
-        (engine,) = children(process.pid)
-        stream = client.stream("forever", max_tokens=90_000)
+    with serving(SCRIPTED, "scripted", "1") as on:
+        assert json.loads(call(on.http_port, "GET", "/health")[1]) == {"status": "ok", "model": "scripted"}
+        (engine,) = children(on.process.pid)
+        stream = on.client.stream("forever", max_tokens=90_000)
         next(stream)
         os.kill(engine, signal.SIGKILL)
         with pytest.raises(EngineDead, match="the engine process was killed by SIGKILL"):
             list(stream)
-        status, body = call(port, "GET", "/health")
+        status, body = call(on.http_port, "GET", "/health")
         assert status == 200 or json.loads(body)["error"]["code"] == "engine_dead"
-        assert until_alive(client).num_restarts == 1
-        assert client.generate("say:again").text == "again" and children(process.pid) != [engine]
-        process.send_signal(signal.SIGTERM)
-        cause = "the engine process was killed by SIGKILL; it is being restarted"
-        assert ended(process) == [cause, "the engine is ready again"]
+        assert until_alive(on.client).num_restarts == 1
+        assert on.client.generate("say:again").text == "again" and children(on.process.pid) != [engine]
+        on.process.send_signal(signal.SIGTERM)
+        on.end()
+    cause = "the engine process was killed by SIGKILL; it is being restarted"
+    assert on.messages() == [cause, "the engine is ready again"]
 
 
-@pytest.mark.slow
-def test_a_server_stopped_while_its_engine_restarts_ends_cleanly() -> None:
-    with serving("scripted", "0") as (process, client, _):
-        with pytest.raises(EngineDead, match="exit code 3"):
-            client.generate("exit")
-        process.send_signal(signal.SIGTERM)
-        assert ended(process) == ["the engine process ended with exit code 3; it is being restarted"]
-
-
-@pytest.mark.exhaustive  # several starts of engines, with pauses
-def test_a_server_stopped_with_a_dead_engine_reports_the_cause() -> None:
-    with serving("scripted", "0") as (process, client, _):
-        cause = ""
-        while "gave up after" not in cause:
-            try:
-                client.generate("exit")
-            except EngineDead as error:
-                cause = str(error)
+@pytest.mark.parametrize(
+    "gives_up", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.exhaustive)]
+)
+def test_a_server_may_be_stopped_while_its_engine_is_dead(gives_up: bool) -> None:
+    with serving(SCRIPTED, "scripted", "0") as on:
+        with pytest.raises(EngineDead, match="exit code 3") as dead:
+            on.client.generate("exit")
+        while gives_up and "gave up after" not in str(dead.value):  # after several starts of engines, with pauses
+            with pytest.raises(EngineDead) as dead:
+                while True:
+                    on.client.generate("exit")
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        assert ended(process, code=1)[-1].startswith("error: the engine process ended with exit code 3")
+        on.process.send_signal(signal.SIGTERM)
+        on.end(code=int(gives_up))
+    cause = "the engine process ended with exit code 3"
+    assert on.messages()[-1].startswith(f"error: {cause}" if gives_up else f"{cause}; it is being restarted")
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (("broken", "1"), "error: model 'broken' cannot be loaded: there is no such folder"),
-        (
-            ("scripted", "1", "signs=/nowhere"),
-            "error: /nowhere: no adapter_config.json; an adapter is a folder",
-        ),
+        (("scripted", "1", "signs=/nowhere"), f"error: /nowhere: {NO_ADAPTER}"),
     ],
 )
 def test_a_failed_start_is_reported_in_one_line(args: tuple[str, ...], message: str) -> None:
-    process = launch(*args)
-    out, err = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 2 and out == ""
-    assert err.startswith(message) and err.count("\n") == 1
+    out, err = (process := launch(SCRIPTED, *args)).communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out) == (2, "") and err.startswith(message) and err.count("\n") == 1
 
 
 def test_ctrl_c_while_the_model_loads_ends_at_once() -> None:
-    process = launch("slow", "1")
+    process = launch(SCRIPTED, "slow", "1")
     until(lambda: bool(children(process.pid)))
     (engine,) = children(process.pid)
     process.send_signal(signal.SIGINT)
@@ -181,38 +146,30 @@ def test_tokens_are_read_again_on_sighup(tmp_path: Path) -> None:
     file = tmp_path / "tokens.yaml"
     file.write_text(f"old: {{token: {USER}}}")
     file.chmod(0o600)
-    with serving("scripted", "1", str(file), token=USER) as (process, client, line):
-        assert process.stdout is not None and process.stderr is not None
-        log, out = process.stderr, process.stdout
-        rows: list[tuple[str, IO[str], str]] = [
+    with serving(SCRIPTED, "scripted", "1", str(file), token=USER) as on:
+        log, out = on.process.stderr, on.process.stdout
+        for text, stream, shown in (
             ("new: {token: [", log, "tokens not reloaded: the token file"),
             (f"a: {{token: {USER}}}\nb: {{token: {USER}}}", log, "tokens not reloaded: token 'a' has the same secret"),
             (f"new: {{token: {ADMIN}, admin: true}}", out, "tokens: new\n"),
-        ]
-        for text, stream, shown in rows:
-            client.stats()
+        ):
+            on.client.stats()
             file.write_text(text)
-            process.send_signal(signal.SIGHUP)
-            assert shown in stream.readline()
+            on.process.send_signal(signal.SIGHUP)
+            assert stream is not None and shown in stream.readline()
         with pytest.raises(Unauthorized):  # in the middle of its connection
-            client.stats()
-        with Client(port=int(line.split("127.0.0.1:")[1].split()[0]), token=ADMIN) as renewed:
+            on.client.stats()
+        with Client(port=int(on.address.partition(":")[2]), token=ADMIN) as renewed:
             renewed.stats()
 
 
-# -- addresses in use, in process -------------------------------------------------------------------------------------
-
-
-def test_a_port_in_use_is_reported_before_the_model_loads() -> None:
+def test_a_port_in_use_is_reported_before_the_model_loads_and_after_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = ServerConfig(rpyc_port=taken.getsockname()[1])
         starting = serve(EngineConfig(model="x"), config, {}, announce=print, engine_command=("false",))
         with pytest.raises(BadConfig, match=r"cannot listen on 127.0.0.1:\d+: .*choose another --rpyc-port"):
             asyncio.run(starting)
-
-
-def test_of_two_servers_that_bind_one_port_the_later_one_fails() -> None:
-    """Several servers can bind a port while none listens; listening happens after the model is loaded."""
+    # Several servers can bind a port while none listens; listening happens after the model is loaded.
     first = RpycServer("127.0.0.1", 0, 1000)
     second = RpycServer("127.0.0.1", first.port, 1000)
     front_end = FrontEnd(ScriptedInterface(), ByteProcessor(), ServerConfig())  # type: ignore[arg-type]
@@ -233,3 +190,134 @@ def test_of_two_servers_that_bind_one_port_the_later_one_fails() -> None:
         await asyncio.gather(one.close(), two.close())
 
     asyncio.run(web())
+
+
+# -- replicas, on a real Ray ------------------------------------------------------------------------------------------
+
+on_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+REPLICAS = ("serve", "--rpyc-port", "0", "--http-port", "0", "--replicas", "2")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """For temporary files. Paths of Ray's sockets must be short."""
+    found = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
+    yield found
+    for process in left(found):
+        process.kill()
+    shutil.rmtree(found)
+
+
+def left(folder: Path) -> list[psutil.Process]:
+    """The processes of a Ray in this folder, replicas and engines included."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environ = process.environ()
+            paths = [environ.get(name, "") for name in ("RAY_AUTH_TOKEN_PATH", "VLORA_REPLICAS_OF")]
+            if any(path.startswith(f"{folder}/") for path in paths):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def replicas(folder: Path, *args: str) -> AbstractContextManager[Served]:
+    return serving("tests.docs.scripted_vlora", *REPLICAS, *args, TMPDIR=str(folder))
+
+
+def vlora(*args: str) -> str:
+    command = [sys.executable, "-m", "vlora.cli", *args]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@on_ray
+@pytest.mark.slow
+def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
+    journal = str(folder / "routing.jsonl")
+    settings = ("--routing-rule", "least_loaded", "--max-replicas", "3", "--routing-journal", journal)
+    with replicas(folder, *settings) as on:
+        ray, ports, *lines, _ = on.lines
+        assert ray == "starting Ray\n" and re.match(r"Ray listens on ports 2\d{4}-2\d{4} of all addresses", ports)
+        assert [line.partition(" serves ")[2] for line in lines] == ["(1 of 2)\n", "(2 of 2)\n"]
+        cluster, at = ("cluster", "scale"), ("--server", on.address)
+        with ThreadPoolExecutor(8) as threads:
+            answers = threads.map(lambda _: on.client.generate("say:light").text, range(8))
+            assert list(answers) == ["light"] * 8
+        assert on.client.stats().num_finished == 8
+        assert vlora(*cluster, "3", *at) == "3 replicas\n"
+        assert [each.state for each in on.client.cluster().replicas] == ["serving"] * 3
+        assert vlora(*cluster, "auto", *at) == "automatic\n"
+        *_, scaling, change = vlora("cluster", "status", *at).splitlines()
+        assert scaling == "scaled automatically: 3 replicas, 2 to 3"
+        assert re.fullmatch(r"last change \d+ s ago: 3 instead of 2: set by an operator", change)
+        assert json.loads(call(on.http_port, "PUT", "/v1/cluster/scale?wait_s=20", {"replicas": 2})[1])["done"]
+        with pytest.raises(BadRequest, match=r"^the number of replicas is 4; it must be between 1 and 3"):
+            on.client.scale(4)
+        metrics = call(on.http_port, "GET", "/metrics")[1]
+        listed = json.loads(call(on.http_port, "GET", "/console/state")[1])["replicas"]
+        shown = [(each["name"], each["state"], each["num_requests"]) for each in listed]
+        assert shown == [(f"replica-{number}", "serving", 0) for number in range(2)]
+        for row in (
+            *('replicas{state="serving"} 2', 'replicas{state="down"} 0', "replicas_wanted 2", "cluster_waiting 0"),
+            *(f'{name}{{replica="replica-1"}} 0' for name in ("replica_requests", "replica_failed_adapters")),
+            *('shipped_bytes_total{replica="replica-1"} 0', "resubmitted_total 0", "replica_deaths_total 0"),
+            *("moves_total 0", "scaling_automatic 0", 'scaling_decisions_total{reason="operator"} 2'),
+            'scaling_decisions_total{reason="waiting"} 0',
+        ):
+            assert f"\nvlora_{row}.0\n" in metrics
+        engines = ["tests.server.scripted_process" in each.cmdline() for each in left(folder)]
+        assert engines.count(True) == 2 and len(engines) > 8
+        on.process.send_signal(signal.SIGINT)
+        on.end()
+    assert on.log == "" and not left(folder) and not list(folder.glob("vlora-ray-*"))
+    replayed = vlora("simulate", "--replay", journal)
+    assert re.fullmatch(r"\d+ calls of the router, each with the recorded result\n", replayed)
+
+
+@on_ray
+@pytest.mark.exhaustive
+def test_a_killed_server_leaves_nothing_running_but_its_adapters_state(folder: Path) -> None:
+    for name in ("given", "loaded", "unloaded"):
+        write_adapter(folder / name)
+    given = [f"--adapter={name}={folder / name}" for name in ("given", "unloaded")]
+    settings = (*given, "--adapter-state", str(folder / "state"))
+    with replicas(folder, "--replicas", "1", "--max-replicas", "2", "--autoscale", *settings) as on:
+        assert on.ready.endswith("| adapters: given, unloaded\n")
+        on.client.load_adapter("loaded", folder / "loaded")
+        on.client.pin_adapter("loaded", True)
+        on.client.unload_adapter("unloaded")
+    until(lambda: not left(folder))
+    assert not list(folder.glob("vlora-ray-*"))
+    # The next server has them again, and starts although one has lost its files.
+    (folder / "given" / "adapter_config.json").unlink()
+    with replicas(folder, *settings) as on:
+        assert on.lines[0] == "adapters unloaded later, and not served: unloaded\n"
+        assert on.ready.endswith("| adapters: given, loaded\n")
+        listed = json.loads(call(on.http_port, "GET", "/v1/adapters")[1])["data"]
+        assert [(each["name"], each["pinned"]) for each in listed] == [("given", False), ("loaded", True)]
+        lost, loaded = listed
+        assert lost["error"].startswith(f"replica 'replica-0': {folder / 'given'}: no adapter_config.json")
+        places = [(each["replica"], each["state"], each["cause"]) for each in loaded["replicas"]]
+        assert places == [("replica-0", "device", ""), ("replica-1", "device", "")]
+        shown = [
+            line.split()[:3] for line in vlora("cluster", "status", "--adapters", "--server", on.address).splitlines()
+        ]
+        expected = (("given", "failed"), ("loaded", "device"))
+        assert shown == [[name, f"replica-{each}", state] for name, state in expected for each in range(2)]
+        # Another server is refused meanwhile.
+        other = launch("tests.docs.scripted_vlora", *REPLICAS, *settings, TMPDIR=str(folder))
+        _, err = other.communicate(timeout=PATIENCE_S)
+        assert other.returncode == 2
+        assert err == f"error: another server uses {folder / 'state'}; give each server a folder of its own\n"
+
+
+@on_ray
+@pytest.mark.exhaustive
+def test_an_engine_that_cannot_start_is_one_line_and_exit_code_2(folder: Path) -> None:
+    process = launch("tests.docs.scripted_vlora", *REPLICAS, "--model", "broken", TMPDIR=str(folder))
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 2 and "ready" not in out and not left(folder)
+    assert err == "error: model 'broken' cannot be loaded: there is no such folder\n"

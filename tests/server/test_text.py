@@ -51,13 +51,9 @@ def test_pieces_join_to_the_text_and_none_has_a_partial_character(text: str, cut
     assert not any(piece.endswith("\ufffd") for piece in pieces)
 
 
-def test_a_partial_character_at_the_end_becomes_the_replacement_character() -> None:
+def test_a_partial_character_at_the_end_and_spaces_that_depend_on_the_token_before() -> None:
     detokenizer = Detokenizer(decode)
-    assert detokenizer.feed(list("aé".encode()[:2])) == ""
-    assert detokenizer.finish() == "a\ufffd"
-
-
-def test_spaces_that_depend_on_the_token_before_are_kept() -> None:
+    assert detokenizer.feed(list("aé".encode()[:2])) == "" and detokenizer.finish() == "a\ufffd"
     words = ["<s>", "Hello", "there", "world"]
 
     def sentencepiece(token_ids: Sequence[int]) -> str:
@@ -87,9 +83,7 @@ def test_text_is_held_back_only_while_it_may_become_a_stop_string() -> None:
     stop_filter = StopFilter(["END"])
     held = [stop_filter.feed(piece) for piece in ("a", "E", "N", "x", "EN", "D", "more")]
     assert held == ["a", "", "", "ENx", "", "", ""] and stop_filter.stopped
-
-
-def test_stop_string_across_token_borders_and_inside_a_character() -> None:
+    # A stop string across borders of tokens and inside of a character.
     text = AnswerText(decode, name, ["stöp"])
     pieces = [text.feed([byte]).text for byte in "go stöp on".encode()]
     assert "".join(pieces) + text.finish().text == text.text == "go "
@@ -101,12 +95,8 @@ def test_scores_belong_to_the_text_and_not_to_the_token_that_ended_it() -> None:
     fed = "aüE bENDx".encode()
     pieces = [text.feed([byte], [TokenScore(-byte / 100, ((byte, -0.5),))]) for byte in fed]
     pieces.append(text.finish())
-    assert [(piece.text, "".join(token.token for token in piece.logprobs)) for piece in pieces if piece.text] == [
-        ("a", "a"),
-        ("ü", "\u00c3\u00bc"),
-        ("E ", "E "),
-        ("b", "b"),
-    ]
+    shown = {piece.text: "".join(token.token for token in piece.logprobs) for piece in pieces if piece.text}
+    assert shown == {"a": "a", "ü": "\u00c3\u00bc", "E ": "E ", "b": "b"}
     assert [token.logprob for token in text.logprobs] == [-byte / 100 for byte in "aüE b".encode()]
     assert text.logprobs[0].top == (("a", -0.5),)
 
@@ -157,9 +147,6 @@ def test_long_stop_strings_cost_little_per_token() -> None:
     assert held.feed("x" * 900) == "" and all(held.feed("x") == "" for _ in range(90))
     assert compared <= 91 * 16
     assert held.feed("y") == "x" * 990 + "y"
-
-
-# -- bytes of tokens --------------------------------------------------------------------------------------------------
 
 
 def byte_level() -> Tokenizer:
@@ -214,9 +201,6 @@ def test_the_bytes_of_the_tokens_are_those_of_the_text(kind: Callable[[], Tokeni
     assert json.loads(offsets.removeprefix(b"data: "))["choices"][0]["logprobs"]["text_offset"] == starts
 
 
-# -- choices that are merged ------------------------------------------------------------------------------------------
-
-
 class Streams:
     """Counts open streams."""
 
@@ -255,9 +239,6 @@ async def test_an_error_or_an_early_close_ends_all_streams(num_streams: int) -> 
     async with contextlib.aclosing(interleave([streams.numbers(10**6) for _ in range(num_streams)])) as parts:
         assert (await anext(parts))[1] == 0
     assert streams.open == 0
-
-
-# -- text to a slow reader --------------------------------------------------------------------------------------------
 
 
 class PlainReply(StreamedReply):
@@ -303,9 +284,6 @@ def test_no_text_is_lost_between_two_threads() -> None:
     assert "".join(written) == "".join(words) and len(written) <= len(words) - 99
 
 
-# -- writes of one loop iteration -------------------------------------------------------------------------------------
-
-
 class RecordingTransport(asyncio.Transport):
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -320,31 +298,19 @@ class RecordingTransport(asyncio.Transport):
         self.calls.append("aborted")
 
 
-def write(joined: JoinedWrites) -> None:
-    joined.write(b"header")
-    joined.write(bytearray(b" body"))
-
-
-def write_and_close(joined: JoinedWrites) -> None:
-    write(joined)
-    joined.close()
-
-
-def write_and_abort(joined: JoinedWrites) -> None:
-    write(joined)
-    joined.abort()
-
-
 async def test_the_writes_of_a_loop_iteration_are_joined() -> None:
-    for turns, calls in (
-        ((write, write), [b"header body"] * 2),
-        ((write_and_close,), [b"header body", "closed"]),
-        ((write_and_abort,), ["aborted"]),
+    for ends, calls in (
+        (("", ""), [b"header body"] * 2),
+        (("close",), [b"header body", "closed"]),
+        (("abort",), ["aborted"]),
     ):
         transport = RecordingTransport()
         joined = JoinedWrites(transport)
-        for turn in turns:
-            turn(joined)
+        for end in ends:
+            joined.write(b"header")
+            joined.write(bytearray(b" body"))
+            if end:
+                getattr(joined, end)()
             await asyncio.sleep(0)
         assert transport.calls == calls
     # Much data is written at once; otherwise a slow reader would be noticed too late.
