@@ -83,7 +83,7 @@ def run(quick: bool) -> Report:
     return Report("packed", rows, goals_of(rows, difference))
 
 
-def draw(case: Case, adapters: int) -> list[Batch]:
+def batches_of(case: Case, adapters: int) -> list[Batch]:
     """Batches of random tokens, one per adapter."""
     generator = torch.Generator().manual_seed(0)
 
@@ -150,13 +150,13 @@ class PackedTraining:
 def losses_apart(plain: PlainTraining, packed: PackedTraining, steps: int = 3) -> float:
     """The largest difference of losses of the first adapter, from equal values and beside others."""
     plain.load(packed.trainer.adapters["0"].values())
-    batches = draw(CASES["ragged, 4 x 16 to 64 tokens"], 2)
+    batches = batches_of(CASES["ragged, 4 x 16 to 64 tokens"], 2)
     return max(abs(packed.step(batches)[0] - plain.step(batches[0])) for _ in range(steps))
 
 
 def measure(name: str, plain: PlainTraining, packed: PackedTraining, size: Size) -> list[dict[str, Any]]:
     """The rows of a case."""
-    batches = draw(CASES[name], max(size.adapters))
+    batches = batches_of(CASES[name], max(size.adapters))
     tokens = [sum(map(len, batch)) for batch in batches]
     longest: list[float] = []
 

@@ -19,7 +19,7 @@ import torch
 from transformers import Qwen2VLForConditionalGeneration
 
 from vlora.bench.dummy import ranks_config
-from vlora.bench.training.packed import CASES, PlainTraining, draw
+from vlora.bench.training.packed import CASES, PlainTraining, batches_of
 
 CLASSES = ("process", "nice process", "idle process")
 """With the engine's priority, with niceness 19, and in the class SCHED_IDLE."""
@@ -73,7 +73,7 @@ def main(file: str, num_layers: int) -> None:
     torch.manual_seed(0)
     model = Qwen2VLForConditionalGeneration(ranks_config(num_layers)).requires_grad_(False).eval()
     training = PlainTraining(model)
-    (batch,) = draw(CASES["ragged, 4 x 16 to 64 tokens"], 1)
+    (batch,) = batches_of(CASES["ragged, 4 x 16 to 64 tokens"], 1)
     with open(file, "r+b") as opened:
         counter = mmap.mmap(opened.fileno(), _COUNT.size)
     num_tokens = 0
