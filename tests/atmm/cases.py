@@ -56,9 +56,11 @@ def bound(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> Tensor:
     return ROUNDINGS[y.dtype] * torch.finfo(y.dtype).eps * total
 
 
-def check_against_reference(group: SiteGroup, plan: SegmentPlan, x: Tensor, outputs: Sequence[Tensor]) -> float:
+def check_against_reference(
+    group: SiteGroup, plan: SegmentPlan, x: Tensor, outputs: Sequence[Tensor], label: str = ""
+) -> float:
     """Run every site of the group and compare. Returns the largest change of y by the reference, in units of the
-    bound."""
+    bound. label: of the case, for messages."""
     moved = 0.0
     for site, y in zip(group.sites, outputs, strict=True):
         expected = reference.add_delta(y, x, site, plan)
@@ -66,14 +68,14 @@ def check_against_reference(group: SiteGroup, plan: SegmentPlan, x: Tensor, outp
         before = y.to(torch.float64, copy=True)
         add_delta(y, x, site, plan)
         error = (y.double() - expected).abs()
-        assert (error <= allowed).all(), f"{site.name}: error {(error / allowed).max():.1f} times the bound"
+        assert (error <= allowed).all(), f"{label} {site.name}: error {(error / allowed).max():.1f} times the bound"
         if y.numel():
             moved = max(moved, ((expected - before).abs() / allowed).max().item())
     return moved
 
 
 def check_group_against_reference(
-    group: SiteGroup, plan: SegmentPlan, x: Tensor, outputs: Sequence[Tensor], transposed: bool = False
+    group: SiteGroup, plan: SegmentPlan, x: Tensor, outputs: Sequence[Tensor], transposed: bool = False, label: str = ""
 ) -> None:
     """The same for all sites at once, in one y inside a larger tensor. transposed: y is column-major."""
     widths = [site.d_out for site in group.sites]
@@ -86,7 +88,7 @@ def check_group_against_reference(
     for site, before, after in zip(group.sites, outputs, y.split(widths, 1), strict=True):
         error = (after.double() - reference.add_delta(before, x, site, plan)).abs()
         allowed = bound(before, x, site, plan)
-        assert (error <= allowed).all(), f"{site.name}: error {(error / allowed).max():.1f} times the bound"
+        assert (error <= allowed).all(), f"{label} {site.name}: error {(error / allowed).max():.1f} times the bound"
     assert room[:, :4].isnan().all() and room[:, 4 + sum(widths) :].isnan().all()
 
 
@@ -97,6 +99,27 @@ def segments(lengths: Mapping[str, int], *, start: int = 0) -> list[Lane]:
         lanes.append(Lane(key, start, start + length))
         start += length
     return lanes
+
+
+KINDS: dict[str, tuple[int, list[Lane]]] = {
+    "one": (40, [Lane("a", 0, 40)]),
+    "one token": (1, [Lane("c", 0, 1)]),
+    "even": (12, segments({"a": 4, "b": 4, "c": 4})),
+    "decode": (3, segments({"a": 1, "b": 1, "c": 1})),
+    "ragged": (40, segments({"c": 33, "a": 1, "b": 6})),
+    "short and long": (29, segments({"a": 1, "b": 24, "c": 4})),
+    "empty segment": (40, segments({"c": 33, "a": 0, "b": 7})),
+    "base tokens around": (12, segments({"b": 2, "c": 2}, start=5)),
+    "base tokens between": (9, [Lane("a", 0, 2), Lane("b", 4, 6), Lane("a", 7, 9)]),
+    "taken away": (5, [Lane("a", 0, 3, -1.0), Lane("b", 3, 5, -1.0)]),
+    "mixed mode": (22, [Lane("a", 0, 18), Lane("b", 18, 20), Lane("c", 0, 20, -1.0), Lane("c", 20, 22, -1.0)]),
+    "one adapter twice": (8, [Lane("a", 0, 5), Lane("a", 3, 8), Lane("b", 2, 4)]),
+    "one adapter there and back": (6, [Lane("a", 0, 6), Lane("a", 2, 4, -1.0)]),
+    "three at once": (6, [Lane("a", 0, 6), Lane("b", 1, 4), Lane("c", 2, 5, -1.0)]),
+    "no lanes": (4, []),
+    "no tokens": (0, []),
+}
+"""Tokens and lanes of batches with up to three adapters."""
 
 
 def lay_in_arena(group: SiteGroup, gap: int) -> None:

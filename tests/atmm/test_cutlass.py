@@ -1,4 +1,4 @@
-"""Grouped products: the addresses passed to their kernels, their selection, and the behaviour without a build.
+"""Grouped products: the addresses passed to their kernels, their selection, their build, and plans without one.
 
 The products are emulated on the CPU with the same addresses; the CUTLASS kernels run on a GPU only.
 """
@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from atmm.tuning import search, tables
 from atmm.tuning.buckets import Bucket
 from tests.atmm import emulated
 from tests.atmm.cases import (
+    KINDS,
     ROUNDINGS,
     check_against_reference,
     check_group_against_reference,
@@ -87,41 +89,29 @@ def use(found: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ROUNDINGS, torch.bfloat16, 2)
 
 
-KINDS = {
-    "one": (300, [Lane("a", 0, 300)]),
-    "ragged": (40, segments({"c": 33, "a": 1, "b": 6})),
-    "empty segment": (40, segments({"c": 33, "a": 0, "b": 7})),
-    "base tokens around": (12, segments({"b": 2, "c": 2}, start=5)),
-    "mixed mode": (22, [Lane("a", 0, 18), Lane("b", 18, 20), Lane("c", 0, 20, -1.0), Lane("c", 20, 22, -1.0)]),
-    "taken away": (5, [Lane("a", 0, 3, -1.0), Lane("b", 3, 5, -1.0)]),
-    "one adapter there and back": (6, [Lane("a", 0, 6), Lane("a", 2, 4, -1.0)]),
-    "three at once": (6, [Lane("a", 0, 6), Lane("b", 1, 4), Lane("c", 2, 5, -1.0)]),
-}
-ROUNDS = {"mixed mode": 2, "one adapter there and back": 2, "three at once": 3}
+RANKS = {"a": 8, "b": 24, "c": 64}
+BATCHES = {**KINDS, "long": (300, [Lane("a", 0, 300)])}
+ROUNDS = {"mixed mode": 2, "one adapter twice": 3, "one adapter there and back": 2, "three at once": 3}
+"""Expands of a batch, if more than one: each adds to a token once."""
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("name", [SPACE[0].name, SPACE[-1].name])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BATCHES)
 def test_every_kind_of_batch(kind: str, name: str, dtype: torch.dtype, library: Emulated) -> None:
-    num_tokens, kinds = KINDS[kind]
-    group = make_group({"a": 8, "b": 24, "c": 64}, missing=[("b", 1)], dtype=dtype)
-    group.pack("abc")
+    """One plan serves every layer, with one shrink for all sites of a group."""
+    num_tokens, kinds = BATCHES[kind]
     plan = SegmentPlan(num_tokens, kinds, name)
-    assert check_against_reference(group, plan, *make_input(num_tokens, group, dtype)) > 1
-    assert library.calls.count("shrink") == 1  # for all sites of the group
-    library.calls.clear()
-    check_group_against_reference(group, plan, *make_input(num_tokens, group, dtype))
-    assert library.calls == ["point", "shrink", *["expand"] * ROUNDS.get(kind, 1)]
-
-
-def test_one_plan_serves_every_layer(library: Emulated) -> None:
-    plan = SegmentPlan(22, KINDS["mixed mode"][1], NAME)
-    for layer in range(3):
-        group = make_group({"a": 8, "b": 24, "c": 64}, dtype=torch.bfloat16, seed=layer)
+    for layer in range(2):
+        group = make_group(RANKS, missing=[("b", 1)], dtype=dtype, seed=layer)
         group.pack("abc")
-        check_group_against_reference(group, plan, *make_input(22, group, torch.bfloat16))
-    assert len(plan.prepared) == 1
+        library.calls.clear()
+        assert check_against_reference(group, plan, *make_input(num_tokens, group, dtype)) > 1 or not kinds
+        assert library.calls.count("shrink") == bool(kinds)
+        library.calls.clear()
+        check_group_against_reference(group, plan, *make_input(num_tokens, group, dtype))
+        assert library.calls == (["point", "shrink", *["expand"] * ROUNDS.get(kind, 1)] if kinds else [])
+    assert len(plan.prepared) == bool(kinds)
 
 
 class Batch(NamedTuple):
@@ -239,22 +229,17 @@ def test_rows_without_128_bit_alignment_use_another_strategy(change: dict, libra
     assert all(isinstance(strategy, Batched) for strategy in plan.prepared.values())
 
 
-def test_an_odd_rank_without_a_lane_is_harmless(library: Emulated) -> None:
+def test_an_odd_rank_without_a_lane_is_harmless_and_a_failed_launch_raises_an_error(library: Emulated) -> None:
     group = make_group({"a": 5, "b": 8, "c": 16}, dtype=torch.bfloat16)
     group.pack("abc")
     plan = SegmentPlan(20, segments({"b": 12, "c": 8}), NAME)
     assert check_against_reference(group, plan, *make_input(20, group, torch.bfloat16)) > 1
     assert "expand" in library.calls
-
-
-def test_a_failed_launch_raises_an_error(library: Emulated) -> None:
     kernels = library.tiles[torch.bfloat16, NAME]
     library.tiles[torch.bfloat16, NAME] = kernels._replace(expand=lambda *_: 1)
-    group = make_group({"a": 8}, dtype=torch.bfloat16)
-    group.pack("a")
     x, outputs = make_input(4, group, torch.bfloat16)
     with pytest.raises(RuntimeError, match="could not be launched"):
-        add_delta(outputs[0], x, group.sites[0], SegmentPlan(4, [Lane("a", 0, 4)], NAME))
+        add_delta(outputs[0], x, group.sites[0], SegmentPlan(4, [Lane("b", 0, 4)], NAME))
 
 
 def test_without_a_gpu_grouped_table_entries_use_another_strategy() -> None:
@@ -343,6 +328,86 @@ def test_an_unloadable_library_is_reported(content: bytes, not_built: Path, capl
     assert "grouped products are disabled" in caplog.text
 
 
+# -- the build --------------------------------------------------------------------------------------------------------
+
+SAID = """\
+ptxas info    : Compiling entry function 'shrink' for 'sm_80'
+ptxas info    : Function properties for shrink
+    0 bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers, 496 bytes cmem[0]
+ptxas info    : Compiling entry function 'expand' for 'sm_90'
+ptxas info    : Function properties for expand
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 96 registers, used 1 barriers
+"""
+
+
+@pytest.mark.parametrize(("stores", "loads", "spilled"), ((0, 0, 0), (28, 40, 68)))
+def test_the_ptxas_report_is_parsed(stores: int, loads: int, spilled: int) -> None:
+    assert build.resources(SAID.format(stores=stores, loads=loads)) == (128, spilled)
+
+
+def write_headers(package: Path) -> Path:
+    """Create the include folder of CUTLASS's package."""
+    include = package / "source" / "include"
+    (include / "cutlass").mkdir(parents=True)
+    (include / "cutlass" / "cutlass.h").touch()
+    (package / "__init__.py").touch()
+    return include
+
+
+def test_nvcc_is_found_in_every_usual_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in ("home/bin", "path", "nvidia/cu13/bin")}
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+        (folder / "nvcc").touch(mode=0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", str(folders["path"]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    write_headers(tmp_path / "cutlass_library")
+    for folder in folders.values():
+        assert build.find_toolchain().nvcc == folder / "nvcc"
+        (folder / "nvcc").unlink()
+    with pytest.raises(FileNotFoundError, match="no nvcc in CUDA_HOME, on the PATH"):
+        build.find_toolchain()
+
+
+def test_headers_are_found_without_importing_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "cutlass_library"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('a dependency is missing')")
+    (tmp_path / "nvcc").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"headers are not installed; pip install 'vlora\[cutlass\]'"):
+        build.find_toolchain()
+    include = write_headers(package)
+    assert build.find_toolchain().headers == include
+
+
+def test_another_source_is_another_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = build.library_path()
+    assert first.parent == tmp_path / "vlora"
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-lineinfo"))
+    assert build.library_path() != first
+
+
+def test_one_tile_compiles_without_spilling(tmp_path: Path) -> None:
+    try:
+        tools = build.find_toolchain()
+    except FileNotFoundError as missing:
+        pytest.skip(str(missing))
+    tile, library = SPACE[0], tmp_path / "library.so"
+    (made,) = build.compile_tiles(tools, (80,), tmp_path, [tile])
+    assert made.fault is None and 0 < made.registers < 255
+    build.link(tools, [build.compile_problems(tools, (80,), tmp_path), made.object], library)
+    operands = tile.num_stages * (tile.block_m + tile.block_n) * tile.block_k * 2
+    assert operands <= build.shared_bytes(tile, library) <= 166_912
+    assert {name for _, name in cutlass.CutlassLibrary(library).tiles} <= {tile.name}  # empty without a GPU
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
@@ -352,8 +417,8 @@ def test_built_kernels_agree_with_the_reference(name: str, dtype: torch.dtype, m
     if found is None or (dtype, name) not in found.tiles:
         pytest.skip("not built")
     monkeypatch.setitem(ROUNDINGS, torch.bfloat16, 2)
-    for num_tokens, kinds in (*KINDS.values(), (900, segments({"a": 300, "b": 1, "c": 599}))):
-        group = make_group({"a": 8, "b": 24, "c": 64}, d_in=456, missing=[("b", 1)], dtype=dtype, device="cuda")
+    for num_tokens, kinds in (*BATCHES.values(), (900, segments({"a": 300, "b": 1, "c": 599}))):
+        group = make_group(RANKS, d_in=456, missing=[("b", 1)], dtype=dtype, device="cuda")
         group.pack("abc")
         plan = SegmentPlan(num_tokens, kinds, name)
         check_against_reference(group, plan, *make_input(num_tokens, group, dtype, "cuda"))

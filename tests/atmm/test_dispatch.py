@@ -1,23 +1,31 @@
-"""Selection of a strategy: buckets and their keys, tables, the rule, and the number of selections."""
+"""Selection of a strategy: buckets and their keys, the rule, measured tables, and kernels compiled ahead."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
 import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atmm import STRATEGIES, Lane, SegmentPlan, dispatch, operator, processor
+import atmm.warmup
+from atmm import STRATEGIES, Lane, SegmentPlan, compile_ahead, compile_merges, dispatch, operator, processor
 from atmm.batch_stats import BatchStats
 from atmm.layers import Layout
+from atmm.strategies.hybrid import divides
+from atmm.triton.tiling import Tiling, all_usual, shrink_programs, usual
 from atmm.tuning import tables
 from atmm.tuning.buckets import DEVICE_TYPES, DTYPES, Bucket, Evenness
 from tests.atmm.cases import check_against_reference, make_group, make_input, segments
 from tests.atmm.test_cpu import needs_compiler
+
+# -- buckets ----------------------------------------------------------------------------------------------------------
 
 BUCKETS = st.builds(
     Bucket,
@@ -41,10 +49,8 @@ def test_keys_are_128_bit_and_differ_where_buckets_differ(one: Bucket, other: Bu
 
 def test_keys_of_neighbouring_buckets_differ() -> None:
     values = (1, 2, 255, 256)
-    buckets = [
-        Bucket(*fields)
-        for fields in itertools.product(values, values, values, values, values, (1, 3), Evenness, DTYPES, DEVICE_TYPES)
-    ]
+    fields = itertools.product(values, values, values, values, values, (1, 3), Evenness, DTYPES, DEVICE_TYPES)
+    buckets = [Bucket(*each) for each in fields]
     assert len({bucket.key() for bucket in buckets}) == len(buckets)
 
 
@@ -77,12 +83,30 @@ def test_sizes_that_do_not_fit_a_key_are_refused(change: dict, words: str) -> No
     ),
 )
 def test_statistics_fall_into_their_bucket(num_tokens: int, lanes: list[Lane], expected: tuple) -> None:
-    group = make_group({"a": 4, "b": 4, "c": 16}, d_in=48, d_outs=(40, 16, 16))
-    group.pack("abc")
-    assert group.packed is not None
-    bucket = Bucket.of(BatchStats(SegmentPlan(num_tokens, lanes), group.packed.layout))
+    bucket = Bucket.of(stats_of({"a": 4, "b": 4, "c": 16}, lanes, num_tokens=num_tokens))
     assert (bucket.tokens, bucket.adapters, bucket.rank, bucket.evenness) == expected
     assert (bucket.d_in, bucket.d_out, bucket.num_sites) == (64, 128, 3)
+
+
+def stats_of(
+    ranks: dict[str, int], lanes: list[Lane], *, num_tokens: int | None = None, on_gpu: bool = False, **options: Any
+) -> BatchStats:
+    """Statistics of a group with all adapters packed; on a GPU without their tensors."""
+    group = make_group(ranks, **options)
+    group.pack(ranks)
+    assert group.packed is not None
+    layout = group.packed.layout
+    if on_gpu:
+        spans = tuple(tuple(site.values()) for site in layout.spans)
+        layout = Layout(layout.keys, spans, layout.d_in, layout.d_outs, layout.dtype, torch.device("cuda"))
+    return BatchStats(
+        SegmentPlan(max(lane.stop for lane in lanes) if num_tokens is None else num_tokens, lanes), layout
+    )
+
+
+# -- the rule, and a table before it ----------------------------------------------------------------------------------
+
+HALVES = segments({"a": 3, "b": 3})
 
 
 @pytest.fixture
@@ -91,73 +115,88 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "serves", lambda device, dtype: False)
 
 
-def test_thin_batches_use_the_compiled_kernels_where_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = make_group({"a": 4, "b": 4})
-    group.pack("ab")
-    assert group.packed is not None
-    monkeypatch.setattr(dispatch, "serves", lambda device, dtype: True)
-    for num_tokens, expected in ((2, True), (32, True), (4096, False)):
-        stats = BatchStats(SegmentPlan(num_tokens, segments({"a": 1, "b": num_tokens - 1})), group.packed.layout)
-        assert (dispatch.choose(stats) == "compiled") == expected
-
-
 @pytest.mark.usefixtures("plain")
 def test_the_table_decides_where_it_knows_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = make_group({"a": 4, "b": 4})
-    group.pack("ab")
-    assert group.packed is not None
-    stats = BatchStats(SegmentPlan(6, segments({"a": 3, "b": 3})), group.packed.layout)
+    """It is skipped if unused adapters are packed."""
+    stats, others = stats_of({"a": 4, "b": 4}, HALVES), stats_of({"a": 4, "b": 4, "c": 64}, HALVES)
     for name in STRATEGIES:
         monkeypatch.setattr(dispatch, "table_for", lambda _, name=name: {Bucket.of(stats).key(): name})
         assert dispatch.choose(stats) == name
+        assert dispatch.choose(others) == dispatch.rule(others)
     monkeypatch.setattr(dispatch, "table_for", lambda _: {})
     assert dispatch.choose(stats) == dispatch.rule(stats)
 
 
-@pytest.mark.usefixtures("plain")
-def test_the_table_is_skipped_if_unused_adapters_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = make_group({"a": 4, "b": 4, "c": 64})
-    group.pack("abc")
-    assert group.packed is not None
-    stats = BatchStats(SegmentPlan(6, segments({"a": 3, "b": 3})), group.packed.layout)
-    monkeypatch.setattr(dispatch, "table_for", lambda _: {Bucket.of(stats).key(): "no such strategy"})
-    assert dispatch.choose(stats) == dispatch.rule(stats)
+def test_thin_batches_use_the_compiled_kernels_where_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "serves", lambda device, dtype: True)
+    for num_tokens, expected in ((2, True), (32, True), (4096, False)):
+        stats = stats_of({"a": 4, "b": 4}, segments({"a": 1, "b": num_tokens - 1}))
+        assert (dispatch.choose(stats) == "compiled") == expected
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "ranks", "lengths", "expected"),
+    ("rank", "lengths", "expected"),
     (
-        (4, {"a": 16, "b": 16, "c": 16, "d": 16}, {"a": 1, "b": 1, "c": 1, "d": 1}, {"gathered", "stacked"}),
-        (512, {"a": 64, "b": 64}, {"a": 256, "b": 256}, {"batched", "loop"}),
-        (512, {"a": 64, "b": 64, "c": 64, "d": 64}, {"b": 300, "a": 200, "d": 10, "c": 2}, {"loop", "batched"}),
+        (16, {"a": 1, "b": 1, "c": 1, "d": 1}, {"gathered", "stacked"}),
+        (64, {"a": 256, "b": 256}, {"batched", "loop"}),
+        (64, {"b": 300, "a": 200, "d": 10, "c": 2}, {"loop", "batched"}),
     ),
 )
 @pytest.mark.usefixtures("plain")
 def test_the_rule_prefers_few_calls_for_decoding_and_no_waste_for_prefill(
-    num_tokens: int, ranks: dict, lengths: dict, expected: set[str], monkeypatch: pytest.MonkeyPatch
+    rank: int, lengths: dict[str, int], expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: True)
-    group = make_group(ranks, d_in=896, d_outs=(4864, 4864), dtype=torch.bfloat16)
-    group.pack(ranks)
-    assert group.packed is not None
-    assert dispatch.rule(BatchStats(SegmentPlan(num_tokens, segments(lengths)), group.packed.layout)) in expected
+    ranks = dict.fromkeys(sorted(lengths), rank)
+    stats = stats_of(ranks, segments(lengths), d_in=896, d_outs=(4864, 4864), dtype=torch.bfloat16)
+    assert dispatch.rule(stats) in expected
 
 
 @needs_compiler
-@pytest.mark.parametrize("lengths", ((512,), (64, 64, 64, 64), (300, 2, 2, 2)), ids=str)
-def test_where_bfloat16_products_are_slow_long_lanes_are_multiplied_in_float32(
-    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lengths", ((512,), (64, 64, 64, 64), (300, 2, 2, 2), (1, 1, 1, 64), (1, 1, 1, 2)), ids=str)
+@pytest.mark.parametrize("fast", (True, False))
+def test_short_and_long_lanes_are_divided_and_all_long_ones_where_bfloat16_is_slow(
+    lengths: tuple[int, ...], fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Strategies on packed copies multiply in the factors' type, which then takes up to 15 times as long."""
-    monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: fast)
     ranks = dict.fromkeys("abcd"[: len(lengths)], 64)
-    plan = SegmentPlan(sum(lengths), segments(dict(zip(ranks, lengths, strict=True))))
+    lanes = segments(dict(zip(ranks, lengths, strict=True)))
+    assert divides(lanes) == (min(lengths) < 9 < max(lengths))
     for dtype in (torch.bfloat16, torch.float32):
-        group = make_group(ranks, d_in=896, d_outs=(128,), dtype=dtype)
-        group.pack(ranks)
-        assert group.packed is not None
-        in_float32 = dispatch.rule(BatchStats(plan, group.packed.layout)) == "divided"
-        assert in_float32 == (dtype is torch.bfloat16 or len(set(lengths)) > 1)
+        divided = dispatch.rule(stats_of(ranks, lanes, d_in=896, d_outs=(128,), dtype=dtype)) == "divided"
+        slow = dtype is torch.bfloat16 and not fast and sum(lengths) > 32
+        assert divided == (slow or divides(lanes))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float64))
+@pytest.mark.parametrize("lengths", ({"a": 1, "b": 1}, {"a": 500, "b": 12}))
+def test_a_gpu_uses_the_tiled_kernels_by_rule(dtype: torch.dtype, lengths: dict[str, int]) -> None:
+    rule = dispatch.rule(stats_of({"a": 4, "b": 8}, segments(lengths), on_gpu=True, dtype=dtype))
+    assert rule in STRATEGIES and (rule == "tiled") == (dtype is not torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "d_in", "expected"),
+    (
+        ({"a": 1, "b": 1, "c": 1}, 3584, Tiling(16, 128, 128, 8, 3)),
+        ({"a": 1, "b": 30, "c": 1}, 3584, Tiling(32, 128, 128, 8, 3)),
+        ({"a": 1, "b": 4096, "c": 1}, 3584, Tiling(64, 128, 128, 1, 3)),
+        ({"a": 1, "b": 4096, "c": 1}, 128, Tiling(64, 128, 128, 1, 3)),
+    ),
+)
+def test_the_default_tiling_is_that_of_the_longest_lane(
+    lengths: dict[str, int], d_in: int, expected: Tiling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton_lanes = pytest.importorskip("atmm.triton.lanes")
+    chosen: list[Any] = []
+    monkeypatch.setattr(triton_lanes, "Tiled", lambda plan, stats, source, blocks: chosen.append(blocks))
+    ranks = {"a": 4, "b": 8, "c": 70}
+    stats = stats_of(ranks, segments(lengths), d_in=d_in, d_outs=(64, 64, 64), dtype=torch.bfloat16)
+    triton_lanes.prepare(SegmentPlan(sum(lengths.values()), segments(lengths)), stats, None)
+    programs = shrink_programs(lengths.values(), 3, 70)
+    assert usual(2, d_in, max(lengths.values()), programs) == expected
+    assert chosen == [(expected, 64, 128)], "two blocks of 64 rows hold the highest rank"
 
 
 def test_a_strategy_is_chosen_once_per_class_of_sites_and_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +208,7 @@ def test_a_strategy_is_chosen_once_per_class_of_sites_and_plan(monkeypatch: pyte
 
     monkeypatch.setattr(operator, "choose", choose)
     for step in range(2):
-        plan = SegmentPlan(6, segments({"a": 3, "b": 3}))
+        plan = SegmentPlan(6, HALVES)
         for layer in range(4):
             for d_in, d_outs in ((48, (40, 16, 16)), (40, (48,))):
                 group = make_group({"a": 4, "b": 4}, d_in=d_in, d_outs=d_outs, seed=layer)
@@ -178,48 +217,191 @@ def test_a_strategy_is_chosen_once_per_class_of_sites_and_plan(monkeypatch: pyte
         assert chosen == [48, 40] * (step + 1)
 
 
-def test_an_unknown_strategy_is_refused_by_name() -> None:
-    group = make_group({"a": 4})
-    x, outputs = make_input(2, group, torch.float32)
-    with pytest.raises(ValueError, match=r"'fastest'.*loop, batched, stacked, gathered"):
-        operator.add_delta(outputs[0], x, group.sites[0], SegmentPlan(2, [Lane("a", 0, 2)], "fastest"))
+# -- files of tables --------------------------------------------------------------------------------------------------
+
+ROW = [4, 4, 16, 1024, 2048, 1, "EVEN", "float32", "gathered"]
+HERE = "cpu-avx512-bf16"
+
+Put = Callable[..., pathlib.Path]
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ("loop", "divided", "compiled")])
-def test_a_strategy_that_needs_a_packed_copy_says_so(strategy: str) -> None:
-    group = make_group({"a": 4, "b": 4})
-    x, outputs = make_input(2, group, torch.float32)
-    for keys in ("", "b"):
-        group.pack(keys)
-        with pytest.raises(ValueError, match="packed copy of a"):
-            operator.add_delta(outputs[0], x, group.sites[0], SegmentPlan(2, [Lane("a", 0, 2)], strategy))
+@pytest.fixture
+def folders(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Put, Put]]:
+    """An AVX-512 processor with bfloat16 products; writers of tables to the user's and the package's empty folder."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setattr(tables, "FOLDER", tmp_path / "package")
+    monkeypatch.setattr(processor, "flags", lambda: frozenset({"avx512_bf16"}))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    threads = torch.get_num_threads()
+    tables.choose_table.cache_clear()
+
+    def put(folder: pathlib.Path) -> Put:
+        def write(name: str, **fields: Any) -> pathlib.Path:
+            columns = {"columns": tables.COLUMNS, "rows": [ROW]}
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"{name}.json"
+            path.write_text(json.dumps({"device": HERE, "date": "2026-01-02", **columns, **fields}))
+            return path
+
+        return write
+
+    yield put(tables.user_folder()), put(tables.FOLDER)
+    tables.choose_table.cache_clear()
+    torch.set_num_threads(threads)
 
 
-def test_compiled_without_packing_is_refused_for_types_without_kernels() -> None:
-    group = make_group({"a": 4}, dtype=torch.float16)
-    x, outputs = make_input(2, group, torch.float16)
-    with pytest.raises(ValueError, match=r"'compiled' needs a packed copy of a for torch.float16 on cpu"):
-        operator.add_delta(outputs[0], x, group.sites[0], SegmentPlan(2, [Lane("a", 0, 2)], "compiled"))
-    group.pack("a")
-    check_against_reference(group, SegmentPlan(2, [Lane("a", 0, 2)], "compiled"), x, outputs)
+def chosen(threads: int, device_type: str = "cpu") -> tables.Table | None:
+    tables.choose_table.cache_clear()
+    return tables.choose_table(device_type, threads).table
 
 
-def test_a_table_is_read_as_it_was_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def path_of(threads: int) -> pathlib.Path | None:
+    table = chosen(threads)
+    return None if table is None else table.path
+
+
+def described(threads: int) -> str:
+    torch.set_num_threads(threads)
+    tables.choose_table.cache_clear()
+    return tables.describe("cpu")
+
+
+def test_the_nearest_processor_then_the_nearest_threads_then_the_users_folder(folders: tuple[Put, Put]) -> None:
+    """Each added table is a better match for two threads than the previous ones."""
+    user, package = folders
+    assert chosen(2) is None
+    for put, name, fields in (
+        (package, "cpu-avx512-amx", {"device": "cpu-avx512-amx", "threads": 2}),
+        (package, "cpu-avx2", {"device": "cpu-avx2", "threads": 8}),
+        (user, "from-another-machine", {"device": "cpu-avx2", "threads": 8}),
+        (user, "from-another-machine-2", {"device": "cpu-avx2", "threads": 2}),
+        (package, "cpu-avx512", {"device": "cpu-avx512", "threads": 16}),
+        (package, f"{HERE}-t8", {"threads": 8}),
+        (package, HERE, {}),  # without its threads, it was measured with one
+        (user, f"{HERE}-t1", {"threads": 1}),
+        (package, f"{HERE}-t2", {"threads": 2}),
+        (user, f"{HERE}-t2", {"threads": 2}),
+    ):
+        assert put(name, **fields) == path_of(2)
+    assert path_of(1) == tables.user_folder() / f"{HERE}-t1.json"
+    assert path_of(6) == tables.FOLDER / f"{HERE}-t8.json"
+    assert tables.read_table(tables.FOLDER / f"{HERE}.json", "cpu").threads == 1
+
+
+def test_processors_of_other_architectures_and_gpus_do_not_share_tables(
+    folders: tuple[Put, Put], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs of one compute capability do."""
+    _, package = folders
+    package(HERE)
+    package("nvidia-a100", device="NVIDIA A100", capability="8.0")
+    package("nvidia-unknown", device="NVIDIA Unknown")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SVE256")
+    monkeypatch.setattr(processor, "flags", frozenset)
+    assert chosen(1) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert chosen(1, "cuda") is None
+    package("nvidia-h100", device="NVIDIA H100", capability="9.0")
+    found = chosen(64, "cuda")  # independent of the host's threads
+    assert found is not None and found.device == "NVIDIA H100" and found.rows[0][0].device_type == "cuda"
+    assert tables.describe("cuda") == (
+        "no table for this processor (NVIDIA H200); using the nearest, NVIDIA H100 (packaged, measured on 2026-01-02); "
+        "run `vlora tune --device cuda`"
+    )
+    path = tables.path_for("cuda", 1)
+    assert path.name == "nvidia-h200.json"
+    tables.write(path, "cuda", "2026-01-03", [])
+    assert tables.read_table(path, "cuda")[1:] == ("NVIDIA H200", torch.get_num_threads(), "2026-01-03", [], "9.0")
+    found = chosen(1, "cuda")
+    assert found is not None and found.path == path and tables.describe("cuda").startswith("NVIDIA H200 (tuned here")
+    assert tables.read_table(package(HERE), "cpu").capability is None
+
+
+def test_the_line_at_start_names_the_table_and_the_remedy(folders: tuple[Put, Put]) -> None:
+    user, package = folders
+    none, tune = f"no table for this processor ({HERE});", "run `vlora tune`"
+    assert described(1) == f"{none} strategies are chosen by rule; {tune}"
+    package("cpu-avx512-amx", device="cpu-avx512-amx", threads=1)
+    facts = "packaged, measured on 2026-01-02, 1 thread"
+    assert described(1) == f"{none} using the nearest, cpu-avx512-amx ({facts}); {tune}"
+    package(HERE, threads=1)
+    assert described(1) == f"{HERE} ({facts})"
+    assert described(2) == f"no table for 2 threads; using {HERE} ({facts}); {tune}"
+    user(f"{HERE}-t2", threads=2)
+    assert described(2) == f"{HERE} (tuned here on 2026-01-02, 2 threads)"
+
+
+@pytest.mark.usefixtures("plain")
+def test_the_choice_follows_the_number_of_threads(folders: tuple[Put, Put]) -> None:
+    stats = stats_of({"a": 4, "b": 4}, HALVES)
+    bucket = Bucket.of(stats)
+    row = [*bucket[:6], bucket.evenness.name, "float32"]
+    for threads, strategy in ((1, "loop"), (2, "stacked")):
+        folders[0](f"t{threads}", threads=threads, rows=[[*row, strategy]])
+    for threads, strategy in ((1, "loop"), (2, "stacked"), (1, "loop")):
+        torch.set_num_threads(threads)
+        assert dispatch.choose(stats) == strategy
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    (
+        ('{"device": "cpu-x", "columns": ["tokens"], "rows": []}', "columns"),
+        ({"rows": [[1, 1, 8, 64, 64, 1, "EVEN", "float32", "fastest"]]}, "fastest"),
+        ({"rows": [[1, 1, 8]]}, "unpack"),
+        ({"rows": [[1, 1, 8, 64, 64, 1, "EVEN", "float31", "loop"]]}, "float31"),
+        ({"rows": [[-1, 1, 8, 64, 64, 1, "EVEN", "float32", "loop"]]}, "tokens is -1"),
+        ({"rows": [[1, 1, 8, 64, 64, 1, "EVEN", "float32", ["loop"]]]}, "unhashable"),
+        ({"device": 3}, "device is 3"),
+        ({"threads": "two"}, "threads is 'two'"),
+        ({"threads": True}, "threads is True"),
+        ({"capability": 9.0}, "capability is 9.0"),
+        ('{"rows": []}', "columns"),
+        ("[]", "list"),
+        ("{", "Expecting"),
+        ("[" * 100_000, "recursion"),
+        (b"\xff\xfe", "decode"),
+    ),
+    ids=lambda value: str(value)[:60],
+)
+def test_a_broken_file_is_skipped_with_one_line(
+    content: Any, words: str, folders: tuple[Put, Put], caplog: pytest.LogCaptureFixture
+) -> None:
+    user, package = folders
+    packaged = package(HERE)
+    broken = user("broken", **(content if isinstance(content, dict) else {}))
+    if not isinstance(content, dict):
+        broken.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match="is not a table of this version") as refused:
+        tables.read_table(broken, "cpu")
+    assert words in str(refused.value)
+    with caplog.at_level(logging.WARNING, logger="atmm.tuning.tables"):
+        tables.choose_table.cache_clear()
+        for _ in range(3):
+            table = tables.choose_table("cpu", 1).table
+            assert table is not None and table.path == packaged
+    (record,) = caplog.records
+    assert str(broken) in record.getMessage()
+
+
+def test_a_table_that_cannot_be_opened_is_skipped(folders: tuple[Put, Put], caplog: pytest.LogCaptureFixture) -> None:
+    packaged = folders[1](HERE)
+    (tables.user_folder() / "a-folder.json").mkdir(parents=True)
+    assert path_of(1) == packaged and "a-folder.json" in caplog.text
+
+
+def test_a_table_is_read_as_it_was_written(folders: tuple[Put, Put], tmp_path: pathlib.Path) -> None:
     rows = [
         (Bucket(4, 4, 16, 1024, 2048, 3, Evenness.EVEN, torch.bfloat16, "cpu"), "gathered"),
         (Bucket(256, 1, 64, 1024, 1024, 1, Evenness.SINGLE, torch.float32, "cpu"), "loop"),
     ]
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     path = tables.path_for("cpu", torch.get_num_threads())
-    assert path.parent == tmp_path / "vlora" / "tables"
+    assert path.parent == tmp_path / "data" / "vlora" / "tables"
     tables.write(path, "cpu", "2026-01-01", rows)
-    document = json.loads(path.read_text())
-    assert {"device", "torch", "threads", "date", "columns", "rows"} == set(document)
+    assert {"device", "torch", "threads", "date", "columns", "rows"} == set(json.loads(path.read_text()))
     tables.choose_table.cache_clear()
-    try:
-        assert tables.table_for("cpu") == {bucket.key(): name for bucket, name in rows}
-    finally:
-        tables.choose_table.cache_clear()
+    assert tables.table_for("cpu") == {bucket.key(): name for bucket, name in rows}
 
 
 @pytest.mark.parametrize(
@@ -246,16 +428,39 @@ def test_packaged_tables_have_this_version(path: pathlib.Path) -> None:
     assert tables.read_table(path, "cuda" if "capability" in document else "cpu").rows
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float64))
-@pytest.mark.parametrize("lengths", ({"a": 1, "b": 1}, {"a": 500, "b": 12}))
-def test_a_gpu_uses_the_tiled_kernels_by_rule(dtype: torch.dtype, lengths: dict[str, int]) -> None:
-    group = make_group({"a": 4, "b": 8}, dtype=dtype)
-    group.pack("ab")
-    assert group.packed is not None
-    near = group.packed.layout
-    spans = tuple(tuple(site.values()) for site in near.spans)
-    layout = Layout(near.keys, spans, near.d_in, near.d_outs, near.dtype, torch.device("cuda"))
-    stats = BatchStats(SegmentPlan(sum(lengths.values()), segments(lengths)), layout)
-    supported = dtype is not torch.float64
-    assert (dispatch.rule(stats) == "tiled") == supported
-    assert dispatch.rule(stats) in STRATEGIES
+# -- kernels that are compiled ahead ----------------------------------------------------------------------------------
+
+OWN = "tiled m128 n256 k64 s1 p4"
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, rows: list[tuple[Bucket, str]]) -> dict[int, set[str | None]]:
+    """The strategies that are launched ahead with this table, by the inputs of the sites."""
+    table = tables.Table(pathlib.Path("table.json"), "GPU", 1, "", rows)
+    monkeypatch.setattr(tables, "choose_table", lambda device_type, threads: tables.Choice(table, {}))
+    found: dict[int, set[str | None]] = {}
+
+    def launch(y: torch.Tensor, x: torch.Tensor, group: Any, plan: SegmentPlan) -> None:
+        found.setdefault(x.shape[1], set()).add(plan.strategy)
+
+    monkeypatch.setattr(atmm.warmup, "add_deltas", launch)
+    groups = [make_group({}, d_in=d_in, d_outs=(64, 32)) for d_in in (112, 128, 256)]
+    compile_ahead(groups, torch.float32, torch.device("cpu"))
+    return found
+
+
+def test_tilings_of_the_rule_and_of_the_table_are_compiled_for_their_sites(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket has rounded sizes: 128 stands for 112 as well."""
+    rule = {tiling.name for tiling in all_usual(4)}
+    assert len(rule) > 3
+    assert launched(monkeypatch, []) == {112: rule, 128: rule, 256: rule}
+    bucket = Bucket(16, 2, 16, 128, 128, 2, Evenness.EVEN, torch.float32, "cuda")
+    rows = [
+        (bucket, OWN),
+        (bucket._replace(tokens=64), "batched"),
+        (bucket._replace(num_sites=1), "tiled m64 n64 k64 s1 p2"),
+        (bucket._replace(dtype=torch.bfloat16), "tiled m64 n64 k64 s1 p3"),
+    ]
+    assert launched(monkeypatch, rows) == {112: {*rule, OWN}, 128: {*rule, OWN}, 256: rule}
+    monkeypatch.setattr(atmm.warmup, "triton_interprets", lambda: True)
+    assert launched(monkeypatch, []) == {}, "the interpreter compiles nothing"
+    compile_merges([(2**30, 2**30)], torch.float32, torch.device("meta"))

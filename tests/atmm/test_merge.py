@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,17 +11,15 @@ from torch import Tensor
 from atmm import merge, processor, reference
 
 
-@pytest.fixture(params=("compiled", "plain"), autouse=True)
+@pytest.fixture(
+    params=itertools.product(("compiled", "plain"), ("bfloat16", "no bfloat16")), ids=", ".join, autouse=True
+)
 def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run every test with the compiled kernels, and as on a machine without a compiler."""
-    if request.param == "plain":
+    """Run every test with and without the compiled kernels, and with and without bfloat16 instructions."""
+    kernels, instructions = request.param
+    if kernels == "plain":
         monkeypatch.setattr("atmm.operator.library", lambda: None)
-
-
-@pytest.fixture(params=("bfloat16", "no bfloat16"), autouse=True)
-def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run every test as on a processor with bfloat16 instructions, and as on one without."""
-    monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: request.param == "bfloat16")
+    monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: instructions == "bfloat16")
 
 
 def weights(dtype: torch.dtype, rank: int = 8, n: int = 3, o: int = 70, i: int = 40) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,22 +30,38 @@ def weights(dtype: torch.dtype, rank: int = 8, n: int = 3, o: int = 70, i: int =
     return base.to(dtype), a.to(dtype), bt.to(dtype)
 
 
-@pytest.mark.parametrize("rank", (1, 4, 5, 8, 64))
-@pytest.mark.parametrize("dtype", (torch.float64, torch.float32))
-def test_merge_agrees_with_the_reference(dtype: torch.dtype, rank: int) -> None:
-    base, a, bt = weights(dtype, rank)
+SHAPES = ((1, 70, 40), (4, 70, 40), (5, 1, 1), (8, 5, 16), (64, 8, 33), (6, 70, 96), (20, 70, 5000))
+"""Rank, outputs and inputs. Wide layers of high rank are merged in blocks of columns."""
+
+
+@pytest.mark.parametrize(("rank", "o", "i"), SHAPES)
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16), ids=str)
+def test_merge_agrees_with_the_reference(dtype: torch.dtype, rank: int, o: int, i: int) -> None:
+    """Also in place, of values that are not finite, and undone by a merge with the other sign."""
+    base, a, bt = weights(dtype, rank, o=o, i=i)
+    base[0, 0, 0], base[1, 0, 0] = float("nan"), float("inf")
+    copies = [tensor.clone() for tensor in (base, a, bt)]
     out = torch.empty_like(base)
+    # One unit in the last place: the sum has the product's precision and is rounded once.
+    eps = 50 * torch.finfo(dtype).eps if dtype in (torch.float64, torch.float32) else torch.finfo(dtype).eps
     for scale in (1.0, -1.0, 0.3):
         merge(out, base, a, bt, scale)
         expected = reference.merge(base, a, bt, scale)
-        assert torch.allclose(out.double(), expected, rtol=0, atol=100 * torch.finfo(dtype).eps)
-        assert (expected - base.double()).abs().max() > 0.01
+        torch.testing.assert_close(out.double(), expected, rtol=eps, atol=eps / 10, equal_nan=True)
+        moved = (expected - base.double()).nan_to_num(0).abs().max()
+        assert moved > 0.001, "a missing delta would not be noticed"
+    assert all(
+        torch.equal(one.nan_to_num(3), two.nan_to_num(3)) for one, two in zip((base, a, bt), copies, strict=True)
+    )
+    merge(base, base, a, bt, 0.3)
+    torch.testing.assert_close(base, out, rtol=0, atol=0, equal_nan=True)
+    merge(base, base, a, bt, -0.3)
+    torch.testing.assert_close(base.double(), copies[0].double(), rtol=2 * eps, atol=2 * eps, equal_nan=True)
 
 
 @pytest.mark.parametrize(("rank", "d_in"), ((1, 40), (8, 40), (64, 40), (20, 5000), (300, 321)))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_merge_rounds_once(dtype: torch.dtype, rank: int, d_in: int) -> None:
-    """Wide layers of high rank are merged in blocks of columns."""
     base, a, bt = weights(dtype, rank, i=d_in)
     out = torch.empty_like(base)
     merge(out, base, a, bt)
@@ -56,17 +72,23 @@ def test_merge_rounds_once(dtype: torch.dtype, rank: int, d_in: int) -> None:
     twice = (base + torch.einsum("nro,nri->noi", bt.double(), a.double()).to(dtype)) != nearest
     assert twice.double().mean() > 0.02  # rounding the delta first would differ
     error, best = (out.double() - expected).abs(), (nearest.double() - expected).abs()
-    assert (error <= best * (1 + 1e-2) + 1e-7).all()
+    assert (error <= best * (1 + 1e-2) + 1e-6).all()
 
 
-@pytest.mark.parametrize(("rank", "d_in"), ((8, 40), (20, 5120)))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_merge_in_place_gives_the_same_bits(dtype: torch.dtype, rank: int, d_in: int) -> None:
-    base, a, bt = weights(dtype, rank, i=d_in)
-    out = torch.empty_like(base)
-    merge(out, base, a, bt)
-    merge(base, base, a, bt)
-    assert torch.equal(out, base)
+def test_bfloat16_is_rounded_as_torch_does() -> None:
+    rounded_as_torch_does()
+
+
+def rounded_as_torch_does() -> None:
+    generator = torch.Generator().manual_seed(0)
+    # Products of two bfloat16 values are exact in float32, and one in 2^7 of them is midway between two neighbours.
+    a, bt = (torch.randn(1, 1, size, generator=generator).bfloat16() for size in (200, 100))
+    a[0, 0, :4] = torch.tensor([float("nan"), float("inf"), 3e38, 0.0])
+    bt[0, 0, 0] = 1.0
+    out = torch.empty(1, 100, 200, dtype=torch.bfloat16)
+    merge(out, torch.zeros_like(out), a, bt)
+    expected = (bt.float().transpose(1, 2) * a.float()).bfloat16()
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -84,32 +106,21 @@ def test_merge_takes_strided_views_and_writes_nothing_else(dtype: torch.dtype) -
     assert (wide_out == 0).all()
 
 
-def test_a_delta_of_rank_0_gives_the_base() -> None:
+def test_a_delta_of_rank_0_gives_the_base_and_threads_change_no_bit() -> None:
     base, a, bt = weights(torch.bfloat16, 0)
     out = torch.empty_like(base)
     merge(out, base, a, bt)
     assert torch.equal(out, base)
-
-
-def test_merge_does_not_change_base_and_factors() -> None:
-    base, a, bt = weights(torch.bfloat16)
-    copies = [tensor.clone() for tensor in (base, a, bt)]
-    merge(torch.empty_like(base), base, a, bt, 0.5)
-    assert all(torch.equal(tensor, copy) for tensor, copy in zip((base, a, bt), copies, strict=True))
-
-
-def test_merge_refuses_mismatched_arguments() -> None:
-    base, a, bt = weights(torch.float32)
-    for arguments in (
-        (base[:2], base, a, bt),
-        (base, base, a[:, :4], bt),
-        (base, base, bt, a),
-        (base, base, a[:2], bt),
-    ):
-        with pytest.raises(ValueError, match="give a"):
-            merge(*arguments)
-    with pytest.raises(ValueError, match="one dtype"):
-        merge(base, base, a.half(), bt)
+    base, a, bt = weights(torch.bfloat16, 20, n=2, o=75, i=5120)  # blocks of columns
+    found, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append(torch.empty_like(base))
+            merge(found[-1], base, a, bt)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,9 @@ def test_both_ways_train_the_same() -> None:
     ways = packed.PlainTraining(copy.deepcopy(model)), packed.PackedTraining(HFModel(model), 2)
     plain, ours = ways
     plain.load(ours.trainer.adapters["0"].values())
-    batches = [[ids % 180 for ids in batch] for batch in packed.draw(packed.CASES["ragged, 4 x 16 to 64 tokens"], 2)]
+    batches = [
+        [ids % 180 for ids in batch] for batch in packed.batches_of(packed.CASES["ragged, 4 x 16 to 64 tokens"], 2)
+    ]
     assert len({len(ids) for ids in batches[0]}) > 1, "the batch is not ragged"
     losses = [(plain.step(batches[0]), ours.step(batches)[0]) for _ in range(4)]
     assert max(abs(theirs - own) for theirs, own in losses) < 1e-5
