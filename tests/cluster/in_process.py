@@ -346,6 +346,9 @@ class Here:
         self.replicas[name].start()
         await self.cluster.members[name].wait_joined()
 
+    async def all_joined(self) -> None:
+        await asyncio.gather(*(member.wait_joined() for member in self.cluster.members.values()))
+
     async def load(self, text: str) -> None:
         assert (await self.cluster.load_adapter("x", self.paths[text])).version == version_of(text)
 

@@ -111,35 +111,26 @@ def actor_settings(tmp_path: Path, config: EngineConfig, command: tuple[str, ...
     return msgspec.msgpack.encode(settings)
 
 
-@pytest.mark.parametrize(
-    ("command", "error"),
-    [
-        ((sys.executable, "-c", "import os; os._exit(3)"), "the engine process ended with exit code 3 while starting"),
-        (
-            (sys.executable, "-m", "tests.server.scripted_process"),
-            "model 'broken' cannot be loaded: there is no such folder",
-        ),
-    ],
-)
-def test_an_actor_returns_the_error_of_an_engine_that_does_not_start(
-    command: tuple[str, ...], error: str, tmp_path: Path
+def test_an_actor_returns_the_error_of_an_engine_that_does_not_start_and_its_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer = ReplicaActor(actor_settings(tmp_path, EngineConfig(model="broken"), command)).open()
-    found = msgspec.msgpack.decode(answer, type=NotOpened).error
-    assert isinstance(found, ErrorValue) and error in found.message
-
-
-def test_the_log_of_a_replica_reaches_the_front_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = "import os, sys; print('first\\nsecond', file=sys.stderr, flush=True); os._exit(3)"
-    given = actor_settings(tmp_path, EngineConfig(model="m"), (sys.executable, "-c", code))
+    for command, error in (
+        ((sys.executable, "-c", code), "the engine process ended with exit code 3 while starting"),
+        ((sys.executable, "-m", "tests.server.scripted_process"), "model 'broken' cannot be loaded: there is no such"),
+    ):
+        given = actor_settings(tmp_path, EngineConfig(model="broken"), command)
 
-    async def main() -> None:
-        log = LogPipe(str(tmp_path / "log"))
-        await asyncio.to_thread(ReplicaActor(given).open)
-        log.close()
+        async def opened(given: bytes = given) -> bytes:
+            log = LogPipe(str(tmp_path / "log"))
+            try:
+                return await asyncio.to_thread(ReplicaActor(given).open)
+            finally:
+                log.close()
 
-    asyncio.run(main())
-    assert capsys.readouterr().err == "first\nsecond\n"
+        found = msgspec.msgpack.decode(asyncio.run(opened()), type=NotOpened).error
+        assert isinstance(found, ErrorValue) and error in found.message
+        assert command[1] == "-m" or capsys.readouterr().err == "first\nsecond\n"
 
 
 ONE, TWO = (
@@ -167,49 +158,31 @@ def test_replicas_go_where_the_most_room_is_and_stay() -> None:
     )
     places.leave("r0")
     assert chosen(places, "r6", ONE, TWO) == "vlora-2"
+    # The scarcest resource decides.
+    scarce = ((Need(cpus=4), [1, 2]), (Need(cpus=1, gpus=1), [2, 0]), (Need(cpus=1, memory_bytes=4 << 30), [2, 8]))
+    for need, room in scarce:
+        assert [machine.room(need) for machine in (ONE, TWO)] == room
 
 
-@pytest.mark.parametrize(
-    ("need", "room"),
-    [
-        (Need(cpus=4), [1, 2]),
-        (Need(cpus=1, gpus=1), [2, 0]),
-        (Need(cpus=1, memory_bytes=4 << 30), [2, 8]),
-    ],
-)
-def test_the_scarcest_resource_decides(need: Need, room: list[int]) -> None:
-    assert [machine.room(need) for machine in (ONE, TWO)] == room
-
-
-def test_a_replica_of_a_lost_machine_gets_another_one() -> None:
+def test_a_replica_of_a_lost_machine_or_that_does_not_start_gets_another_one() -> None:
+    """A later keeper waits for the machine of a running replica, for a time."""
     places = Places(Need(cpus=2), {})
-    assert chosen(places, "r", ONE, TWO) == "vlora-2"
-    assert chosen(places, "r", ONE) == "vlora-1"
-    assert chosen(places, "r", ONE, TWO) == "vlora-1"
+    found = [chosen(places, "r", *machines) for machines in ((ONE, TWO), (ONE,), (ONE, TWO))]
+    assert found == ["vlora-2", "vlora-1", "vlora-1"]
     with pytest.raises(BadConfig, match="which needs 2 CPUs; none has joined; let another"):
         places.choose("other", [])
-
-
-def test_a_replica_that_does_not_start_is_tried_on_other_machines() -> None:
-    places, third = Places(Need(cpus=4), {}), ONE._replace(key="vlora-3", cpus=2)  # which has no room
-    tried = []
+    places, third, tried = Places(Need(cpus=4), {}), ONE._replace(key="vlora-3", cpus=2), []  # which has no room
     for _ in range(4):
         tried.append(chosen(places, "r", ONE, TWO, third))
         places.fail("r")
     assert tried == ["vlora-2", "vlora-1", "vlora-2", "vlora-1"]
     assert chosen(places, "other", ONE, TWO, third) == "vlora-2"
-
-
-def test_a_later_keeper_waits_for_the_machine_of_a_running_replica() -> None:
-    places = Places(Need(cpus=2), {"r": "vlora-2"})
-    assert places.choose("r", [ONE], wait_for_home=True) is None
-    assert chosen(places, "r", ONE, TWO) == "vlora-2"
-    places = Places(Need(cpus=2), {"r": "vlora-2"})
-    assert chosen(places, "r", ONE) == "vlora-1"  # after its patience
-    places = Places(Need(cpus=2), {"r": "vlora-2"})
-    assert chosen(places, "r", ONE, TWO) == "vlora-2"
-    found = places.choose("r", [ONE], wait_for_home=True)  # it was there, and is lost since
-    assert found is not None and found.key == "vlora-1"
+    later = [Places(Need(cpus=2), {"r": "vlora-2"}) for _ in range(3)]
+    assert later[0].choose("r", [ONE], wait_for_home=True) is None
+    assert [chosen(later[0], "r", ONE, TWO), chosen(later[1], "r", ONE)] == ["vlora-2", "vlora-1"]  # after its patience
+    assert chosen(later[2], "r", ONE, TWO) == "vlora-2"
+    found_again = later[2].choose("r", [ONE], wait_for_home=True)  # it was there, and is lost since
+    assert found_again is not None and found_again.key == "vlora-1"
 
 
 def a_site(tmp_path: Path, *, ports: int = 3, num_gpus: int = 0, **variables: str) -> Site:
@@ -319,8 +292,6 @@ def test_a_replica_without_room_is_reported_again_after_scaling(monkeypatch: pyt
 
 
 SLEEPING = ("", "-m", "tests.cluster.sleeping_engine")
-
-
 NEVER_READY = ("", "-c", "import time; time.sleep(60)")
 
 

@@ -85,7 +85,7 @@ async def test_a_lost_replica_loses_nothing_and_comes_back(cluster: Maker, how: 
         await asyncio.sleep(0.1)
         lost[0].start() if how == "dies" else lost[0].wake()
         assert await waking == 0
-        await asyncio.gather(*(member.wait_joined() for member in here.cluster.members.values()))
+        await here.all_joined()
         await here.check_idle()
         assert here.cluster.status().num_deaths == 1
 

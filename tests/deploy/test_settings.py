@@ -34,8 +34,6 @@ from vlora.config import EngineConfig, ServerConfig, Token
 from vlora.logging_format import JSON_VARIABLE
 
 TOKENS = (Token(name="VLORA_TOKEN", secret="0123456789abcdef"),)
-
-
 OURS = re.compile(r"\bVLORA_[A-Z_]+\b")
 
 
@@ -95,22 +93,16 @@ def test_serve_accepts_the_environment(where: str, monkeypatch: pytest.MonkeyPat
     make_config(ServerConfig, settings, tokens=TOKENS)
 
 
-def test_no_unknown_variable_is_named() -> None:
+def test_named_variables_flags_and_commands_exist() -> None:
     text = "\n".join(file.read_text() for file in DEPLOY.rglob("*") if file.is_file())
     text += (ROOT / "docs" / "deployment.md").read_text()
     named = {name for name in OURS.findall(text) if not name.endswith("_")}
     assert {"VLORA_TOKEN", "VLORA_SERVE_MODEL"} <= named
     refuse_unknown(cli, "VLORA", dict.fromkeys(named, "1"))
-
-
-def test_named_flags_are_flags_of_serve() -> None:
     flags = {flag for option in cli.commands["serve"].params for flag in (*option.opts, *option.secondary_opts)}
     for file in ("prometheus/vlora.rules.yml", "systemd/vlora.env", "systemd/vlora.service"):
         found = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", (DEPLOY / file).read_text()))
         assert found <= flags | {"--help"}, file
-
-
-def test_started_commands_exist() -> None:
     (command,) = (value for key, value in unit_settings() if key == "ExecStart")
     program, *arguments = command.split()
     assert program.endswith("/bin/vlora") and arguments[0] in cli.commands
@@ -179,7 +171,7 @@ def test_the_server_can_write_to_its_folders() -> None:
     assert server["read_only"] and writable | set(server["tmpfs"]) == mounts
 
 
-def test_the_files_that_compose_mounts_exist() -> None:
+def test_the_files_that_compose_mounts_exist_and_none_contains_tokens() -> None:
     folder = DEPLOY / "docker"
     services = compose()["services"]
     mounted = [
@@ -193,34 +185,24 @@ def test_the_files_that_compose_mounts_exist() -> None:
     assert [f"../prometheus/{name}" for name in rules] == [source for source in mounted if "rules" in source]
     build = services["server"]["build"]
     assert (folder / build["context"] / build["dockerfile"]).samefile(DOCKERFILE)
+    secrets = dict.fromkeys(("VLORA_TOKEN", "VLORA_ADMIN_TOKEN", "GRAFANA_ADMIN_PASSWORD"), "")
+    assert env_file("docker/example.env")[0] == {**secrets, "VLORA_SERVE_MODEL": "embedded"}
+    assert "Secret" not in manifests()
     (provider,) = read_yaml("grafana/provisioning/dashboards/vlora.yaml")["providers"]
     assert any(volume.split(":")[1] == provider["options"]["path"] for volume in services["grafana"]["volumes"])
 
 
-def test_no_file_contains_tokens() -> None:
-    assert env_file("docker/example.env")[0] == {
-        "VLORA_TOKEN": "",
-        "VLORA_ADMIN_TOKEN": "",
-        "GRAFANA_ADMIN_PASSWORD": "",
-        "VLORA_SERVE_MODEL": "embedded",
-    }
-    assert "Secret" not in manifests()
-
-
-@pytest.mark.parametrize("dead", [False, True])
-def test_the_health_check_reports_the_engine_state(dead: bool) -> None:
+def test_the_health_check_reports_the_engine_state() -> None:
+    check = [sys.executable, str(DEPLOY / "docker" / "healthcheck.py")]
     with running_api() as api:
-        if dead:
-            api.engine.dead = "killed"
-        check = [sys.executable, str(DEPLOY / "docker" / "healthcheck.py")]
         environment = {"VLORA_SERVE_HTTP_PORT": str(api.port), "http_proxy": "http://127.0.0.1:9"}
-        done = subprocess.run(check, env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, "503" in done.stderr) == ((1, True) if dead else (0, False)), done.stderr
+        for dead, expected in ((None, (0, False)), ("killed", (1, True))):
+            api.engine.dead = dead
+            done = subprocess.run(check, env=environment, capture_output=True, text=True, timeout=60)
+            assert (done.returncode, "503" in done.stderr) == expected, done.stderr
 
 
 KUBERNETES = DEPLOY / "kubernetes" / "vlora.yaml"
-
-
 SCRIPT = DEPLOY / "cluster" / "ssh.sh"
 
 

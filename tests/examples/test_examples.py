@@ -18,6 +18,7 @@ from apps.video_analytics.plan.plan_file import check_server, read_plan
 from apps.video_analytics.plan.run_plan import summarize
 from examples import ask_over_http, minimal_engine, stream_camera, train_adapter_with_peft, two_adapters_one_image
 from fusion.embedded import checkpoint_path
+from tests.apps.scripted import adapter_status
 from tests.server.api import running_api
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
@@ -26,7 +27,7 @@ from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.errors import BadPlan
 from vlora.models.processing import InputProcessor
-from vlora.types import AdapterStatus, HeadSummary, Request, SamplingParams
+from vlora.types import Request, SamplingParams
 
 
 @pytest.fixture
@@ -113,27 +114,9 @@ def test_the_plan_of_cameras_asks_what_its_server_has() -> None:
     summary = summarize(file.plan)
     assert (summary.heads_per_s, summary.max_tokens_per_s) == pytest.approx((7, 2.4))
     assert {task.head for camera in file.plan.cameras for task in camera.tasks if task.track} == {"traffic/cars"}
-    heads: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
-        "traffic": [("cars", "detection", ("car", "person")), ("jam", "classification", ("free", "jam"))],
-        "parking": [("lots", "counting", ("free",))],
-    }
-    statuses = [
-        AdapterStatus(
-            name=name,
-            version="",
-            rank=8,
-            num_bytes=1,
-            resident=False,
-            mergeable=True,
-            merge_fidelity=1.0,
-            touches_vision=False,
-            heads=tuple(
-                HeadSummary(name=head, task=task, labels=labels, prompt="what ?", num_frames=1)
-                for head, task, labels in own
-            ),
-        )
-        for name, own in heads.items()
-    ]
+    cars, jam = ("cars", "detection", ("car", "person"), 1), ("jam", "classification", ("free", "jam"), 1)
+    parking = adapter_status("parking", "", ("lots", "counting", ("free",), 1))
+    statuses = [adapter_status("traffic", "", cars, jam), parking]
     check_server(file, statuses)
     with pytest.raises(BadPlan, match=r"analytics\.yaml, line 30, field `cameras\[1\].tasks\[0\].head`: no adapter"):
         check_server(file, statuses[:1])

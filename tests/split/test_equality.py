@@ -20,11 +20,7 @@ from vlora.split import connect
 from vlora.split.greeting import Limits
 
 NUM_STEPS = 13
-
-
 WITHIN = 1e-5
-
-
 LINEARS: dict[str, tuple[Any, Any, Any]] = {
     "gpt2": (["c_attn", "c_proj", "c_fc"], ["c_attn", "mlp.c_proj"], ["mlp.c_proj"]),
     "others": (
@@ -33,11 +29,7 @@ LINEARS: dict[str, tuple[Any, Any, Any]] = {
         r".*language_model.*\.down_proj",
     ),
 }
-
-
 DRAWING = threading.Lock()  # threads share torch's generator
-
-
 METHODS = ("lora", "ia3", "prefix", "checkpointing")
 
 

@@ -234,9 +234,9 @@ def test_groups_can_be_copied_and_saved_without_outputs() -> None:
     assert group.output(1, x) == 2
 
 
+# -- noise ------------------------------------------------------------------------------------------------------------
+
 ATTEMPTS = 20
-
-
 ROWS = 24
 
 

@@ -165,14 +165,6 @@ def test_hostile_calls_end_their_connections_only(
     until(lambda: served.server.num_clients == 0)
 
 
-def test_a_call_over_a_clients_share_of_the_memory_is_refused(model: Any, tmp_path: Path) -> None:
-    """A client of this version divides it."""
-    with serving(model, tmp_path, limits=Limits(half_bytes=8192)) as served:
-        sock, _ = admitted(served.tcp)
-        sock.sendall(GOOD._replace(rows=64, num_bytes=64 * 128).pack() + bytes(64 * 128))
-        assert b"a call of 64 rows exceeds 8192 bytes" in all_of(sock)
-
-
 def test_half_sent_calls_and_greetings_time_out(
     served: Serving, model: Any, plain: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -325,8 +317,13 @@ def test_a_product_that_fails_refuses_its_call_only(
     assert len(lines(caplog)) == 1
 
 
-def test_a_client_more_than_allowed_is_refused_until_one_leaves(model: Any, tmp_path: Path) -> None:
-    with serving(model, tmp_path, limits=Limits(max_clients=2)) as served:
+def test_calls_and_clients_over_a_limit_are_refused(model: Any, tmp_path: Path) -> None:
+    """A client of this version divides such a call; one of too many is refused until another one leaves."""
+    with serving(model, tmp_path, limits=Limits(max_clients=2, half_bytes=8192)) as served:
+        sock, _ = admitted(served.tcp)
+        sock.sendall(GOOD._replace(rows=64, num_bytes=64 * 128).pack() + bytes(64 * 128))
+        assert b"a call of 64 rows exceeds 8192 bytes" in all_of(sock)
+        until(lambda: served.server.num_clients == 0)
         for _ in range(3):
             full = pytest.raises(OverCapacity, match="has 2 clients, its maximum")
             with connect(served.unix), connect(served.tcp), full:

@@ -7,7 +7,7 @@ import heapq
 import itertools
 import random
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -195,46 +195,9 @@ def test_a_client_that_used_much_is_not_stopped_for_long() -> None:
     assert 200 < products <= 1 + 4096 / 17
 
 
-@given(st.integers(0, 10_000))
-def test_every_call_is_computed_once_and_in_time(seed: int) -> None:
-    """Clients in closed loops over layers: none starves, each row is computed once, no call waits beyond the bound."""
-    draw = random.Random(seed)
-    calls = queue(max_wait_s=0.005)
-    now, done = 0.0, dict.fromkeys("abc", 0)
-    rows = {client: draw.choice((1, 4, 100)) for client in "abc"}
-    computed = dict.fromkeys("abc", 0)
-    arrivals = [(draw.random() / 100, client) for client in "abc"]
-    heapq.heapify(arrivals)
-    for _ in range(400):
-        while arrivals and arrivals[0][0] <= now:
-            at, client = heapq.heappop(arrivals)
-            calls.add(Call(client, done[client] % 12, rows[client], at))
-        batch = calls.next(now)
-        if not batch:
-            wait = calls.wait_s(now)
-            coming = arrivals[0][0] - now if arrivals else None
-            assert wait is None or wait <= 0.005
-            now += min(each for each in (wait, coming) if each is not None) + 1e-9
-            continue
-        assert len({call.key for call in batch}) == 1
-        # At most the other two are served first before a call's wait ends.
-        assert all(now - call.arrived < 0.005 + 100 * 0.002 for call in batch)
-        took = 0.0005 + 0.00001 * sum(call.rows for call in batch)
-        now += took
-        calls.computed(batch, took, now)
-        for call in batch:
-            assert call.first == computed[call.client]
-            computed[call.client] += call.rows
-            if computed[call.client] == rows[call.client]:
-                computed[call.client] = 0
-                done[call.client] += 1
-                heapq.heappush(arrivals, (now + draw.random() / 1000, call.client))
-    assert min(done.values()) > 3
-
+# -- simulated executors ----------------------------------------------------------------------------------------------
 
 LAYERS = 12
-
-
 DECODE_ROWS, TRAIN_ROWS = 2, 128
 
 
@@ -280,11 +243,15 @@ SLOW = Product()
 
 
 class Simulation(NamedTuple):
-    """Seconds of a pass through all layers, by client; the executor's share of the time at work; calls in a product."""
+    """Seconds of a pass through all layers, by client; the executor's share of the time at work; calls in a product.
+
+    longest_s: the longest wait of a call.
+    """
 
     passes: Sequence[Sequence[float]]
     busy: float
     together: float
+    longest_s: float
 
     def mean_s(self, clients: slice) -> float:
         return statistics.fmean(took for each in self.passes[clients] for took in each[3:])
@@ -294,14 +261,18 @@ class Simulation(NamedTuple):
 
 
 def simulate(
-    queue: CallQueue[int], clients: Sequence[Simulated], seconds: float, product: Product = SLOW
+    queue: CallQueue[int],
+    clients: Sequence[Simulated],
+    seconds: float,
+    product: Product = SLOW,
+    pace: Callable[[], float] = lambda: 1.0,
 ) -> Simulation:
-    """Let clients start one after the other, and stop after `seconds`."""
-    arrivals = [(0.003 * number, number) for number in range(len(clients))]
+    """Let clients start one after the other, and stop after `seconds`. pace: a factor of the clients' own work."""
+    arrivals = [(0.003 * pace() * number, number) for number in range(len(clients))]
     done, begun = [0] * len(clients), [0.0] * len(clients)
     passes: list[list[float]] = [[] for _ in clients]
     computed = [0] * len(clients)
-    now = busy = 0.0
+    now = busy = longest_s = 0.0
     batches: list[int] = []
     for number in range(len(clients)):
         queue.join(number)
@@ -318,17 +289,29 @@ def simulate(
             wait_s, coming = queue.wait_s(now), arrivals[0][0] - now if arrivals else None
             now += min(each for each in (wait_s, coming) if each is not None) + 1e-9
             continue
+        assert len({call.key for call in batch}) == 1
+        longest_s = max(longest_s, *(now - call.arrived for call in batch))
         took = product.took_s(sum(call.rows for call in batch))
         now, busy = now + took, busy + took
         queue.computed(batch, took, now)
         batches.append(len(batch))
         for call in batch:
+            assert call.first == computed[call.client], "each row is computed once"
             computed[call.client] += call.rows
             if computed[call.client] == clients[call.client].rows_of(done[call.client]):
                 computed[call.client] = 0
                 done[call.client] += 1
-                heapq.heappush(arrivals, (now + clients[call.client].own_s, call.client))
-    return Simulation(passes, busy / now, statistics.fmean(batches))
+                heapq.heappush(arrivals, (now + clients[call.client].own_s * pace(), call.client))
+    return Simulation(passes, busy / now, statistics.fmean(batches), longest_s)
+
+
+@given(st.integers(0, 10_000))
+def test_every_call_is_computed_once_and_in_time(seed: int) -> None:
+    draw = random.Random(seed)
+    clients = [Simulated(draw.choice((1, 4, 100)), 0.001) for _ in range(3)]
+    found = simulate(CallQueue(max_wait_s=0.005, join_rows=64), clients, 0.3, Product(0.0005, 0.00001), draw.random)
+    assert all(found.passes), "none starves"
+    assert found.longest_s < 0.005 + 100 * 0.002, "at most the other two are served first before a call's wait ends"
 
 
 def test_decoders_that_start_apart_come_to_travel_together() -> None:
