@@ -91,13 +91,6 @@ def plain_logits(model: Any, processor: InputProcessor, colors: tuple[int, ...],
     return torch.stack([step[0] for step in out.logits])
 
 
-def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
-    assert [each.id for each in client.models.list()] == ["embedded", "streets"]
-    assert client.models.retrieve("streets").owned_by == "vlora"
-    with pytest.raises(openai.NotFoundError, match="no model named 'absent'; available: embedded, streets"):
-        client.models.retrieve("absent")
-
-
 def test_answers_and_log_probabilities_are_those_of_plain_transformers(
     client: openai.OpenAI, model: Any, processor: InputProcessor
 ) -> None:
@@ -122,18 +115,15 @@ def test_answers_and_log_probabilities_are_those_of_plain_transformers(
 DRAWN = {"temperature": 2.0, "seed": 5}
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"n": 3, **DRAWN},
-        {"logprobs": True, "top_logprobs": 3},
-        {"n": 2, "logprobs": True, "max_tokens": 3, **DRAWN},
-        {"stop": ["a", "e"], "max_tokens": 12, **DRAWN},
-        {"n": 2, "stop": " ", "logprobs": True, **DRAWN},
-    ],
-    ids=lambda fields: ",".join(fields) or "plain",
-)
+STREAMED: list[dict[str, Any]] = [
+    *({}, {"n": 3, **DRAWN}, {"logprobs": True, "top_logprobs": 3}),
+    {"n": 2, "logprobs": True, "max_tokens": 3, **DRAWN},
+    {"stop": ["a", "e"], "max_tokens": 12, **DRAWN},
+    {"n": 2, "stop": " ", "logprobs": True, **DRAWN},
+]
+
+
+@pytest.mark.parametrize("fields", STREAMED, ids=lambda fields: ",".join(fields) or "plain")
 def test_every_choice_of_a_stream_is_that_of_the_whole_answer(client: openai.OpenAI, fields: dict[str, Any]) -> None:
     whole = ask(client, 90, **fields)
     chunks = list(ask(client, 90, stream=True, stream_options={"include_usage": True}, **fields))
@@ -154,15 +144,14 @@ def test_every_choice_of_a_stream_is_that_of_the_whole_answer(client: openai.Ope
 
 
 def test_choices_and_seeds(client: openai.OpenAI) -> None:
-    drawn: dict[str, Any] = {"temperature": 2.0, "seed": 5}
-    three = [choice.message.content for choice in ask(client, 90, n=3, **drawn).choices]
-    assert [choice.message.content for choice in ask(client, 90, n=3, **drawn).choices] == three
-    assert len(set(three)) == 3 and ask(client, 90, **drawn).choices[0].message.content == three[0]
-    assert ask(client, 90, **{**drawn, "seed": 6}).choices[0].message.content not in three
-    assert len({choice.message.content for choice in ask(client, 90, n=2).choices}) == 1  # greedy
-    # With a small top_p, nucleus sampling keeps only the most likely token.
-    narrow = ask(client, 90, temperature=1.0, top_p=1e-6)
-    assert narrow.choices[0].message.content == ask(client, 90).choices[0].message.content
+    def texts(**fields: Any) -> list[str]:
+        return [choice.message.content for choice in ask(client, 90, **fields).choices]
+
+    three = texts(n=3, **DRAWN)
+    assert texts(n=3, **DRAWN) == three and len(set(three)) == 3 and texts(**DRAWN) == three[:1]
+    assert texts(**{**DRAWN, "seed": 6})[0] not in three
+    assert texts(n=2) == texts() * 2  # greedy
+    assert texts(temperature=1.0, top_p=1e-6) == texts(), "a small top_p keeps only the most likely token"
 
 
 def test_stop_ends_an_answer(client: openai.OpenAI) -> None:
@@ -231,7 +220,11 @@ def test_text_is_continued_without_the_template(client: openai.OpenAI, model: An
     assert all(len(top) == 2 for each in scores for top in each.top_logprobs or ())
 
 
-def test_errors_are_those_of_the_openai_client(client: openai.OpenAI) -> None:
+def test_models_and_errors_are_those_of_the_openai_client(client: openai.OpenAI) -> None:
+    assert [each.id for each in client.models.list()] == ["embedded", "streets"]
+    assert client.models.retrieve("streets").owned_by == "vlora"
+    with pytest.raises(openai.NotFoundError, match="no model named 'absent'; available: embedded, streets"):
+        client.models.retrieve("absent")
     bad = openai.BadRequestError
     rows: list[tuple[dict[str, Any], type[openai.APIStatusError], str, str]] = [
         ({"model": "absent"}, openai.NotFoundError, "unknown_adapter", "no adapter named 'absent'; registered: s"),

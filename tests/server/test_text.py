@@ -220,17 +220,12 @@ class Streams:
 
 
 @pytest.mark.parametrize("num_streams", [1, 3])
-async def test_items_of_one_stream_stay_in_order(num_streams: int) -> None:
+async def test_items_of_one_stream_stay_in_order_and_an_error_or_an_early_close_ends_all(num_streams: int) -> None:
     streams = Streams()
     came: dict[int, list[int]] = {place: [] for place in range(num_streams)}
     async for place, number in interleave([streams.numbers(5 + place) for place in range(num_streams)]):
         came[place].append(number)
     assert came == {place: list(range(5 + place)) for place in range(num_streams)} and streams.open == 0
-
-
-@pytest.mark.parametrize("num_streams", [1, 3])
-async def test_an_error_or_an_early_close_ends_all_streams(num_streams: int) -> None:
-    streams = Streams()
     others = [streams.numbers(10**6) for _ in range(num_streams - 1)]
     with pytest.raises(ValueError, match="the stream broke"):
         async for _ in interleave([streams.numbers(3, fails=True), *others]):
