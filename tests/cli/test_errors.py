@@ -78,8 +78,6 @@ FILES = {
     "no.mp4": "no video",
     "text.sqlite": "text",
     "no-journal": "no journal",
-    "empty-config.yaml": "just words",
-    "list.yaml": "serve: [1]",
 }
 CONFIGS = {
     "srve: {port: 1}": "unknown command 'srve'; did you mean 'serve'?",

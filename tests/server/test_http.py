@@ -618,54 +618,47 @@ def test_every_pydantic_error_type_has_a_message(form: Any) -> None:
         assert "not accepted here" not in words and "theirs" not in words, kind
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        ({"type": "less_than_equal", "ctx": {"le": 0.5}, "input": 1}, "is 1; it must be at most 0.5"),
-        ({"type": "too_long", "ctx": {"max_length": 3, "actual_length": None}, "input": [1]}, "has more than 3 items;"),
-        ({"type": "string_too_short", "ctx": {"min_length": 1}, "input": ""}, "has 0 characters; it must have at leas"),
-        ({"type": "int_type", "input": "x" * 100}, f"is '{'x' * 40}'...; it must be a whole number"),
-        ({"type": "date_past", "input": None}, "is null, which is not accepted here"),
-        ({"type": "json_invalid", "ctx": {"error": "expected value at line 2 column 3"}}, "is not JSON: see line 2, c"),
-    ],
-)
-def test_pydantics_errors(error: dict[str, Any], words: str) -> None:
-    assert pydantic_errors.described(error).startswith(words)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"stop": [1]}, "stop[0] is 1; it must be a string"),
-        ({"logit_bias": [[1]]}, "logit_bias[0] is a list of 1 item; it must be a list of 2 items"),
-        ({"temperature": 10**400}, "temperature is out of range (a whole number of 1329 bits)"),
-    ],
-)
-def test_sampling_options_over_rpyc(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(BadRequest) as caught:
-        sampling_params(options)
-    assert str(caught.value) == words and not any(theirs in str(caught.value) for theirs in LIBRARIES)
-
-
 class Entry(msgspec.Struct, forbid_unknown_fields=True):
     secret: str
     count: int = 0
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ({}, "the field 'secret' is missing"),
-        ({"secret": "a", "other": 1}, "unknown field 'other'; check its spelling"),
-        ({1: 2}, "a key of the object must be a string"),
-        ({"secret": "a", "count": "much"}, "count is a string; it must be a whole number"),
-        (None, "the value is null; it must be an object"),
-    ],
-)
-def test_msgspecs_errors_without_values(value: Any, words: str) -> None:
-    with pytest.raises(msgspec.ValidationError) as caught:
-        msgspec.convert(value, Entry)
-    assert msgspec_errors.described(caught.value) == words
+PYDANTIC: list[tuple[dict[str, Any], str]] = [
+    ({"type": "less_than_equal", "ctx": {"le": 0.5}, "input": 1}, "is 1; it must be at most 0.5"),
+    ({"type": "too_long", "ctx": {"max_length": 3, "actual_length": None}, "input": [1]}, "has more than 3 items;"),
+    ({"type": "string_too_short", "ctx": {"min_length": 1}, "input": ""}, "has 0 characters; it must have at leas"),
+    ({"type": "int_type", "input": "x" * 100}, f"is '{'x' * 40}'...; it must be a whole number"),
+    ({"type": "date_past", "input": None}, "is null, which is not accepted here"),
+    ({"type": "json_invalid", "ctx": {"error": "expected value at line 2 column 3"}}, "is not JSON: see line 2, c"),
+]
+MSGSPEC: list[tuple[Any, str]] = [
+    ({}, "the field 'secret' is missing"),
+    ({"secret": "a", "other": 1}, "unknown field 'other'; check its spelling"),
+    ({1: 2}, "a key of the object must be a string"),
+    ({"secret": "a", "count": "much"}, "count is a string; it must be a whole number"),
+    (None, "the value is null; it must be an object"),
+]
+SAMPLING: list[tuple[dict[str, Any], str]] = [
+    ({"stop": [1]}, "stop[0] is 1; it must be a string"),
+    ({"logit_bias": [[1]]}, "logit_bias[0] is a list of 1 item; it must be a list of 2 items"),
+    ({"temperature": 10**400}, "temperature is out of range (a whole number of 1329 bits)"),
+]
+
+
+def test_errors_of_values_are_in_this_projects_words() -> None:
+    for error, words in PYDANTIC:
+        assert pydantic_errors.described(error).startswith(words)
+    for value, words in MSGSPEC:
+        with pytest.raises(msgspec.ValidationError) as invalid:
+            msgspec.convert(value, Entry)
+        assert msgspec_errors.described(invalid.value) == words
+    for options, words in SAMPLING:  # over RPyC
+        with pytest.raises(BadRequest) as caught:
+            sampling_params(options)
+        assert str(caught.value) == words and not any(theirs in words for theirs in LIBRARIES)
+    values = {"true": True, "3 bytes": b"abc", "a list of 1 item": [1], "a list of 2 items": (1, 2)}
+    assert list(map(shown, values.values())) == list(values)
+    assert len(shown(10**5000)) < 50 and len(shown("\ud800" * 100)) < 300
 
 
 def test_errors_of_yaml_and_json() -> None:
@@ -687,9 +680,3 @@ def test_errors_of_yaml_and_json() -> None:
             json.loads(text)
         words = json_errors.described(caught.value)
         assert words.startswith("line 1, column ") and "text that is not JSON" not in words, caught.value.msg
-
-
-def test_values_in_messages_are_shortened() -> None:
-    values = {"true": True, "3 bytes": b"abc", "a list of 1 item": [1], "a list of 2 items": (1, 2)}
-    assert list(map(shown, values.values())) == list(values)
-    assert len(shown(10**5000)) < 50 and len(shown("\ud800" * 100)) < 300
