@@ -38,9 +38,6 @@ FOREVER = Request(
 )
 
 
-# -- replicas ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_replica_is_drained_and_resumed_by_commands(vlora_command: Vlora) -> None:
     async def main() -> None:
@@ -138,8 +135,6 @@ def test_a_number_that_another_call_replaces_is_not_set_again(
     if not automatic:
         assert asking.out("cluster", "scale", "2") == "2 replicas\n" and numbers == [2] * 6
 
-
-# -- machines ---------------------------------------------------------------------------------------------------------
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 RAY = importlib.metadata.version("ray") if importlib.util.find_spec("ray") else ""

@@ -43,9 +43,6 @@ def commands(group: click.Group = cli, before: str = "") -> Iterator[tuple[str, 
             yield before + name, command
 
 
-# -- help -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_an_example_in_its_help(vlora_command: Vlora, command: str) -> None:
     assert f"  vlora {command}" in vlora_command.out(command, "--help").split("\n\n")[2], "a summary, then an example"
@@ -95,9 +92,6 @@ def test_short_options_mean_the_same_in_every_command() -> None:
                     meanings.setdefault(flag, set()).add(long_flag(option))
     assert {"-a", "-m", "-p", "-q", "-s"} <= meanings.keys()
     assert all(len(flags) == 1 for flags in meanings.values()), meanings
-
-
-# -- sources of options -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -192,9 +186,6 @@ def test_a_models_name_and_its_adapters_come_from_folders(tmp_path: Path, monkey
         write_adapter(tmp_path / name)
     found = vlora.cli.serve.named_adapters((f"extra={tmp_path}/x=y",), tmp_path)
     assert found == {"cam": str(tmp_path / "cam"), "signs": str(tmp_path / "signs"), "extra": f"{tmp_path}/x=y"}
-
-
-# -- completion and output --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -23,9 +23,6 @@ def words(line: str, count: int | None = None) -> str:
     return " ".join(line.split()[:count])
 
 
-# -- query ------------------------------------------------------------------------------------------------------------
-
-
 def test_query_prints_the_answer_as_text_or_json(
     vlora_command: Vlora, asking: Vlora, address: str, inputs: Path
 ) -> None:
@@ -74,9 +71,6 @@ def test_boxes_of_a_detection_are_listed(vlora_command: Vlora, inputs: Path) -> 
         out = vlora_command.out("query", "bright.png", "--adapter", "cars", "--head", "detection", *server)
     label, box = out.splitlines()
     assert label == "bright  98.0%" and box.startswith("  bright  98.0%  [0, ")
-
-
-# -- adapters and trainings -------------------------------------------------------------------------------------------
 
 
 def test_adapters_are_loaded_pinned_and_unloaded(vlora_command: Vlora, tmp_path: Path) -> None:
@@ -129,9 +123,6 @@ def test_status_summarizes_a_server_and_waits_for_it(asking: Vlora) -> None:
     assert asking.json("status")[0]["num_running"] == 0
 
 
-# -- batches ----------------------------------------------------------------------------------------------------------
-
-
 def test_batch_answers_in_order_and_reports_bad_pictures(asking: Vlora, inputs: Path) -> None:
     (folder := inputs / "photos").mkdir()
     for place in range(4):
@@ -161,9 +152,6 @@ def test_a_batch_that_cannot_ask_leaves_the_former_answers(asking: Vlora, inputs
     assert asking("batch", "0.png", "a.png", *ask, *to)[0] == 1 and answers(inputs) == ["", "x"]
     assert asking("batch", "0.png", *ask, *to)[0] == 1
     assert "image 1" in json.loads(file.read_text())["problem"], "a run in which every picture fails has its file too"
-
-
-# -- streams ----------------------------------------------------------------------------------------------------------
 
 
 def test_stream_prints_a_line_per_second_of_video(asking: Vlora, inputs: Path) -> None:
@@ -219,8 +207,6 @@ def test_a_plan_prints_answers_and_events(asking: Vlora, inputs: Path) -> None:
     code, out, err = asking("stream", "plan.yaml")
     assert (code, err) == (1, "") and "the script says fail" in out, "a failed event is a failure of the command"
 
-
-# -- indexes ----------------------------------------------------------------------------------------------------------
 
 RETRIEVE = ("retrieve", "a car", "--index", "x.sqlite")
 

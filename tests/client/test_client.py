@@ -70,27 +70,26 @@ def test_images_are_bytes_or_paths(client: Client, tmp_path: Path) -> None:
     assert answer.num_prompt_tokens == 10 and answer.timings.latency_s > 0 and answer.total_s > 0
 
 
-@pytest.mark.parametrize(
-    ("prompt", "images", "fields", "code", "message"),
-    [
-        ("say:x", ["nowhere.png"], {}, "bad_image", "cannot read image 'nowhere.png': No such file"),
-        ("say:x", [b"x" * 100_000] * 12, {}, "too_large", "1200000 bytes of images; this server takes at most 9"),
-        ("say:x", [], {"max_token": 1}, "bad_request", "unknown sampling option 'max_token'; known: max_tokens"),
-        ("say:x", [], {"temperature": "hot"}, "bad_request", "temperature is 'hot'; it must be a number"),
-        ("an unpaired surrogate: \ud800", [], {}, "bad_request", "the text cannot be sent: 'utf-8' codec"),
-        (["a", "list"], [], {}, "bad_request", "refused the call 'generate': only values can be sent"),
-        (7, [], {}, "bad_request", "question is 7; it must be a string"),
-        ("say:x", [], {"adapter": {"a": float("nan")}}, "bad_request", "the weight of 'a' is nan"),
-        ("trip", [], {}, "error", "internal server error (ValueError: tripped"),
-    ],
-)
-def test_what_cannot_be_sent_is_a_typed_error(
-    client: Client, prompt: Any, images: list[Any], fields: dict[str, Any], code: str, message: str
-) -> None:
-    with pytest.raises(VLoraError) as caught:
-        client.generate(prompt, images, **fields)
-    assert caught.value.code == code and message in str(caught.value)
-    assert client.generate("say:still here").text == "still here"
+# Prompt, images, fields, code, and part of the message.
+NOT_SENT: list[tuple[Any, list[Any], dict[str, Any], str, str]] = [
+    ("say:x", ["nowhere.png"], {}, "bad_image", "cannot read image 'nowhere.png': No such file"),
+    ("say:x", [b"x" * 100_000] * 12, {}, "too_large", "1200000 bytes of images; this server takes at most 9"),
+    ("say:x", [], {"max_token": 1}, "bad_request", "unknown sampling option 'max_token'; known: max_tokens"),
+    ("say:x", [], {"temperature": "hot"}, "bad_request", "temperature is 'hot'; it must be a number"),
+    ("an unpaired surrogate: \ud800", [], {}, "bad_request", "the text cannot be sent: 'utf-8' codec"),
+    (["a", "list"], [], {}, "bad_request", "refused the call 'generate': only values can be sent"),
+    (7, [], {}, "bad_request", "question is 7; it must be a string"),
+    ("say:x", [], {"adapter": {"a": float("nan")}}, "bad_request", "the weight of 'a' is nan"),
+    ("trip", [], {}, "error", "internal server error (ValueError: tripped"),
+]
+
+
+def test_what_cannot_be_sent_is_a_typed_error(client: Client) -> None:
+    for prompt, images, fields, code, message in NOT_SENT:
+        with pytest.raises(VLoraError) as caught:
+            client.generate(prompt, images, **fields)
+        assert caught.value.code == code and message in str(caught.value), message
+        assert client.generate("say:still here").text == "still here"
 
 
 def adapter(name: str, *heads: tuple[str, str, int]) -> AdapterStatus:
@@ -302,9 +301,7 @@ def test_a_server_is_awaited_until_it_answers(client: Client) -> None:
     assert wait(coming, PATIENCE_S) == ["no server; waiting for it"] and coming.errors == []
     with pytest.raises(BadRequest):  # waiting cannot fix it
         wait(Coming(BadRequest("another protocol")), 3600.0)
-
-
-def test_waiting_ends_at_its_limit_and_at_the_stop_event() -> None:
+    # Waiting ends at its limit, and at the stop event.
     with Client(port=NOBODY) as client, pytest.raises(Disconnected, match="vlora serve"):
         wait(client, 0.1)
     stop = threading.Event()

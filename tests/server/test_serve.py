@@ -192,8 +192,6 @@ def test_a_port_in_use_is_reported_before_the_model_loads_and_after_it() -> None
     asyncio.run(web())
 
 
-# -- replicas, on a real Ray ------------------------------------------------------------------------------------------
-
 on_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 REPLICAS = ("serve", "--rpyc-port", "0", "--http-port", "0", "--replicas", "2")
 
