@@ -1,15 +1,20 @@
-"""The gateway bench compares pairs, detects the first text of a stream, and measures one engine in both ways."""
+"""The gateway bench: pairs of measurements, the first text of a stream, its server, which ends with the bench."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
+import signal
 import statistics
+import sys
 import tempfile
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing import connection
+from pathlib import Path
 
 import pytest
 
@@ -104,3 +109,18 @@ def test_direct_requests_run_on_the_serving_engine() -> None:
         token_ids = [token for _, new_ids in timed_tokens for token in new_ids]
         assert client.generate(question, max_tokens=5).text == processor.decode(token_ids)
         assert client.stats().num_finished == 2
+
+
+def test_terminating_a_bench_ends_its_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The server here is a script that prints its ready line and sleeps."""
+    script = tmp_path / "server"
+    script.write_text("#!/bin/sh\necho 'ready: rpyc localhost:1 | http localhost:2 | model'\nexec sleep 60\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as left, launched_server("vlora.cli", "serve") as server:
+        assert (server.rpyc_port, server.http_port) == (1, 2) and server.front_end.is_running()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+    assert left.value.code == 128 + signal.SIGTERM
+    assert not server.front_end.is_running() and signal.getsignal(signal.SIGTERM) is before

@@ -140,8 +140,15 @@ def test_a_stored_measurement_is_not_made_again(
     assert len(calls) == 2, "the full run replaced no quick measurement"
     stored = tmp_path / "measured" / "v-lora-fig1.json"
     stored.write_text(stored.read_text()[:20])  # as of a full disk
-    runner.run(False, tmp_path, (), lambda _: None)
+    with threads(2):
+        report = runner.run(False, tmp_path, (), lambda _: None)
+        assert report.as_dict()["env"]["threads"] == 1, "those of its measurements"
     assert len(calls) == 3
+    changed = figure(calls, revision=2)  # values of another form are not read
+    monkeypatch.setattr(runner, "FIGURES", [changed])
+    monkeypatch.setattr(runner, "chosen", lambda keys: [changed])
+    runner.run(False, tmp_path, (), lambda _: None)
+    assert len(calls) == 4
 
 
 def test_the_page_has_the_picture_both_numbers_and_the_rest(calls: list[str], tmp_path: Path) -> None:
@@ -180,6 +187,8 @@ def test_a_figure_of_costs_and_the_simulator_end_to_end(
     assert (tmp_path / "skewness.png").stat().st_size > 10_000
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_figures_of_one_thread_are_measured_by_two_processes(
     measuring: Measuring, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -235,6 +244,8 @@ def test_figures_run_alone_if_they_are_in_wall_time_or_beside_a_gpu(runs_on: str
     assert own.device_words(on_cpu).endswith(", one thread")
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_figure_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(runner, "default_threads", lambda: 4)
     unknown = [figure([], number=number) for number in ("fig98", "fig99")]
@@ -275,16 +286,6 @@ def test_processes_of_figures_end_with_the_command(number: int, tmp_path: Path) 
     while any(map(alive, processes)):
         assert time.monotonic() < until
         time.sleep(0.1)
-
-
-def test_values_of_another_form_are_not_read(calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(drawing, "save", lambda *_: None)
-    runner.run(True, tmp_path, (), lambda _: None)
-    changed = figure(calls, revision=2)
-    monkeypatch.setattr(runner, "FIGURES", [changed])
-    monkeypatch.setattr(runner, "chosen", lambda keys: [changed])
-    runner.run(True, tmp_path, (), lambda _: None)
-    assert len(calls) == 2
 
 
 def test_dlora_s_lanes_and_switches_cost_as_much_more_as_measured(measuring: Measuring) -> None:
@@ -537,15 +538,6 @@ def test_measurements_of_another_commit_are_marked(
     monkeypatch.setattr(runner, "environment", lambda: environment() | {"commit": "0123456789abcdef"})
     runner.run(True, tmp_path, (), lambda _: None)
     assert "At other commits" not in (tmp_path / "index.html").read_text()
-
-
-def test_a_report_has_the_threads_of_its_measurements(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(drawing, "save", lambda *_: None)
-    with threads(2):
-        report = runner.run(True, tmp_path, (), lambda _: None)
-        assert report.as_dict()["env"]["threads"] == 1
 
 
 def test_the_simulator_reads_the_measured_costs(

@@ -1,4 +1,4 @@
-"""`vlora bench split` without its processes: lockstep, rows, goals, pictures, and a tiny run of clients in threads."""
+"""`vlora bench split` without its processes: lockstep, rows, figures, and a tiny run of clients in threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,24 +16,21 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
-from PIL import Image
 
+from tests.bench.split_rows import LATENCIES, MIX, drawable, of_all_parts, windows
 from tests.split.running import serving, tiny
 from vlora.bench.paper import drawing
 from vlora.bench.paper.figures import symbiosis
 from vlora.bench.paper.measuring import Measuring, Setting
 from vlora.bench.scheduling.models import MODELS
-from vlora.bench.split import base_process, engine, mixed, split
-from vlora.bench.split.base_process import POLICIES, LockstepQueue
+from vlora.bench.split import base_process, mixed, split
+from vlora.bench.split.base_process import LockstepQueue
 from vlora.bench.split.mixed import Event, Window
-from vlora.bench.split.rows import Mix, row
-from vlora.bench.split.split import WAYS
+from vlora.bench.split.rows import row
 from vlora.bench.split.worker import Client
 from vlora.cli import cli
 from vlora.errors import BadConfig
 from vlora.split.batching import Call
-
-MIX = Mix(layers=1, inference=8, training=2, prompt=64, answer=4, requests=1, rounds=1)
 
 
 def test_lockstep_waits_for_every_client() -> None:
@@ -52,49 +48,10 @@ def test_lockstep_waits_for_every_client() -> None:
     assert len(queue.next(100.0)) == 2
 
 
-def measured(clients: int, ratio: float, mib: float, latency: float) -> list[dict[str, Any]]:
-    """Rows of all parts but mixed."""
-    rows = [row("memory", way, clients=clients, **{"all MiB": 100.0, "clients MiB": 100.0}) for way in WAYS]
-    for each in rows:
-        each["executor MiB"] = 40.0 if each["way"].startswith("executor") else 0
-    rows[2]["all MiB"], rows[2]["clients MiB"] = mib, mib - 40.0
-    for what in ("training, 128 tokens a step", "decoding, one row"):
-        rows += [row(what, "own copy", ratio=1.0, **{"CPU ms a token": 1.0})]
-        rows += [row(what, "one client", ratio=ratio, **{"CPU ms a token": ratio})]
-    rows.append(row("decoding, one row each", "4 clients", ratio=ratio, **{"CPU ms a token": ratio}))
-    table = {"latency ms": 10.0, "tokens a second": 5.0, "calls a product": 2.0}
-    rows += [row("table 5", policy, clients=4, **table) for policy in POLICIES]
-    rows[-len(POLICIES)]["latency ms"] = latency
-    return rows
-
-
-def test_goals_are_those_of_the_rows() -> None:
-    held = split.goals_of(measured(8, 0.7, 80.0, 9.0))
-    assert len(held) == 5 and all(goal.holds for goal in held)
-    missed = split.goals_of(measured(8, 1.6, 120.0, 11.0))
-    assert not any(goal.holds for goal in missed)
-    assert len(split.goals_of(measured(2, 0.7, 120.0, 9.0))) == 4, "memory of few clients is no goal"
+def test_parts_that_were_not_measured_have_no_goals() -> None:
+    assert len(split.goals_of(of_all_parts(8, 0.7, 80.0, 9.0))) == 5
+    assert len(split.goals_of(of_all_parts(2, 0.7, 120.0, 9.0))) == 4, "memory of few clients is no goal"
     assert split.goals_of([]) == []
-
-
-def of_an_engine(share: float, ratio: float) -> list[dict[str, Any]]:
-    """Rows of the part of a serving engine."""
-    rows = []
-    for dtype in engine.DTYPES:
-        for way, mib in ((engine.BOTH, 100.0), (engine.OWN, 100.0 * share)):
-            rows.append(row(f"{engine.MEMORY}, {dtype}", way, clients=1, **{"executor MiB": mib}))
-    for what, first, second in (
-        (engine.TRAINING, engine.BOTH, engine.OWN),
-        (engine.SERVING, engine.ALONE, engine.BESIDE),
-    ):
-        rows += [row(what, first, ratio=1.0), row(what, second, ratio=ratio)]
-    return [each | {"CPU ms a token": None} for each in rows]
-
-
-def test_goals_of_a_serving_engine_are_those_of_its_rows() -> None:
-    held, missed = (split.goals_of(of_an_engine(*values)) for values in ((0.7, 1.05), (0.95, 1.2)))
-    assert len(held) == len(missed) == 4
-    assert all(goal.holds for goal in held) and not any(goal.holds for goal in missed)
 
 
 def test_rates_and_curves_spread_tokens_over_their_time() -> None:
@@ -133,27 +90,6 @@ def test_a_window_ends_with_the_first_client_that_is_done() -> None:
     assert window.latency_ms() == pytest.approx(3000) and window.latency_ms("prefill") == pytest.approx(2000)
 
 
-def windows(latencies: Mapping[str, Sequence[float]], trained: int) -> dict[str, list[Window]]:
-    """A window of each way and round: decoded tokens of a latency, in seconds, and training steps of 128 tokens."""
-    found: dict[str, list[Window]] = {}
-    for way in mixed.WAYS:
-        steps = [Event("train", number, number + 1.0, 128) for number in range(trained)] if "training" in way else []
-        prefill = Event("prefill", 0.0, 0.5, 128)
-        found[way] = [
-            Window(6.0, [prefill, *(Event("decode", 0.5, 0.5 + each, 2) for _ in range(4)), *steps], 0.9)
-            for each in latencies[way]
-        ]
-    return found
-
-
-LATENCIES = {
-    mixed.ALL: (1.0, 2.0, 1.5),
-    mixed.FEWER: (0.8, 1.6, 1.2),
-    mixed.MIXED: (1.1, 2.0, 1.5),
-    mixed.WHOLE: (3, 4, 5),
-}
-
-
 def test_ratios_are_those_of_a_round() -> None:
     rows = {each["way"]: each for each in mixed.rows_of(windows(LATENCIES, trained=3), MIX)}
     assert rows[mixed.ALL]["latency ms"] == pytest.approx(1500) and rows[mixed.ALL]["ratio"] == 1
@@ -164,18 +100,18 @@ def test_ratios_are_those_of_a_round() -> None:
 
 
 def test_the_mix_must_have_the_throughput_and_the_latency() -> None:
-    held = split.goals_of(mixed.rows_of(windows(LATENCIES, trained=3), MIX))
-    assert len(held) == 3 and all(goal.holds for goal in held)
-    slow = LATENCIES | {mixed.MIXED: (1.5, 3.0, 2.0)}
-    assert [goal.holds for goal in split.goals_of(mixed.rows_of(windows(slow, trained=3), MIX))] == [True, False, True]
-    useless = LATENCIES | {mixed.MIXED: (4.1, 4.2, 5.2)}
-    assert [goal.holds for goal in split.goals_of(mixed.rows_of(windows(useless, trained=3), MIX))][2] is False
     fewer = windows(LATENCIES, trained=0)
     fewer[mixed.MIXED] = [
         window._replace(events=[window.events[0]._replace(tokens=64), *window.events[1:]])
         for window in fewer[mixed.MIXED]
     ]
-    assert [goal.holds for goal in split.goals_of(mixed.rows_of(fewer, MIX))] == [False, True, True]
+    for measured, holds in (
+        (windows(LATENCIES, trained=3), [True, True, True]),
+        (windows(LATENCIES | {mixed.MIXED: (1.5, 3.0, 2.0)}, trained=3), [True, False, True]),
+        (windows(LATENCIES | {mixed.MIXED: (4.1, 4.2, 5.2)}, trained=3), [True, False, False]),
+        (fewer, [False, True, True]),
+    ):
+        assert [goal.holds for goal in split.goals_of(mixed.rows_of(measured, MIX))] == holds
 
 
 def test_a_part_is_measured_by_itself_and_a_whole_run_resumes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -203,38 +139,14 @@ def test_a_part_is_measured_by_itself_and_a_whole_run_resumes(monkeypatch: pytes
         split.run(True, None, ("speeds",))
 
 
-def test_every_part_takes_a_checkpoint_and_a_size() -> None:
+def test_the_command_offers_all_parts_of_this_bench_only() -> None:
     for measure in split.PARTS.values():
         inspect.signature(measure).bind(Path(), split.QUICK)
-
-
-def test_the_command_offers_all_parts() -> None:
     (option,) = (each for each in cli.commands["bench"].params if each.name == "parts")
     assert isinstance(option.type, click.Choice) and list(option.type.choices) == list(split.PARTS)
-
-
-def test_parts_belong_to_this_bench_only() -> None:
     result = CliRunner().invoke(cli, ["bench", "step", "--part", "mixed"])
-    assert isinstance(result.exception, BadConfig) and "--part is valid for `vlora bench split` only" in str(
-        result.exception
-    )
-
-
-def drawable() -> list[dict[str, Any]]:
-    rows = measured(2, 0.9, 80.0, 9.0) + mixed.rows_of(windows(LATENCIES, trained=3), MIX)
-    sizes = {"executor MiB": 3.0, "clients MiB": 20.0, "all MiB": 23.0}
-    return [*rows, *(row("peak of training steps", way, clients=1, **sizes) for way in ("own copy", "one client"))]
-
-
-def test_pictures_are_drawn_for_the_parts_that_were_measured(tmp_path: Path) -> None:
-    split.draw(drawable(), tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["figures22-23.png", "memory.png", "table5.png"]
-    for path in tmp_path.iterdir():
-        with Image.open(path) as picture:
-            assert len(picture.convert("RGB").getcolors(2**24) or []) > 20
-    (tmp_path / "part").mkdir()
-    split.draw([each for each in drawable() if each["what"] == "table 5"], tmp_path / "part")
-    assert [path.name for path in (tmp_path / "part").iterdir()] == ["table5.png"]
+    assert isinstance(result.exception, BadConfig)
+    assert "--part is valid for `vlora bench split` only" in str(result.exception)
 
 
 @pytest.mark.parametrize("figure", symbiosis.FIGURES, ids=lambda figure: figure.number)
@@ -250,7 +162,7 @@ def test_figures_of_the_paper_are_drawn_beside_its_numbers(figure: Any, tmp_path
     if figure.number == "fig10":
         assert list(figure.here(found).values()) == [None], "two copies are not compared with the paper's"
         # Eight copies take 100 MiB; an executor of 40 leaves room for twelve clients of 5.
-        of_eight = {"rows": measured(8, 0.9, 80.0, 9.0)}
+        of_eight = {"rows": of_all_parts(8, 0.9, 80.0, 9.0)}
         assert list(figure.here(of_eight).values()) == [pytest.approx(1.5)]
     if figure.number == "table5":
         assert figure.here(found)["latency to lockstep's"] == pytest.approx(0.9)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,7 +12,7 @@ import pytest
 from tests.server.running import Running, running_server
 from vlora.bench.serving import streams
 from vlora.bench.serving.server_process import ServerProcess
-from vlora.bench.serving.streams import Capacity, draw, largest
+from vlora.bench.serving.streams import Capacity, largest
 from vlora.bench.serving.streams.cameras import Observed, Trial, num_lost, observe
 from vlora.client import AsyncClient
 from vlora.client.frame_stream import AsyncFrameStream
@@ -157,15 +156,3 @@ def test_rows_of_a_server_that_answers_all_cameras(monkeypatch: pytest.MonkeyPat
             "deadline ms"
         ] == 1000
     assert totals.answered == totals.sent >= 9
-
-
-def test_the_plot_shows_every_row(tmp_path: Path) -> None:
-    rows = [
-        {"threads": threads, "tasks": tasks, "adapters": kind, "fps": fps, "cameras": round(40 / fps / tasks)}
-        for threads in (2, 1)
-        for tasks in (1, 2)
-        for kind in ("ordinary", "activated")
-        for fps in (1.0, 5.0)
-    ]
-    draw(rows, tmp_path)
-    assert (tmp_path / "cameras.png").stat().st_size > 10_000

@@ -30,24 +30,29 @@ def head(name: str = "kind") -> TaskHead:
     return TaskHead(spec(name), torch.randn(3, 8, generator=generator), torch.randn(3, generator=generator))
 
 
-def test_a_tasks_parameters_come_back_from_disk(tmp_path: Path) -> None:
-    measures = {"offset": (1.5,), "scale": (2.0,), "tolerance": (0.5,), "deviations": (0.25,)}
-    tasks: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-        "binary": (("no", "yes"), {"threshold": 0.25, "temperature": 1.75}),
-        "regression": (("speed",), measures),
-        "detection": (("car",), {"threshold": 0.25, "overlap": 0.75, "temperature": 0.5}),
-    }
-    heads = {}
-    for task, (labels, parameters) in tasks.items():
+TASKS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "binary": (("no", "yes"), {"threshold": 0.25, "temperature": 1.75}),
+    "regression": (("speed",), {"offset": (1.5,), "scale": (2.0,), "tolerance": (0.5,), "deviations": (0.25,)}),
+    "detection": (("car",), {"threshold": 0.25, "overlap": 0.75, "temperature": 0.5}),
+}
+
+
+def test_heads_come_back_from_disk_as_they_were_saved_last(tmp_path: Path) -> None:
+    heads = {"a": head("a")}
+    for task, (labels, parameters) in TASKS.items():
         own = spec(task, task=task, labels=labels, parameters=parameters)
         count = own.make_task().num_outputs
         heads[task] = TaskHead(own, torch.randn(count, 8), torch.randn(count))
     save_heads(tmp_path, heads)
     assert json.loads((tmp_path / "heads.json").read_text())["format"] == 3
-    found = load_heads(tmp_path)
-    for task, (_, parameters) in tasks.items():
-        assert found[task].task == heads[task].task and found[task].spec == heads[task].spec
-        assert found[task].spec.parameters == parameters
+    trained = TaskHead(spec("a"), head().weight + 1, head().bias - 1)
+    for written in (heads, {**heads, "a": trained}, {"a": head("a")}):  # another version of one head, then one head
+        save_heads(tmp_path, written)
+        found = load_heads(tmp_path)
+        assert list(found) == list(written)
+        for name, want in written.items():
+            assert found[name].task == want.task and found[name].spec == want.spec
+            assert torch.equal(found[name].weight, want.weight) and torch.equal(found[name].bias, want.bias)
 
 
 def test_heads_of_the_first_format_are_read(tmp_path: Path) -> None:
@@ -56,14 +61,6 @@ def test_heads_of_the_first_format_are_read(tmp_path: Path) -> None:
     del entry["parameters"]
     (tmp_path / "heads.json").write_text(json.dumps({"format": 1, "heads": [entry]}))
     assert load_heads(tmp_path)["kind"].spec == spec()
-
-
-def test_heads_come_back_from_disk(tmp_path: Path) -> None:
-    save_heads(tmp_path, {"a": head("a"), "b": head("b")})
-    found = load_heads(tmp_path)
-    assert list(found) == ["a", "b"]
-    assert found["b"].spec == spec("b")
-    assert torch.equal(found["b"].weight, head("b").weight) and torch.equal(found["b"].bias, head("b").bias)
 
 
 @pytest.mark.parametrize(
@@ -99,32 +96,26 @@ def test_weights_that_do_not_fit() -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     save_heads(tmp_path, {"kind": head()})
     good = json.loads((tmp_path / "heads.json").read_text())
+    (entry,) = good["heads"]
+    without = {name: value for name, value in entry.items() if name != "prompt"}
     for spoiled, text in (
+        ({"format": 99}, "format is 99"),
+        ({"heads": []}, "tensors without a head"),
+        ({"heads": ["kind"]}, "heads.json"),
+        ({"heads": 5}, "heads.json"),
+        ({"heads": [without]}, "no field 'prompt'"),
+        ({"heads": [{**entry, "name": "other"}]}, "lacks"),
+        ({"heads": [{**entry, "extra": 1}]}, "unknown field 'extra'; known: name, task"),
+        ({"heads": [{**entry, "labels": 5}]}, "labels is 5; it must be a list of strings"),
+        ({"heads": [{**entry, "parameters": {"temperature": -1}}]}, "temperature is -1"),
+        ({"heads": [{**entry, "parameters": None}]}, "parameters are None"),
+        ({"heads": [{**entry, "task": "binary"}]}, "needs two"),
         ("{", "cannot be read"),
-        (json.dumps({**good, "format": 99}), "format is 99"),
-        (json.dumps({**good, "heads": []}), "tensors without a head"),
-        (json.dumps({**good, "heads": [{**good["heads"][0], "name": "other"}]}), "lacks"),
-        (json.dumps({**good, "heads": [{**good["heads"][0], "extra": 1}]}), "unknown field 'extra'; known: name, task"),
-        (
-            json.dumps({**good, "heads": [{k: v for k, v in good["heads"][0].items() if k != "prompt"}]}),
-            "no field 'prompt'",
-        ),
-        (
-            json.dumps({**good, "heads": [{**good["heads"][0], "labels": 5}]}),
-            "labels is 5; it must be a list of strings",
-        ),
-        (json.dumps({**good, "heads": ["kind"]}), "heads.json"),
-        (json.dumps({**good, "heads": 5}), "heads.json"),
-        (json.dumps({**good, "heads": [{**good["heads"][0], "parameters": {"temperature": -1}}]}), "temperature is -1"),
-        (json.dumps({**good, "heads": [{**good["heads"][0], "parameters": None}]}), "parameters are None"),
-        (json.dumps({**good, "heads": [{**good["heads"][0], "task": "binary"}]}), "needs two"),
     ):
-        (tmp_path / "heads.json").write_text(spoiled)
+        written = spoiled if isinstance(spoiled, str) else json.dumps({**good, **spoiled})
+        (tmp_path / "heads.json").write_text(written)
         with pytest.raises(ValueError, match=text):
             load_heads(tmp_path)
-
-
-def test_weights_that_are_cut_short(tmp_path: Path) -> None:
     save_heads(tmp_path, {"kind": head()})
     file = tmp_path / "heads.safetensors"
     file.write_bytes(file.read_bytes()[:-7])

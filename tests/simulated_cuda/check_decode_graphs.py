@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs on the simulated device: the same answers as steps without graphs, and nothing captured
 that changes from step to step.
 
-Run by `test_decode_graphs.py` in a process of its own.
+Run by `test_oracle.py` in a process of its own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Steps that are launched before the last one is collected give the answers of single requests on a CPU.
 
-Run by `test_overlap.py` in a process of its own. Random schedules: arrivals, ends of sequences, cancellations, adapters
+Run by `test_oracle.py` in a process of its own. Random schedules: arrivals, ends of sequences, cancellations, adapters
 that are loaded, unloaded and drained, deadlines, preemptions, and steps that fail when they are launched or collected.
 Allocated KV blocks are filled with NaN, and a block that a launched step writes must not be freed.
 """

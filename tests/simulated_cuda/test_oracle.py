@@ -1,4 +1,4 @@
-"""The engine's oracle tests on the simulated device, with threads: every mismatch of devices fails them."""
+"""Processes on the simulated device: the engine's oracle tests with threads, decode graphs, and steps ahead."""
 
 from __future__ import annotations
 
@@ -65,3 +65,16 @@ def test_other_oracle_tests_and_their_negative_controls() -> None:
 def test_own_layers_and_compositions_in_every_mode() -> None:
     """No decode graph serves a merged adapter that has an output head of its own."""
     passes(f"{ANSWERS}::test_other_forms", "-k", "(own_layers or composed) and qwen2_5_vl and (merged or mixed)")
+
+
+@pytest.mark.gpu_sim
+@pytest.mark.timeout(600)
+def test_decode_steps_as_graphs() -> None:
+    passes("tests/simulated_cuda/check_decode_graphs.py")
+
+
+@pytest.mark.gpu_sim
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("schedules", ("not slow", "slow"))
+def test_steps_ahead_give_the_answers_of_single_requests(schedules: str) -> None:
+    passes("tests/simulated_cuda/check_overlap.py", "-m", schedules)

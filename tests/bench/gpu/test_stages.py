@@ -1,10 +1,11 @@
-"""The parts of the stages for a GPU, as far as a CPU runs them: a GPU's numbers of requests and rows on a small model,
-the goals, and the clock. A mistake there would otherwise cost a GPU machine's time.
+"""The stages for a GPU, as far as a CPU runs them: a GPU's numbers of requests and rows on a small model, the goals,
+the clock, and that wrong results are noticed. A mistake there would otherwise cost a GPU machine's time.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +14,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from atmm.tuning import replays
 from vlora.bench.dummy import small_config
-from vlora.bench.gpu import models, profiling, timing
+from vlora.bench.gpu import models, paged_batch, profiling, timing
 from vlora.bench.gpu.context import Context
-from vlora.bench.gpu.paged_batch import Chunk, Heads
+from vlora.bench.gpu.paged_batch import Chunk, Heads, PagedBatch
+from vlora.bench.gpu.stages import attention
 from vlora.bench.gpu.stages.serve import Load
+from vlora.bench.gpu.stages.smoke import checked, difference
+from vlora.bench.gpu.stages.step import KINDS, goals_of
 from vlora.bench.report import Goal
+from vlora.types import TokenScore
 
 CPU = torch.device("cpu")
 
@@ -67,7 +73,7 @@ SMALLER: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("stage", "goals"),
     [
-        (
+        pytest.param(
             "step",
             [
                 "steps run as CUDA graphs",
@@ -77,14 +83,23 @@ SMALLER: dict[str, dict[str, Any]] = {
                 "mixed / merged",
                 "host ms of a step, batch 32",
             ],
+            marks=pytest.mark.gpu_sim,
         ),
         (
             "prefill",
             ["prefill of 64 tokens, merged", "unmerged / merged", "one image", "the first image of a new size"],
         ),
-        ("merge", ["merge / copy, rank 16", "back to W0", "first merge", "drift in place", "drift after a restore"]),
+        pytest.param(
+            "merge",
+            ["merge / copy, rank 16", "back to W0", "first merge", "drift in place", "drift after a restore"],
+            marks=pytest.mark.gpu_sim,
+        ),
         ("serve", ["32 streams over 8 adapters", "burst / transformers + PEFT", "p99 / p50"]),
-        ("attention", ["batch 32 x 2048, us", "batch 1 x 2048, us", "decode / torch over contiguous KV"]),
+        pytest.param(
+            "attention",
+            ["batch 32 x 2048, us", "batch 1 x 2048, us", "decode / torch over contiguous KV"],
+            marks=pytest.mark.gpu_sim,
+        ),
     ],
 )
 def test_goals_of_a_stage(stage: str, goals: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +120,6 @@ def test_goals_of_a_stage(stage: str, goals: list[str], tmp_path: Path, monkeypa
 
 
 def test_a_step_stage_compares_the_same_batch() -> None:
-    from vlora.bench.gpu.stages.step import KINDS, goals_of
-
     rows = [
         {
             "kind": kind.name,
@@ -172,3 +185,79 @@ def test_a_graph_is_captured_after_a_first_call_and_timed_alone(monkeypatch: pyt
 def test_kernels_that_overlap_count_once() -> None:
     assert profiling.covered([]) == 0
     assert profiling.covered([(4.0, 5.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75), (3.0, 3.5)]) == 4.5
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+HEADS = Heads(4, 2, 16)
+
+
+def test_exact_results_are_those_of_torch_over_contiguous_kv() -> None:
+    batch = PagedBatch([Chunk(20, 7), Chunk(0, 5), Chunk(40, 1)], HEADS, 2, torch.float32, CPU)
+    found = batch.attend(1)
+    first = 0
+    for index, chunk in enumerate(batch.chunks):
+        stop = first + chunk.num_tokens
+        k, v = (each.transpose(0, 1)[None].double() for each in batch.context_of(index, 1))
+        # The newest tokens of the context are the batch's own.
+        assert torch.equal(k[0, :, chunk.start :].float(), batch.k[0, :, first:stop])
+        mask = torch.ones(chunk.num_tokens, chunk.start + chunk.num_tokens).tril(chunk.start).bool()
+        q = batch.q[:, :, first:stop].double()
+        right = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+        torch.testing.assert_close(batch.exact(index, 1), right, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found[first:stop].double(), right, rtol=1e-5, atol=1e-5)
+        first = stop
+
+
+def test_requests_share_no_row_and_layers_share_no_kv() -> None:
+    batch = PagedBatch([Chunk(33, 1), Chunk(16, 1), Chunk(0, 3)], HEADS, 2, torch.float32, CPU)
+    rows = torch.cat(batch.contexts)
+    assert len(rows.unique()) == len(rows) == 48 + 32 + 16  # whole blocks
+    before = batch.matrix.clone()
+    batch.attend(0)
+    changed = (batch.matrix != before).any(1).nonzero().flatten()
+    assert len(changed) == 2 * 5  # K and V of one layer
+
+
+def test_a_wrong_result_fails_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = paged_batch.paged_attention
+
+    def shifted(*args: object, **kwargs: object) -> tuple[torch.Tensor, None]:
+        out, _ = plain(*args, **kwargs)  # type: ignore[arg-type]
+        return out * 1.001, None
+
+    monkeypatch.setattr(paged_batch, "paged_attention", shifted)
+    with pytest.raises(ValueError, match=r"attention, decode in torch.float32: relative error 1.0e-03 against float64"):
+        attention.run(Context(CPU, tmp_path, time.monotonic() + 60, lambda result: None))
+
+
+# -- smoke ------------------------------------------------------------------------------------------------------------
+
+
+def score(*top: tuple[int, float]) -> TokenScore:
+    return TokenScore(top[0][1], top)
+
+
+def test_differences_are_of_the_most_likely_tokens() -> None:
+    one = [score((5, -0.1), (7, -2.0)), score((1, -0.5), (2, -1.0))]
+    other = [score((5, -0.1), (7, -2.25)), score((1, -0.5), (3, -1.0))]
+    assert difference(one, one) == 0.0
+    assert difference(one, other) == 0.25
+
+
+def test_answers_that_part_are_compared_up_to_there() -> None:
+    one = [score((5, -0.5), (7, -0.625)), score((1, -0.5))]
+    other = [score((7, -0.5), (5, -0.625)), score((9, -8.0))]
+    assert difference(one, other) == 0.125
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_values_that_are_not_finite_are_infinitely_different(value: float) -> None:
+    assert difference([score((5, value))], [score((5, -0.5))]) == math.inf
+    assert difference([score((5, -0.5))], [score((5, value))]) == math.inf
+
+
+def test_an_error_that_is_not_a_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="merge in bfloat16: relative error nan"):
+        checked("merge", "bfloat16", math.nan)
+    assert checked("merge", "bfloat16", 1e-3) == 1e-3

@@ -1,0 +1,431 @@
+"""What single benches measure: cells of the operator, floors of work, fitted costs, heads, training, clusters."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import itertools
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache
+
+from atmm import longest_short_lane, thin_batches
+from atmm.tuning.search import Case, Shape
+from fusion.bench.result_store import ResultStore
+from fusion.bench.rivals import ALONE, DOMAINS, METHODS, SMALL
+from tests.bench.reports import PROTECTED, learned
+from tests.families import build_model
+from tests.processes import PATIENCE_S
+from vlora.bench.cluster import consolidation, scale
+from vlora.bench.cluster.rows import drifting, rising_and_falling
+from vlora.bench.dummy import language_shapes, small_config
+from vlora.bench.engine import heads, teachers
+from vlora.bench.engine.floor import DecodeWork, FloorTimes, StepWork
+from vlora.bench.engine.prefill import prefill_flops
+from vlora.bench.kernels import atmm as operator_bench
+from vlora.bench.report import environment
+from vlora.bench.scheduling.fit import StepSample, fit, fit_costs, patch_cost
+from vlora.bench.scheduling.models import BenchModel
+from vlora.bench.training import beside, learning, packed
+from vlora.bench.training.beside import EngineClock, Served
+from vlora.bench.training.trainer_process import TrainerProcess
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
+from vlora.models.hf_model import HFModel
+from vlora.models.loading import dummy_model
+from vlora.orchestrator import Costs, StepSize, TokenThresholds
+from vlora.simulator.measures import Sample
+from vlora.types import Request, SamplingParams
+
+CPU = torch.device("cpu")
+
+# -- the operator -----------------------------------------------------------------------------------------------------
+
+BASELINES = ("gather and bmm", "padded einsum", "plain loop", "PEFT layer")
+
+
+def test_a_cell_divides_the_times_of_others_by_that_of_the_chosen_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raced(calls: Mapping[str, object], chosen: str, turns: int) -> dict[str, float]:
+        return {name: 2.0 if name == chosen else 1.0 for name in calls}
+
+    monkeypatch.setattr(operator_bench, "race_strategies", raced)
+    with torch.inference_mode():
+        row, seconds = operator_bench.measure_cell(Case(Shape(48, (40,)), 8, "float32", 2, 8, False), rounds=2)
+    assert (row["layer"], row["tokens"], row["adapters"], row["segments"]) == ("48x40", 8, 2, "uneven")
+    assert row["chosen / best"] == 2.0 and row["chosen"] != row["best"]
+    assert {name: len(taken) for name, taken in seconds.items()} == dict.fromkeys(("chosen", *BASELINES), 2)
+    median = {name: statistics.median(taken) for name, taken in seconds.items()}
+    assert row["us"] == pytest.approx(1e6 * median["chosen"])
+    for name in BASELINES:
+        assert row[name] == pytest.approx(median[name] / median["chosen"])
+
+
+def test_a_slow_choice_is_timed_again_and_the_second_time_counts() -> None:
+    def raced(**seconds: list[float]) -> dict[str, float]:
+        endless = {name: itertools.chain(taken, itertools.repeat(taken[-1])) for name, taken in seconds.items()}
+        return operator_bench.race_strategies(
+            {name: functools.partial(next, each) for name, each in endless.items()}, "chosen", 3
+        )
+
+    assert raced(chosen=[2.0] * 4 + [1.0], other=[1.0], slow=[9.0]) == {"chosen": 1.0, "other": 1.0}
+    worse = raced(chosen=[1.2] * 4 + [1.5], other=[1.0])
+    assert worse["chosen"] / worse["other"] == 1.5
+    assert raced(chosen=[1.09], other=[1.0])["chosen"] == pytest.approx(1.09)
+
+
+@pytest.mark.slow
+def test_the_spread_is_over_all_cells_and_its_error_is_its_variation_between_runs() -> None:
+    steady, uneven = [1.0] * 20, [1.0] * 18 + [2.0, 2.0]
+    cells = [{"chosen": uneven, "a": steady, "b": [100 * taken for taken in steady]}]
+    assert operator_bench.Spread.of(cells) == (2.0, 1.0, 0.0)
+    spread = operator_bench.Spread.of([*cells, *[{"chosen": steady, "a": steady}] * 3])
+    assert spread[:2] == (1.0, 1.0)  # two of eighty calls
+    assert spread.error > 0.1  # resampled cells could have had more
+
+    def run(seed: int) -> operator_bench.Spread:
+        draw = random.Random(seed)
+        names = ("chosen", "a", "b")
+        return operator_bench.Spread.of(
+            [{name: [draw.lognormvariate(0, 0.1) for _ in range(9)] for name in names} for _ in range(60)]
+        )
+
+    runs = [run(seed) for seed in range(20)]
+    varied = statistics.stdev(spread.chosen / spread.others for spread in runs)
+    assert varied / 2 < statistics.fmean(spread.error for spread in runs) < 2 * varied
+
+
+# -- floors of an engine's work ---------------------------------------------------------------------------------------
+
+CONTEXT = 64
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    plain: Any = dummy_model(small_config(vision="none"), "bfloat16", CPU, seed=0)
+    plain.set_attn_implementation("eager")  # products that torch counts
+    return plain
+
+
+@torch.no_grad()
+def test_the_work_of_a_decode_step_is_that_of_torch(model: Any) -> None:
+    shapes, ranks, batch = language_shapes(model), [8, 64], 3
+    caches = [DynamicCache(config=model.config.text_config) for _ in range(2)]
+    run: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
+    model(input_ids=torch.full((batch, CONTEXT - 1), 3), past_key_values=caches[0], **run)
+    with FlopCounterMode(display=False) as counted:
+        places = torch.full((3, batch, 1), CONTEXT - 1)
+        model(input_ids=torch.full((batch, 1), 3), position_ids=places, past_key_values=caches[0], **run)
+    work = DecodeWork(model, shapes, CONTEXT)
+    # Of weights that are no products, norms and biases, the work counts one operation each: less than 1 %.
+    assert work(batch).operations == pytest.approx(counted.get_total_flops(), rel=0.01)
+    model(input_ids=torch.full((1, CONTEXT), 3), past_key_values=caches[1], **run)
+    layers: list[Any] = caches[1].layers
+    of_one_cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    weights = sum(parameter.nbytes for parameter in model.model.language_model.parameters())
+    adapters = sum(2 * rank * (d_out + d_in) for rank in ranks for d_out, d_in in shapes.values())
+    assert work(4, ranks).num_bytes == weights + 4 * of_one_cache + adapters
+    assert work(4, ranks).operations - work(4).operations == adapters  # two bytes and two operations per weight
+
+
+def test_floor_of_other_work_is_at_the_same_speeds() -> None:
+    times = FloorTimes(StepWork(100, 1000), reading=[1.0, 4.0], computing=[2.0, 3.0])
+    assert times.floor() == [2.0, 4.0] and times.in_turn() == [3.0, 7.0]
+    assert times.in_turn(StepWork(200, 500)) == [3.0, 9.5]
+
+
+@pytest.mark.parametrize("step_tokens", (64, 7))
+def test_counted_operations_of_a_prompt_are_those_of_the_layers(step_tokens: int) -> None:
+    config, num_tokens = small_config(), 40
+    settings = EngineConfig(model="dummy", max_batch_size=1, max_step_tokens=step_tokens, arena_bytes=2**26)
+    local = LocalEngine(settings, model=dummy_model(config, "float32", CPU, 0))
+    done = 0
+
+    def count(module: nn.Linear, given: tuple[Any, ...], _: Any) -> None:
+        nonlocal done
+        done += 2 * given[0].numel() * module.out_features
+
+    hf_model = local.engine.parts.device.hf_model
+    last: Any = hf_model.text_model.layers[-1]
+    limited = {last.self_attn.q_proj, last.self_attn.o_proj}  # they get all rows, and compute one
+    for layer in hf_model.language_linears.values():
+        if layer not in limited:
+            layer.register_forward_hook(count)
+    local.run([Request(request_id="a", prompt_ids=tuple(range(3, 43)), sampling=SamplingParams(max_tokens=1))])
+    text: Any = config.text_config
+    hidden, context = text.hidden_size, num_tokens * (num_tokens + 1) // 2
+    attention = 4 * hidden * ((text.num_hidden_layers - 1) * context + num_tokens)
+    rest = 2 * (2 * hidden * hidden) + 2 * hidden * text.vocab_size  # q and o of one row, and the output head
+    assert done + attention + rest == prefill_flops(text, num_tokens)
+
+
+# -- fitted costs -----------------------------------------------------------------------------------------------------
+
+TRUE = Costs(
+    base_s=0.1,
+    token_s=1e-3,
+    thin_token_s=4e-3,
+    lane_s=8e-4,
+    long_lane_s=2e-4,
+    context_token_s=2e-6,
+    adapter_s=4e-3,
+    long_adapter_s=1.2e-2,
+    short_lane=8,
+    hidden_tokens=8,
+    thin_tokens=24,
+)
+
+
+def some_size(draws: random.Random) -> StepSize:
+    requests, merged = draws.randint(1, 32), draws.choice([None, "a0"])
+    each = [1] * requests
+    if draws.random() < 0.3:
+        each[0] = draws.randint(50, 500)
+    num_adapters = draws.randint(1, 8)
+    items = [(f"a{draws.randrange(num_adapters)}", num_tokens) for num_tokens in each]
+    return StepSize.holding(items, merged, draws.randint(0, 9000))
+
+
+def test_linear_costs_are_recovered_from_noisy_samples() -> None:
+    """Decode steps weigh as much as prefill steps: most steps of a run are decode steps. No cost is negative."""
+    draws = random.Random(0)
+    sizes = [some_size(draws) for _ in range(300)]
+    found = fit_costs([StepSample(size, TRUE.step_s(size) * draws.gauss(1, 0.02)) for size in sizes], TRUE.thresholds)
+    assert found[:8] == pytest.approx(TRUE[:8], rel=0.15, abs=1e-6)
+    assert found.merge_s == found.back_s == 0
+    small, large = StepSize(16, (), 3200), StepSize(512, (), 0)
+    samples = [StepSample(small, 0.1), StepSample(StepSize(32, (), 6400), 0.11)] * 3 + [StepSample(large, 1.0)] * 3
+    assert fit_costs(samples, TokenThresholds(short_lane=8)).step_s(small) == pytest.approx(0.1, rel=0.1)
+    falling = [StepSample(StepSize(n, (), 0), 0.2 - 1e-4 * n) for n in (1, 100, 500)]
+    assert min(fit_costs(falling, TokenThresholds(short_lane=8))) >= 0
+    pictures = [StepSample(StepSize(0, (), 0, n), 2e-3 * n) for n in (256.0, 5476.0)]
+    assert patch_cost(pictures) == pytest.approx(2e-3)
+    assert Costs(patch_s=2e-3).step_s(pictures[1].size) == pytest.approx(pictures[1].seconds)
+
+
+@pytest.mark.slow
+def test_every_kind_of_step_is_timed() -> None:
+    found = fit(BenchModel("small", small_config, 256 * 2**20), CPU, decode_steps=1, batches=((1, 8), (4, 16)))
+    sizes = {sample.size for sample in found.samples}
+    prompts = {size.lanes for size in sizes if size.num_tokens == 64}
+    assert {(), (16,) * 4, (32, 32)} <= prompts, "no lane, distinct adapters, shared adapters"
+    assert (16, 16, 32) in prompts, "two requests with two lanes each and two merged ones, with a read of their adapter"
+    assert StepSize(4 + 16, (), 4 * 17) in sizes, "a prompt joins four decoding requests"
+    assert StepSize(4 + 16, (1, 1, 1, 17), 4 * 17) in sizes, "with a longer lane than theirs"
+    assert found.costs.short_lane == longest_short_lane(CPU, torch.bfloat16)
+    assert found.costs.thin_tokens == thin_batches(torch.empty(4, 4, dtype=torch.bfloat16)).max_tokens
+    assert found.costs.base_s > 0 and found.costs.merge_s >= 0 and found.load_s >= 0  # small beside other processes
+    assert found.costs.patch_s > 0 and len({size.num_patches for size in sizes if not size.num_tokens}) == 4
+
+
+# -- task heads -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slow", [1.0, 3.0])
+def test_the_floor_of_a_head_is_products_beside_decoding(slow: float) -> None:
+    """A slow round affects all of its times."""
+    products, decoding = ([seconds * each for each in (1.0, slow, 1.0)] for seconds in (0.4, 0.6))
+    assert heads.floor_of(products, decoding) == pytest.approx(0.4)
+    assert heads.floor_of(products, [-0.01]) == 1, "decoding that is within the noise"
+
+
+@pytest.mark.parametrize(
+    ("batch", "floor", "goal"), [(1, 0.25, 0.59), (8, 0.25, 0.8), (1, 0.6, 0.69), (8, 0.9, 1.035), (1, 1.0, 1.05)]
+)
+def test_a_head_may_take_longer_than_words_by_noise_only(batch: int, floor: float, goal: float) -> None:
+    assert heads.goal_of(batch, floor) == pytest.approx(goal)
+
+
+def test_decoding_is_timed_within_a_call() -> None:
+    engine = heads.HeadEngine(small_config(), with_products=True)
+    assert engine.ask(2, 1, 0) == 0.0 == engine.ask(2, 1, 1)
+    few, many = engine.ask(2, 1, 2), engine.ask(2, 1, 30)
+    assert 0.0 < few < many
+    assert len(engine.factors(2, 1)) > 0
+
+
+class FakeHeads:
+    """An engine whose first two decodings, which warm up, take longer."""
+
+    def __init__(self, has_products: bool = True) -> None:
+        self.has_products, self.batch = has_products, 0
+        self.decode_s = iter((900.0, 900.0))
+
+    def ask(self, batch: int, frames: int, answer_tokens: int) -> float:
+        self.batch = batch
+        return next(self.decode_s, 1.0) if answer_tokens else 0.0
+
+    def factors(self, batch: int, frames: int) -> list[object]:
+        return []
+
+    def prompt_len(self, frames: int) -> int:
+        return 1
+
+
+def test_warm_up_is_no_decoding() -> None:
+    rows = heads.measure_tower("tower", FakeHeads(), [(1, 1), (1, 4)], 1, 100.0)  # type: ignore[arg-type]
+    assert [row["decoding ms"] for row in rows] == [1000.0] * 4
+
+
+@pytest.mark.parametrize("has_products", [True, False])
+@pytest.mark.parametrize(("limit_s", "measured"), [(100.0, [1, 4, 8]), (5.0, [1, 4]), (0.5, [1])])
+def test_shapes_after_one_that_takes_too_long_are_left_out(
+    limit_s: float, measured: list[int], has_products: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeHeads(has_products)
+    engine.decode_s = iter((0.0,) * 99)
+
+    def timed(calls: Mapping[str, Callable[[], object]], *_: object, **__: object) -> dict[str, list[float]]:
+        for call in calls.values():
+            call()
+        return {name: [engine.batch / 2] for name in calls}
+
+    monkeypatch.setattr(heads, "interleaved", timed)
+    rows = heads.measure_tower("tower", engine, [(batch, 1) for batch in (1, 4, 8)], 1, limit_s)  # type: ignore[arg-type]
+    assert list(dict.fromkeys(row["batch"] for row in rows)) == measured
+    assert [row["floor"] for row in rows] == [1.0 if has_products else None] * len(rows)
+
+
+def test_the_table_of_teachers_has_means_and_spreads_over_seeds(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        store = ResultStore(tmp_path / str(seed), environment() if seed == 0 else {})
+        for place, method in enumerate(METHODS):
+            found: dict[str, Any] = {"metric": dict.fromkeys(DOMAINS, "f1"), "num_test": dict.fromkeys(DOMAINS, 400)}
+            found["test"] = {
+                name: (place + number) / 20 + seed * (0.02 if number else 0.2) for number, name in enumerate(DOMAINS)
+            }
+            found["standard error"] = dict.fromkeys(DOMAINS, 0.03 + 0.01 * seed)
+            store.write(method, found)
+    latencies = {name: {"small model": 1.0, "adapter": 20.0} for name in DOMAINS}
+    switching = [{"what": "small model: load", "median ms": 5.0}]
+    ResultStore(tmp_path / "0", environment()).write("times", {"latencies": latencies, "switching": switching})
+    report = teachers.run(False, tmp_path)
+    assert [row["domain"] for row in report.rows] == list(DOMAINS)
+    row = report.rows[1]
+    assert row[SMALL] == pytest.approx(1 / 20 + 0.01) and row[ALONE] == pytest.approx(2 / 20 + 0.01)
+    assert row[f"{SMALL} +-"] == pytest.approx(0.025)  # of the mean of two values with 0.03 and 0.04
+    assert report.rows[0][f"{SMALL} +-"] == pytest.approx(0.1)  # of the mean of two seeds that differ by 0.2
+    assert row["adapter ms"] == 20 and report.found["switching"] == switching
+    assert report.goals == [] and len(report.found["runs"]) == 2
+    assert [len(origin["results"]) for origin in report.found["origins"]] == [3, 3]
+    teachers.draw(report.rows, tmp_path)
+    assert (tmp_path / "ranking.png").stat().st_size > 10_000
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def test_packed_and_plain_training_have_the_same_losses() -> None:
+    model = build_model("qwen2_vl").requires_grad_(False)
+    plain, ours = packed.PlainTraining(copy.deepcopy(model)), packed.PackedTraining(HFModel(model), 2)
+    plain.load(ours.trainer.adapters["0"].values())
+    drawn = packed.batches_of(packed.CASES["ragged, 4 x 16 to 64 tokens"], 2)
+    batches = [[ids % 180 for ids in batch] for batch in drawn]
+    assert len({len(ids) for ids in batches[0]}) > 1, "the batch is not ragged"
+    losses = [(plain.step(batches[0]), ours.step(batches)[0]) for _ in range(4)]
+    assert max(abs(theirs - own) for theirs, own in losses) < 1e-5
+    assert losses[0][0] - losses[-1][0] > 1e-3, "the training does not learn"
+
+
+def test_the_clock_counts_the_threads_work_and_skipped_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    worked = 3.0
+    monkeypatch.setattr(beside.time, "thread_time", lambda: worked)
+    clock = EngineClock()
+    assert clock() == 3.0
+    clock.skip_to(8.0)
+    worked += 1.0
+    assert clock() == 9.0
+    clock.skip_to(3.0)
+    assert clock() == 9.0, "time does not run backwards"
+
+
+@pytest.mark.slow
+def test_every_way_serves_all_requests_and_only_training_trains(tmp_path: Path) -> None:
+    clock = EngineClock()
+    engine = beside.start(tmp_path, 1, clock)
+    found = {way: Served() for way in ("alone", "beside, no promise")}
+    for way in found:
+        beside.serve(engine, clock, beside.arrivals(5, 4.0, seed=1), beside.WAYS[way], found[way])
+        assert len(found[way].latencies_s) == 5 and min(found[way].latencies_s) > 0
+    engine.close()
+    assert found["alone"].num_tokens == 0 < found["beside, no promise"].num_tokens
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_a_training_process_works_only_between_resume_and_pause(tmp_path: Path) -> None:
+    cores = os.sched_getaffinity(0)
+    with beside.one_core():
+        process = TrainerProcess(tmp_path, 1, "nice process")
+    assert os.sched_getaffinity(0) == cores
+    try:
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19 and len(os.sched_getaffinity(process.pid)) == 1
+        time.sleep(0.2)  # a step that was under way has ended
+        before = process.num_tokens
+        time.sleep(0.2)
+        assert process.num_tokens == before > 0
+        process.resume()
+        ends_s = time.monotonic() + PATIENCE_S
+        while process.num_tokens == before and time.monotonic() < ends_s:
+            time.sleep(0.05)
+        process.pause()
+        assert process.num_tokens > before
+    finally:
+        process.close()
+
+
+def test_rows_of_learning_have_the_phases_answers_and_events() -> None:
+    rows = learning.rows_of(learned(True, *PROTECTED))
+    assert [(row["phase"], row["accuracy"], row["from, s"], row["to, s"]) for row in rows[:2]] == [
+        ("usual", 1.0, 0.0, 9.0),
+        ("changed", 0.4, 10.0, 19.0),
+    ]
+    assert rows[1]["events"] == [[12.5, "training", ""], [15.5, "promoted", "it is better"]] and not rows[0]["events"]
+    assert rows[1]["answers"][3:5] == [[13.0, 1], [14.0, 0]] and rows[1]["version at its end"] == "version-"
+    usual, inverted = (
+        np.asarray(Image.open(io.BytesIO(learning.picture("stop", np.random.default_rng(0), inverted=one))), int)
+        for one in (False, True)
+    )
+    assert usual.shape == (96, 96, 3) and (usual + inverted == 255).all()
+
+
+# -- clusters ---------------------------------------------------------------------------------------------------------
+
+
+def test_idle_time_counts_after_a_minute() -> None:
+    """Samples every ten seconds: one replica is idle for 50 s, then for 70 s; the other always works."""
+    busy = [1] + [0] * 5 + [1] + [0] * 7
+    samples = [Sample(10.0 * place, {"a": size, "b": 1}, 0) for place, size in enumerate(busy)]
+    assert consolidation.idle_share(samples) == pytest.approx(7 / (2 * len(busy)))
+
+
+def test_the_rate_rises_and_falls_and_popularity_drifts() -> None:
+    """The most popular adapter of a period is not always the same one."""
+    times = [arrival.time_s for arrival in rising_and_falling(20.0, 600.0)]
+    thirds = [sum(low <= time_s < low + 200 for time_s in times) for low in (0, 200, 400)]
+    assert times == sorted(times) and times[-1] <= 600
+    assert thirds[1] > 1.6 * max(thirds[0], thirds[2])
+    assert sum(thirds) == pytest.approx(20 * 600 * 2 / 3.14159, rel=0.05), "the mean of a sine's half wave"
+    hottest = set()
+    arrivals = drifting(20.0, 12_000, 16, seed=0)
+    for _, period in itertools.groupby(arrivals, key=lambda arrival: arrival.time_s // 120):
+        names = [arrival.adapter for arrival in period]
+        hottest.add(max(set(names), key=names.count))
+    assert 1 < len(hottest) < 5
+
+
+def test_a_process_of_its_own_reports_its_memory() -> None:
+    found = scale.measure(4, 200, "placed")
+    assert found["case"] == "200 requests" and found["N"] == 4 and found["MiB"] > 10 and found["CPU s"] > 0
