@@ -200,32 +200,29 @@ class LocalReplica:
 
     def _call(self, call: messages.Call) -> tuple[RequestOutput, ...]:
         """Answer a call about adapters, after `call_s`. Returns outputs of requests."""
-        outputs: tuple[RequestOutput, ...] = ()
-        adapters: tuple[AdapterStatus, ...] = ()
-        contents: dict[str, tuple[str, ...]] = {}
-        error = stats = None
+        engine, outputs, found = self.engine, tuple[RequestOutput, ...](), dict[str, Any]()
         try:
             match call:
                 case messages.GetStats():
-                    stats = self.engine.stats()
+                    found["stats"] = engine.stats()
                 case messages.ListAdapters():
-                    adapters = self.engine.adapters(call.after)
+                    found["adapters"] = engine.adapters(call.after)
                 case messages.RegisterAdapters():
-                    self.engine.register_adapters(call.paths, call.versions)
+                    engine.register_adapters(call.paths, call.versions)
                 case messages.LoadAdapter():
-                    adapters = (self.engine.load_adapter(call.name, call.path, call.version),)
+                    found["adapters"] = (engine.load_adapter(call.name, call.path, call.version),)
                 case messages.KeepAdapters():
-                    contents = self.engine.keep_adapters(call.versions)
+                    found["contents"] = engine.keep_adapters(call.versions)
                 case messages.UnloadAdapter():
-                    outputs = self.engine.unload_adapter(call.name, call.drain)
+                    outputs = engine.unload_adapter(call.name, call.drain)
                 case messages.PinAdapter():
-                    adapters = (self.engine.pin_adapter(call.name, call.pinned),)
+                    found["adapters"] = (engine.pin_adapter(call.name, call.pinned),)
                 case other:
                     raise AssertionError(other)
         except VLoraError as refused:
-            error = ErrorValue.of(refused)
+            found["error"] = ErrorValue.of(refused)
         self.calls.append(call)
-        reply = messages.Reply(call_id=call.call_id, adapters=adapters, contents=contents, stats=stats, error=error)
+        reply = messages.Reply(call_id=call.call_id, **found)
         asyncio.get_running_loop().call_later(self.call_s, self._reply, self._line, reply)
         return outputs
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 from tests.cluster.in_process import LocalReplica, Maker, run_virtually, virtual
 from tests.cluster.running import asked, check, outputs_of
@@ -177,14 +179,13 @@ EVENTS = (
 )
 BROKEN = "broken on a"  # an adapter
 TIMES = Timings(
-    queue_s=0.0,
-    ttft_s=0.0,
-    latency_s=0.0,
-    num_prompt_tokens=1,
-    num_completion_tokens=0,
-    num_preemptions=0,
-    steps_by_mode={},
+    queue_s=0, ttft_s=0, latency_s=0, num_prompt_tokens=1, num_completion_tokens=0, num_preemptions=0, steps_by_mode={}
 )
+
+
+def request_of(name: str, num_prompt: int = 1, num_tokens: int = 3, **fields: Any) -> Request:
+    sampling = SamplingParams(max_tokens=num_tokens, seed=0)
+    return Request(request_id=name, prompt_ids=(1,) * num_prompt, sampling=sampling, **fields)
 
 
 class Line:
@@ -260,35 +261,17 @@ class Line:
         )
 
 
-class Home:
-    """In place of an `AdapterHome` whose files are there."""
-
-    def awaits_files(self, names: Collection[str]) -> bool:
-        return False
-
-
 class Adapters:
-    """In place of `ReplicatedAdapters`."""
+    """In place of `ReplicatedAdapters`, whose files are there."""
 
     def __init__(self, bar: Callable[[str, str], None]) -> None:
-        self._bar = bar
-        self.homes = dict.fromkeys("abc", Home())
+        self.homes = dict.fromkeys("abc", SimpleNamespace(awaits_files=lambda names: False))
         self.former = self
+        self.request_ended = self.began = self.cause_of = lambda *_: None
+        self.refused = lambda replica, adapter, error: bar(replica, adapter)
 
     def __contains__(self, adapter: object) -> bool:
         return adapter == BROKEN
-
-    def request_ended(self, request_id: str) -> None:
-        pass
-
-    def began(self, name: str, version: str) -> None:
-        pass
-
-    def cause_of(self, adapter: str | None) -> None:
-        pass
-
-    def refused(self, replica: str, adapter: str, error: ErrorValue) -> None:
-        self._bar(replica, adapter)
 
 
 class Fleet:
@@ -315,6 +298,19 @@ class Fleet:
 
     def drain(self, name: str, draining: bool) -> None:
         self.flights.send(self.router.drain(name, draining))
+
+    def arrive(self, name: str) -> None:
+        """All messages of a replica arrive, around one step of it."""
+        line = self.lines[name]
+        while line.to_engine:
+            line.take()
+        line.step()
+        while line.to_front:
+            line.deliver()
+
+    def leave(self, name: str) -> None:
+        while name in self.left:
+            self.left[name]()
 
     def die(self, name: str) -> None:
         """The line is lost, and the replica leaves in a later round of the event loop."""
@@ -430,29 +426,20 @@ class Order:
 
     def ask(self) -> None:
         request_id = f"r{len(self.asked)}"
-        self.asked[request_id] = Request(
-            request_id=request_id,
-            prompt_ids=(1,) * self.draws.choice([1, 4, 16]),
-            sampling=SamplingParams(max_tokens=self.draws.randint(1, 6), seed=0),
-            adapter=self.draws.choice([None, None, BROKEN]),
-        )
+        num_prompt, num_tokens = self.draws.choice([1, 4, 16]), self.draws.randint(1, 6)
+        adapter = self.draws.choice([None, None, BROKEN])
+        self.asked[request_id] = request_of(request_id, num_prompt, num_tokens, adapter=adapter)
         self.found[request_id] = []
         self.flights.add(self.asked[request_id], self.found[request_id].append)
 
     def heal(self) -> None:
         """All replicas serve and all messages arrive."""
         for name in self.names:
-            while name in self.fleet.left:
-                self.fleet.left[name]()
+            self.fleet.leave(name)
             if name not in self.fleet.router.replicas:
                 self.fleet.join(name)
             self.fleet.drain(name, False)
-            line = self.fleet.lines[name]
-            while line.to_engine:
-                line.take()
-            line.step()
-            while line.to_front:
-                line.deliver()
+            self.fleet.arrive(name)
         self.flights.refuse()
 
     def check(self) -> None:
@@ -498,8 +485,7 @@ async def test_a_recall_that_ends_one_request_and_so_places_another() -> None:
     found: dict[str, list[RequestOutput]] = {}
 
     def ask(name: str, num_prompt: int) -> None:
-        request = Request(request_id=name, prompt_ids=(1,) * num_prompt, sampling=SamplingParams(max_tokens=3, seed=0))
-        fleet.flights.add(request, found.setdefault(name, []).append)
+        fleet.flights.add(request_of(name, num_prompt), found.setdefault(name, []).append)
 
     fleet.join("a")
     ask("older", 1)
@@ -514,22 +500,12 @@ async def test_a_recall_that_ends_one_request_and_so_places_another() -> None:
     # Both are recalled: the newer one has b's last place, and ends at once, so the older one has it.
     assert fleet.flights.consolidate() == 2
     assert fleet.router.where("older") == "b" and found["newer"][-1].finish_reason == "cancelled"
-    while "a" in fleet.left:
-        fleet.left["a"]()
-    line = fleet.lines["b"]
+    fleet.leave("a")
     for _ in range(12):
-        while line.to_engine:
-            line.take()
-        line.step()
-        while line.to_front:
-            line.deliver()
+        fleet.arrive("b")
         await asyncio.sleep(0.1)
-    assert {name: outputs[-1].finish_reason for name, outputs in found.items()} == {
-        "older": "length",
-        "newer": "cancelled",
-        "on b": "length",
-        "large": "length",
-    }
+    answered = dict.fromkeys(("older", "on b", "large"), "length")
+    assert {name: outputs[-1].finish_reason for name, outputs in found.items()} == {**answered, "newer": "cancelled"}
 
 
 @virtual
@@ -538,13 +514,7 @@ async def test_any_number_of_requests_may_end_while_a_replica_joins() -> None:
     fleet = Fleet("placed")
     found: list[RequestOutput] = []
     for number in range(600):
-        request = Request(
-            request_id=f"r{number}",
-            prompt_ids=(1,),
-            sampling=SamplingParams(max_tokens=3, seed=0),
-            max_latency_s=1.0,
-        )
-        fleet.flights.add(request, found.append)
+        fleet.flights.add(request_of(f"r{number}", max_latency_s=1.0), found.append)
     await asyncio.sleep(1.1)
     fleet.join("a")
     assert not fleet.flights.open and not fleet.router.num_waiting
