@@ -14,6 +14,7 @@ from PIL import Image
 from transformers import LlavaForConditionalGeneration
 
 from fusion.data.samples import Sample, Splits, Target
+from fusion.embedded.drawing import SIZE
 from fusion.embedded.model import model_config
 from fusion.embedded.processor import build_processor
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
@@ -66,6 +67,21 @@ def colors(count: int, seed: int, told: Mapping[int, int] | None = None) -> list
 def color_splits(told: Mapping[int, int] | None = None, labels: tuple[str, ...] = COLORS) -> Splits:
     train, validation, test = (colors(count, seed, told) for seed, count in enumerate((60, 40, 30)))
     return Splits("classification", labels, train, validation, test, real=False)
+
+
+def boxes(count: int, seed: int) -> list[Sample]:
+    """One to three bright squares: the loss is a mean over the tokens with a square, not over samples."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for _ in range(count):
+        frame = rng.integers(0, 60, (SIZE, SIZE, 3)).astype(np.uint8)
+        found = []
+        for _ in range(int(rng.integers(1, 4))):
+            x, y = (int(v) for v in rng.integers(0, SIZE - 16, 2))
+            frame[y : y + 16, x : x + 16] = 250
+            found.append(Box(0, x / SIZE, y / SIZE, (x + 16) / SIZE, (y + 16) / SIZE))
+        samples.append(Sample((frame,), tuple(found)))
+    return samples
 
 
 def plan_of(base: str, names: tuple[str, ...], *, lora: LoraPlan | None = None, **training: object) -> Plan:

@@ -72,13 +72,14 @@ def test_contradicting_domains_expect_other_words_for_the_same_pictures() -> Non
     assert all((one.target == other.target) == (one.target == "middle lane middle") for one, other in pairs)
 
 
-class Stored:
-    """A `RunCache` in which every training takes two seconds."""
+class Contradicting:
+    """A `RunCache` in which every training takes two seconds; contradicting domains miss their thresholds together."""
 
-    conflict_cost = 0.5
+    conflict_cost = 0.02
 
     def __call__(self, adapter: Any) -> TrainingResult:
-        return TrainingResult({name: Score(1.0, 1.0) for name in adapter}, 2.0)
+        low = {name for pair in suspected(SUITE) if set(pair) <= set(adapter) for name in pair}
+        return TrainingResult({name: Score(*[0.1 if name in low else 1.0] * 2) for name in adapter}, 2.0)
 
     together = __call__
 
@@ -86,11 +87,11 @@ class Stored:
         return self((*beside, domain))
 
     def conflicts(self, history: History, domains: Any) -> dict[frozenset[str], float]:
-        return {}
+        return {frozenset(pair): 0.5 for pair in suspected(SUITE) if set(pair) <= set(domains)}
 
 
 def test_a_training_is_counted_once_in_single_domain_trainings() -> None:
-    cache: Any = Stored()
+    cache: Any = Contradicting()
     meter = Meter(cache)
     for _ in range(2):
         meter(("a",))
@@ -100,23 +101,7 @@ def test_a_training_is_counted_once_in_single_domain_trainings() -> None:
         meter.join(History(("a", "b", "c")), ("a",), "b")
     assert meter.trainings == 1 + 1 + 3 + 1 and meter.seconds == 2 * 4
     meter.conflicts(History(("a", "b")), ["a", "b"])
-    assert meter.trainings == 7 and 8 < meter.seconds < 9
-
-
-class Contradicting(Stored):
-    """Contradicting domains miss their thresholds in one adapter."""
-
-    conflict_cost = 0.02
-
-    def __call__(self, adapter: Any) -> TrainingResult:
-        pairs = [pair for pair in suspected(SUITE) if set(pair) <= set(adapter)]
-        low = {name for pair in pairs for name in pair}
-        return TrainingResult({name: Score(*[0.1 if name in low else 1.0] * 2) for name in adapter}, 2.0)
-
-    together = __call__
-
-    def conflicts(self, history: History, domains: Any) -> dict[frozenset[str], float]:
-        return {frozenset(pair): 0.5 for pair in suspected(SUITE) if set(pair) <= set(domains)}
+    assert meter.trainings == pytest.approx(6.04) and 8 < meter.seconds < 9
 
 
 def test_growth_packs_parts_of_the_suite_that_contain_each_other(
@@ -178,59 +163,40 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-PARTS = [
-    {
-        "domains": ["a", "b"],
-        "adapters": 2,
-        "lower bound": 1,
-        "optimum": None,
-        "trainings": 3.0,
-        "training s": 60.0,
-        "alone s": 40.0,
-    },
-    {
-        "domains": ["a", "b", "c"],
-        "adapters": 3,
-        "lower bound": 1,
-        "optimum": 2,
-        "trainings": 5.7,
-        "training s": 115.0,
-        "alone s": 60.0,
-    },
-]
+def part(names: str, adapters: int, optimum: int | None, trainings: float, *seconds: float) -> dict[str, Any]:
+    counts = {"adapters": adapters, "lower bound": 1, "optimum": optimum, "trainings": trainings}
+    return {"domains": list(names), **counts, **dict(zip(("training s", "alone s"), seconds, strict=True))}
+
+
+PARTS = [part("ab", 2, None, 3.0, 60.0, 40.0), part("abc", 3, 2, 5.7, 115.0, 60.0)]
 
 
 def test_missed_thresholds_are_counted_on_test_data(folder: Path) -> None:
     """All results are stored, so nothing is trained."""
-    found = jobs.run(False, folder, pytest.fail)
-    own = [row for row in found.rows if row["method"] == DEFAULT]
-    assert [(row["seed"], row["broken"], round(row["worst"], 3)) for row in own] == [
-        (0, 1, -0.01),
-        (1, 0, 0.01),
-        (2, 0, 0.01),
-    ]
-    assert [row["a"] for row in found.rows if row["method"] == "(threshold)"] == [0.8] * 3
-    more, cost, broken, all_in_one = found.goals
+
+    def found() -> Any:
+        return jobs.run(False, folder, pytest.fail)
+
+    def own(result: Any) -> list[Any]:
+        rows = [row for row in result.rows if row["method"] == DEFAULT]
+        return [(row["seed"], row["broken"], round(row["worst"], 3)) for row in rows]
+
+    first = found()
+    assert own(first) == [(0, 1, -0.01), (1, 0, 0.01), (2, 0, 0.01)]
+    assert [row["a"] for row in first.rows if row["method"] == "(threshold)"] == [0.8] * 3
+    more, cost, broken, all_in_one = first.goals
     assert (more.value, cost.value, broken.value, all_in_one.value) == (2, pytest.approx(1.9), 1, 1)
     assert (more.goal, cost.goal, all_in_one.goal, all_in_one.at_most) == (1, 2, 1, False)
     assert broken.goal == pytest.approx(0.3) and "of 6 at 0.95" in broken.name
-
-
-def test_beyond_six_domains_the_lower_bound_stands_for_the_optimum(folder: Path) -> None:
-    for seed in (0, 1, 2):
+    table = a_table(0, 0.79) | {"missed alone": ["a"]}  # a domain that misses alone is not counted
+    ResultStore(folder, {}).write("table-0", table)
+    second = found()
+    assert second.goals[2].value == 0 and "of 5" in second.goals[2].name and own(second)[0][1] == 0
+    for seed in (0, 1, 2):  # beyond six domains the lower bound stands for the optimum
         table = a_table(seed, 0.81)
         del table["methods"][OPTIMUM]
         ResultStore(folder, {}).write(f"table-{seed}", table)
-    assert jobs.run(False, folder, pytest.fail).goals[0].value == 1
-
-
-def test_a_domain_that_misses_alone_is_not_counted(folder: Path) -> None:
-    table = a_table(0, 0.79)
-    table["missed alone"] = ["a"]
-    ResultStore(folder, {}).write("table-0", table)
-    found = jobs.run(False, folder, pytest.fail)
-    assert found.goals[2].value == 0 and "of 5" in found.goals[2].name
-    assert next(row for row in found.rows if row["method"] == DEFAULT)["broken"] == 0
+    assert found().goals[0].value == 1
 
 
 @pytest.mark.exhaustive
@@ -295,16 +261,9 @@ DOMAINS = ("digits", "photos", "signs", "actions")
 
 def test_the_table_has_every_domain_by_method(tmp_path: Path) -> None:
     store = ResultStore(tmp_path / "activated" / "work", {"commit": "1f" * 20})
-    for place, domain in enumerate(DOMAINS):
-        for number, method in enumerate(METHODS):
-            run = {
-                "domain": domain,
-                "method": method,
-                "test": (place + number) / 10,
-                "in words": number / 10,
-                "spent": {"cpu s": 1.0},
-            }
-            store.write(f"{domain}-{number}", run)
+    for (place, domain), (number, method) in itertools.product(enumerate(DOMAINS), enumerate(METHODS)):
+        scores = {"test": (place + number) / 10, "in words": number / 10, "spent": {"cpu s": 1.0}}
+        store.write(f"{domain}-{number}", {"domain": domain, "method": method, **scores})
     result = CliRunner().invoke(cli, ["bench", "activated", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "activated.json").read_text())
@@ -332,27 +291,27 @@ def test_no_other_rank_has_a_parameter_count_nearer_to_the_loras(blocks: int) ->
 
 
 def a_run(blocks: int, seed: int, digits: float) -> dict[str, Any]:
-    return {
-        "seed": seed,
-        "blocks": blocks,
-        "rank": 8 * blocks,
-        "parameters": 100,
-        "test": {"digits": digits, "photos": 0.6, "signs": 0.6},
-        "spent": {"cpu s": 1.0},
-    }
+    test = {"digits": digits, "photos": 0.6, "signs": 0.6}
+    size = {"blocks": blocks, "rank": 8 * blocks, "parameters": 100}
+    return {"seed": seed, **size, "test": test, "spent": {"cpu s": 1.0}}
 
 
-@pytest.fixture
-def stored_runs(tmp_path: Path) -> Path:
+def test_mean_and_spread_of_blocks_are_over_seeds_and_a_gap_misses_the_goal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, trained = tmp_path / "bd" / "work", list[tuple[int, int]]()
     for seed in (0, 1, 2):
         for blocks, digits in ((1, 0.9), (2, 0.9 + 0.1 * (seed - 1)), (4, 0.75)):
-            ResultStore(tmp_path, {}).write(f"{blocks}-{seed}", a_run(blocks, seed, digits))
-    return tmp_path
+            ResultStore(work, {}).write(f"{blocks}-{seed}", a_run(blocks, seed, digits))
 
+    def measure(seed: int, blocks: int, quick: bool, features: Path) -> dict[str, Any]:
+        trained.append((seed, blocks))
+        return a_run(blocks, seed, 0.75)
 
-def test_mean_and_spread_are_over_seeds_and_a_gap_misses_the_goal(stored_runs: Path) -> None:
-    """All results are stored, so nothing is trained."""
-    found = compare(False, stored_runs, lambda line: None)
+    monkeypatch.setattr(parity, "measure", measure)
+    (work / "4-1.json").unlink()
+    found = compare(False, work, lambda line: None)
+    assert trained == [(1, 4)] and (work / "4-1.json").exists(), "only missing measurements are trained"
     assert [row["method"] for row in found.rows] == ["LoRA", "BD-LoRA, 2 blocks", "BD-LoRA, 4 blocks"]
     two = found.rows[1]
     assert two["digits"] == pytest.approx(0.9) and two["digits +-"] == pytest.approx(0.1 * (2 / 3) ** 0.5)
@@ -362,32 +321,11 @@ def test_mean_and_spread_are_over_seeds_and_a_gap_misses_the_goal(stored_runs: P
     near, far = found.goals
     assert near.value == pytest.approx(0) and far.value == pytest.approx(-0.05)
     assert (near.goal, near.at_most) == (-0.02, False) and len(found.runs) == 9
-
-
-def test_only_missing_measurements_are_trained(stored_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (stored_runs / "4-1.json").unlink()
-    trained: list[tuple[int, int]] = []
-
-    def measure(seed: int, blocks: int, quick: bool, features: Path) -> dict[str, Any]:
-        trained.append((seed, blocks))
-        return a_run(blocks, seed, 0.75)
-
-    monkeypatch.setattr(parity, "measure", measure)
-    compare(False, stored_runs, lambda line: None)
-    assert trained == [(1, 4)] and (stored_runs / "4-1.json").exists()
-
-
-def test_the_command_takes_a_number_of_seeds(stored_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    out = tmp_path_factory.mktemp("out")
-    (out / "bd").mkdir()
-    stored_runs.rename(out / "bd" / "work")
-    two = CliRunner().invoke(cli, ["bench", "bd", "--seeds", "2", "--out", str(out)])
-    assert len(json.loads(two.output.splitlines()[-1])["runs"]) == 6
+    fewer = CliRunner().invoke(cli, ["bench", "bd", "--seeds", "2", "--out", str(tmp_path)])
+    assert len(json.loads(fewer.output.splitlines()[-1])["runs"]) == 6
     for wrong in (["bench", "step", "--seeds", "2"], ["bench", "bd", "--quick", "--seeds", "2"]):
-        refused = CliRunner().invoke(cli, wrong)
-        assert isinstance(refused.exception, BadConfig) and "--seeds is valid for `vlora bench bd`" in str(
-            refused.exception
-        )
+        refused = CliRunner().invoke(cli, wrong).exception
+        assert isinstance(refused, BadConfig) and "--seeds is valid for `vlora bench bd`" in str(refused)
 
 
 HERE: dict[str, Any] = {"commit": "a", "machine": "m", "gpu": None, "versions": {}, "threads": 2}
@@ -401,12 +339,13 @@ def test_a_result_is_measured_once_and_keeps_its_origin(tmp_path: Path) -> None:
     other = ResultStore(tmp_path / "work", THERE).once("y", lambda: {"value": 2})
     found = [(each["commit"], each["results"]) for each in origins({"x": first, "y": other, "z": first})]
     assert found == [("a", ["x", "z"]), ("b", ["y"])]
-
-
-def test_the_origin_of_an_earlier_versions_result_is_unknown(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text('{"value": 1}')
+    (tmp_path / "x.json").write_text('{"value": 1}')  # of an earlier version, so its origin is unknown
     [origin] = origins({"x": ResultStore(tmp_path, HERE).once("x", dict)})
     assert origin["commit"] is None and origin["results"] == ["x"]
+    for environment, value in ((HERE, 1), (THERE, 2), (THERE, 2)):  # a latency is measured again elsewhere
+        times = ResultStore(tmp_path, environment).once("times", lambda value=value: {"value": value}, here=True)  # type: ignore[misc]
+        assert times["value"] == value
+    assert ResultStore(tmp_path, THERE).once("times", dict, here=True)["value"] == 2
 
 
 def test_a_prepared_collection_is_read_as_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,13 +355,5 @@ def test_a_prepared_collection_is_read_as_it_was_made(tmp_path: Path, monkeypatc
     first = retrieval.prepare(True, tmp_path, print, HERE)
     monkeypatch.setattr(retrieval, "make_prepared", pytest.fail)
     again = retrieval.prepare(True, tmp_path, print, THERE)
-    assert (
-        first == again == made._replace(origin={name: HERE[name] for name in ("commit", "machine", "gpu", "versions")})
-    )
-
-
-def test_a_latency_is_measured_again_elsewhere(tmp_path: Path) -> None:
-    for environment, value in ((HERE, 1), (THERE, 2), (THERE, 2)):
-        found = ResultStore(tmp_path, environment).once("times", lambda value=value: {"value": value}, here=True)  # type: ignore[misc]
-        assert found["value"] == value
-    assert ResultStore(tmp_path, THERE).once("times", dict, here=True)["value"] == 2
+    origin = {name: HERE[name] for name in ("commit", "machine", "gpu", "versions")}
+    assert first == again == made._replace(origin=origin)

@@ -85,72 +85,53 @@ def test_the_first_samples_of_a_part_have_all_labels(tmp_path: Path, parts: dict
         assert {sample.target for sample in part[:8]} == {0, 1}
 
 
-def test_frames_of_a_clip_stay_together(tmp_path: Path) -> None:
-    seed = 0
-    for label in ("cat", "dog"):
-        for clip in range(6):
-            for frame in range(5):
-                seed += 1
-                picture(tmp_path / "pictures" / label / f"clip{clip}" / f"{frame}.png", seed)
+def test_frames_of_a_clip_and_equal_pictures_stay_together(tmp_path: Path) -> None:
+    for number, (label, place) in enumerate(itertools.product(("cat", "dog"), range(30))):
+        picture(tmp_path / "pictures" / label / f"clip{place // 5}" / f"{place}.png", number)
+    for label, first in (("cat", 0), ("dog", 100)):
+        for number in range(30):
+            picture(tmp_path / "equal" / label / f"{number}.png", first + number % 6)
     splits = load(write_plan(tmp_path, IMAGES)).splits
     clips = [{file_of(sample).parent for sample in part} for part in splits.parts.values()]
     assert sum(map(len, clips)) == 12 and all(clips)
-
-
-def test_equal_pictures_stay_together(tmp_path: Path) -> None:
-    for label, first in (("cat", 0), ("dog", 100)):
-        for number in range(30):
-            picture(tmp_path / "pictures" / label / f"{number}.png", first + number % 6)
-    splits = load(write_plan(tmp_path, IMAGES)).splits
-    seen = [{file_of(sample).read_bytes() for sample in part} for part in splits.parts.values()]
-    assert sum(map(len, seen)) == 12
+    splits = load(write_plan(tmp_path, IMAGES.replace("pictures", "equal"))).splits
+    assert sum(len({file_of(sample).read_bytes() for sample in part}) for part in splits.parts.values()) == 12
 
 
 def coco(folder: Path, count: int = 9) -> dict[str, Any]:
-    content: dict[str, Any] = {
-        "images": [],
-        "annotations": [],
-        "categories": [{"id": 3, "name": "car"}, {"id": 8, "name": "van"}],
-    }
+    kinds = [{"id": 3, "name": "car"}, {"id": 8, "name": "van"}]
+    content: dict[str, Any] = {"images": [], "annotations": [], "categories": kinds}
     for number in range(1, count + 1):
         picture(folder / "pictures" / f"{number}.jpg", number)
         content["images"].append({"id": number, "file_name": f"{number}.jpg", "width": 32, "height": 24})
         for which, category in enumerate((3, 8)):
-            content["annotations"].append(
-                {
-                    "id": 2 * number + which,
-                    "image_id": number,
-                    "category_id": category,
-                    "bbox": [8 * which, 6, 8, 12],
-                    "caption": f"picture {number}",
-                }
-            )
+            entry = {"image_id": number, "category_id": category, "caption": f"picture {number}"}
+            content["annotations"].append({"id": 2 * number + which, "bbox": [8 * which, 6, 8, 12], **entry})
     return content
 
 
 COCO = "data: {format: coco, path: boxes.json, images: pictures}"
 
 
-def test_coco_boxes(tmp_path: Path) -> None:
-    (tmp_path / "boxes.json").write_text(json.dumps(coco(tmp_path)))
-    splits = load(write_plan(tmp_path, COCO)).splits
-    assert splits.task == "detection" and splits.labels == ("car", "van")
-    assert splits.train[0].target == (Box(0, 0.0, 0.25, 0.25, 0.75), Box(1, 0.25, 0.25, 0.5, 0.75))
+def coco_plan(folder: Path, content: dict[str, Any], *more: str) -> Path:
+    (folder / "boxes.json").write_text(json.dumps(content))
+    return write_plan(folder, "\n".join((COCO, *more)))
 
 
-@pytest.mark.parametrize(("task", "want"), [("multi_label", (0, 1)), ("counting", 2)])
-def test_coco_for_other_tasks(tmp_path: Path, task: str, want: object) -> None:
-    (tmp_path / "boxes.json").write_text(json.dumps(coco(tmp_path)))
-    splits = load(write_plan(tmp_path, f"{COCO}\ntask: {task}")).splits
-    assert {sample.target for sample in splits.train} == {want}
+BOTH = (Box(0, 0.0, 0.25, 0.25, 0.75), Box(1, 0.25, 0.25, 0.5, 0.75))
 
 
-def test_coco_captions(tmp_path: Path) -> None:
-    (tmp_path / "boxes.json").write_text(json.dumps(coco(tmp_path)))
-    splits = load(write_plan(tmp_path, f"{COCO}\ntask: captioning")).splits
-    assert all(sample.target == f"picture {file_of(sample).stem}" for sample in splits.test)
+@pytest.mark.parametrize(
+    ("task", "target"), [("detection", BOTH), ("multi_label", (0, 1)), ("counting", 2), ("captioning", None)]
+)
+def test_coco_for_each_task(tmp_path: Path, task: str, target: object) -> None:
+    splits = load(coco_plan(tmp_path, coco(tmp_path), f"task: {task}")).splits
+    samples = [sample for part in splits.parts.values() for sample in part]
+    assert all(sample.target == (target or f"picture {file_of(sample).stem}") for sample in samples)
     seen = [{file_of(sample) for sample in part} for part in splits.parts.values()]
-    assert sum(map(len, seen)) == 9  # both captions of a picture are in one part
+    assert sum(map(len, seen)) == 9, "both captions of a picture are in one part"
+    if task == "detection":
+        assert (splits.task, splits.labels) == ("detection", ("car", "van"))
 
 
 @pytest.mark.parametrize("suffix", ("jpg", "png", "tif"))
@@ -172,9 +153,9 @@ def test_boxes_turn_with_pictures_that_exif_rotates(tmp_path: Path, suffix: str,
             down, across = ((shown if stated == "upright" else stored) > 150).nonzero()
             edges = [int(edge) for edge in (across.min(), down.min(), np.ptp(across) + 1, np.ptp(down) + 1)]
             content["annotations"] += [{"image_id": image["id"], "category_id": 3, "bbox": edges}]
-        (tmp_path / "boxes.json").write_text(json.dumps(content))
-        lines = COCO if stated is None else COCO.replace("}", f", orientation: {stated}}}")
-        plan = write_plan(tmp_path, lines)
+        plan = coco_plan(tmp_path, content)
+        if stated is not None:
+            plan.write_text(plan.read_text().replace("images: pictures", f"images: pictures, orientation: {stated}"))
         if stated is None and orientation < 5:
             assert f"EXIF (orientation {orientation})" in (error := errors_of(plan)[0]) and "`orientation: st" in error
             continue
@@ -231,28 +212,21 @@ CROWD = {"id": 99, "image_id": 1, "iscrowd": 1, "segmentation": {"counts": "PQR"
 def test_coco_as_tools_write_it(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     content = coco(tmp_path)
     change(content)
-    (tmp_path / "boxes.json").write_text(json.dumps(content))
-    for sample in load(write_plan(tmp_path, COCO)).splits.train:
-        assert sample.target == (Box(0, 0.0, 0.25, 0.25, 0.75), Box(1, 0.25, 0.25, 0.5, 0.75))
+    assert all(sample.target == BOTH for sample in load(coco_plan(tmp_path, content)).splits.train)
 
 
-def test_rotated_pictures_without_boxes_are_read(tmp_path: Path) -> None:
+def test_rotated_pictures_without_boxes_and_absolute_paths(tmp_path: Path) -> None:
     content, exif = coco(tmp_path), Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (32, 24)).save(tmp_path / "pictures" / "9.jpg", exif=exif)
-    (tmp_path / "boxes.json").write_text(json.dumps(content))
-    assert load(write_plan(tmp_path, f"{COCO}\ntask: captioning")).splits.task == "captioning"
+    assert load(coco_plan(tmp_path, content, "task: captioning")).splits.task == "captioning"
     content["annotations"] = [each for each in content["annotations"] if each["image_id"] != 9]
-    (tmp_path / "boxes.json").write_text(json.dumps(content))
-    splits = load(write_plan(tmp_path, COCO)).splits
+    splits = load(coco_plan(tmp_path, content)).splits
     assert sum(sample.target == () for part in splits.parts.values() for sample in part) == 1
-
-
-def test_absolute_paths_of_coco(tmp_path: Path) -> None:
-    content = coco(tmp_path)
     each(lambda entry: entry.update(file_name=str(tmp_path / "pictures" / entry["file_name"])), key="images")(content)
-    (tmp_path / "boxes.json").write_text(json.dumps(content))
-    assert len(load(write_plan(tmp_path, COCO.replace(", images: pictures", ""))).splits.train) > 3
+    plan = coco_plan(tmp_path, content)
+    plan.write_text(plan.read_text().replace(", images: pictures", ""))
+    assert len(load(plan).splits.train) > 3
 
 
 ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-32")
@@ -262,8 +236,9 @@ ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-32")
 @pytest.mark.parametrize("end", ("\n", "\r\n"))
 def test_files_of_any_encoding_and_line_end(tmp_path: Path, encoding: str, end: str) -> None:
     """Of Windows and its spreadsheets."""
-    (tmp_path / "boxes.json").write_bytes(json.dumps(coco(tmp_path), indent=1).replace("\n", end).encode(encoding))
-    assert load(write_plan(tmp_path, COCO)).splits.labels == ("car", "van")
+    plan = coco_plan(tmp_path, content := coco(tmp_path))
+    (tmp_path / "boxes.json").write_bytes(json.dumps(content, indent=1).replace("\n", end).encode(encoding))
+    assert load(plan).splits.labels == ("car", "van")
     rows = [(f"pictures\\{number}.jpg", f"ein Auto, grün {number % 2}") for number in range(1, 10)]
     tables = {
         f"{name}.csv": [f"image{mark}answer", *(f'{image}{mark}"{answer}"' for image, answer in rows)]
@@ -580,26 +555,19 @@ def test_a_threshold_above_the_best_possible_bound_is_refused(tmp_path: Path) ->
         ({"images": [{"width": 10**400}]}, "`images[0].width`: is a whole number of 1329 bits; it must be below"),
         ({"categories": [{"name": ""}]}, "`categories[0].name`: has 0 characters; it must have at least 1"),
         ({"images": [{"width": 64}]}, "image 1 has size (64, 24), but"),
+        ({"images": []}, "2 images have the id 1"),
+        ({"categories": []}, "2 categories have"),
     ],
 )
 def test_errors_in_coco(tmp_path: Path, change: dict[str, list[dict[str, Any]]], message: str) -> None:
+    """change: fields of the first entries; an empty list repeats the first one, as merged files do."""
     content = coco(tmp_path)
     for key, entries in change.items():
+        content[key] += content[key][:1] * (not entries)
         for number, entry in enumerate(entries):
             content[key][number].update(entry)
-    (tmp_path / "boxes.json").write_text(json.dumps(content))
-    error = errors_of(write_plan(tmp_path, COCO))[0]
+    error = errors_of(coco_plan(tmp_path, content))[0]
     assert "line 5, field `domains[0].data.path`" in error and "boxes.json" in error and message in error
-
-
-@pytest.mark.parametrize(
-    ("key", "message"), [("images", "2 images have the id 1"), ("categories", "2 categories have")]
-)
-def test_merged_coco_files_with_repeated_ids_are_refused(tmp_path: Path, key: str, message: str) -> None:
-    content = coco(tmp_path)
-    content[key].append(content[key][0])
-    (tmp_path / "boxes.json").write_text(json.dumps(content))
-    assert message in errors_of(write_plan(tmp_path, COCO))[0]
 
 
 @pytest.mark.parametrize(
@@ -633,26 +601,20 @@ def test_errors_in_a_table(tmp_path: Path, text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "labels", "message"),
+    ("more", "answer", "message"),
     [
-        ("vqa", "[it is, it is not]", "vqa takes no labels; remove them"),
-        ("regression", "[metres, feet]", "regression takes no labels"),
-        ("binary", "['no', maybe, 'yes']", "binary takes two labels: negative, then positive"),
+        ("task: vqa\nlabels: [it is, it is not]", "1", "`domains[0].labels`: vqa takes no labels; remove them"),
+        ("task: regression\nlabels: [metres, feet]", "1", "`domains[0].labels`: regression takes no labels"),
+        ("task: binary\nlabels: ['no', maybe, 'yes']", "1", "binary takes two labels: negative, then positive"),
+        ("task: counting", "9" * 5000, "a count of 0 to 1 is expected"),
     ],
+    ids=["vqa", "regression", "binary", "counting"],
 )
-def test_labels_that_a_task_cannot_have(tmp_path: Path, task: str, labels: str, message: str) -> None:
+def test_labels_and_answers_that_a_task_cannot_have(tmp_path: Path, more: str, answer: str, message: str) -> None:
     picture(tmp_path / "0.png", 0)
-    (tmp_path / "rows.csv").write_text("image,answer\n0.png,1\n")
-    lines = f"task: {task}\nlabels: {labels}\ndata: {{format: questions, path: rows.csv}}"
-    error = errors_of(write_plan(tmp_path, lines))[0]
-    assert "line 6, field `domains[0].labels`" in error and message in error
-
-
-def test_a_count_of_more_digits_than_python_reads(tmp_path: Path) -> None:
-    picture(tmp_path / "0.png", 0)
-    (tmp_path / "rows.csv").write_text(f"image,answer\n0.png,{'9' * 5000}\n")
-    error = errors_of(write_plan(tmp_path, "task: counting\ndata: {format: questions, path: rows.csv}"))[0]
-    assert "a count of 0 to 1 is expected" in error
+    (tmp_path / "rows.csv").write_text(f"image,answer\n0.png,{answer}\n")
+    error = errors_of(write_plan(tmp_path, f"{more}\ndata: {{format: questions, path: rows.csv}}"))[0]
+    assert message in error and ("labels" not in more or "line 6, field `domains[0].labels`" in error)
 
 
 def test_lines_that_are_no_json(tmp_path: Path) -> None:

@@ -165,13 +165,9 @@ def test_groups_are_kept_whole(numbers: list[int]) -> None:
 
 def test_samples_that_stand_alone_are_the_first_tenth() -> None:
     samples = [Sample(FRAME, 0) for _ in range(1000)]
-    assert held_back(samples[:59]) == tuple(range(5))
-    assert held_back(samples) == tuple(range(64))
-    assert held_back(samples[:9]) == ()
-
-
-def test_a_group_too_large_to_hold_back_is_trained_on() -> None:
-    large = [Sample(FRAME, 0, group="long")] * 18
+    for count, kept in ((59, 5), (1000, 64), (9, 0)):
+        assert held_back(samples[:count]) == tuple(range(kept))
+    large = [Sample(FRAME, 0, group="long")] * 18  # too large to hold back
     assert held_back([*large, Sample(FRAME, 0, group="short"), Sample(FRAME, 0, group="short")]) == (18, 19)
     assert held_back(large) == ()
 

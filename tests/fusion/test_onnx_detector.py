@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import types
 import warnings
 from collections.abc import Mapping, Sequence
@@ -162,15 +163,10 @@ def test_every_layout_is_decoded_as_written_out(tmp_path: Path, layout: str, hei
         }
         expected = decoded(layout, outputs, height, width, 0.3)
         assert len(expected) > 3 and found == expected
-
-
-def test_suppression_drops_boxes_of_every_layout(tmp_path: Path) -> None:
-    """Negative control for the oracle: without suppression there are more boxes."""
-    for layout in LAYOUTS:
-        file = constant_model(tmp_path / f"{layout}.onnx", drawn_outputs(layout, 0))
-        frame = np.zeros((SIDE, SIDE, 3), np.uint8)
-        few, many = (len(boxes(opened(file, min_confidence=0.1, overlap=each), frame)) for each in (0.1, 0.99))
-        assert few < many, layout
+    # Negative control for the oracle: without suppression there are more boxes.
+    frame = np.zeros((height, width, 3), np.uint8)
+    few, many = (len(boxes(opened(file, min_confidence=0.1, overlap=each), frame)) for each in (0.1, 0.99))
+    assert few < many
 
 
 # -- drawn boxes ------------------------------------------------------------------------------------------------------
@@ -272,36 +268,24 @@ def test_colours_are_normalised_as_the_plan_sets(tmp_path: Path) -> None:
 
 # -- files that do not fit --------------------------------------------------------------------------------------------
 
+BLANK = np.zeros((SIDE, SIDE, 3), np.uint8)
 
-def test_an_unknown_layout_is_refused_with_its_shapes(tmp_path: Path) -> None:
+
+def test_outputs_that_fit_no_layout_or_two_are_refused(tmp_path: Path) -> None:
     masks = {"output0": np.zeros((1, 39, 84), np.float32), "output1": np.zeros((1, 32, 16, 16), np.float32)}
     message = refused(constant_model(tmp_path / "net.onnx", masks))
     assert "field `file`: its outputs output0 [1, 39, 84], output1 [1, 32, 16, 16]" in message
     assert "[1, 4 + labels, anchors] (YOLOv8, YOLO11)" in message and "\n" not in message
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[:2])
-@pytest.mark.parametrize("labels", [("car", "van"), (*LABELS, "tram")])
-def test_a_wrong_number_of_labels_is_refused(tmp_path: Path, layout: str, labels: tuple[str, ...]) -> None:
-    file = constant_model(tmp_path / "net.onnx", drawn_outputs(layout, 0))
-    message = refused(file, labels=labels)
-    assert f"fit no supported layout with {len(labels)} labels; they would fit 3 labels as {layout}" in message
-    assert "do not fit" in refused(file, labels=labels, layout=layout)
-
-
-def test_a_class_beyond_the_labels_is_an_error(tmp_path: Path) -> None:
-    for layout in LAYOUTS[2:4]:
-        teacher = opened(constant_model(tmp_path / "net.onnx", drawn_outputs(layout, 0)), labels=("car", "van"))
-        with pytest.raises(ValueError, match="a box has class 2, but `labels` has 2: classes 0 to 1"):
-            boxes(teacher, np.zeros((SIDE, SIDE, 3), np.uint8))
-
-
-def test_outputs_that_fit_two_layouts_need_a_choice(tmp_path: Path) -> None:
+    for layout, labels in itertools.product(LAYOUTS[:2], (("car", "van"), (*LABELS, "tram"))):
+        file = constant_model(tmp_path / "net.onnx", drawn_outputs(layout, 0))
+        fits = f"fit no supported layout with {len(labels)} labels; they would fit 3 labels as {layout}"
+        assert fits in refused(file, labels=labels)
+        assert "do not fit" in refused(file, labels=labels, layout=layout)
     rows = np.array([[[10, 10, 30, 30, 0.9, 0.0], [30, 30, 60, 60, 0.8, 0.0]]], np.float32)
     file = constant_model(tmp_path / "net.onnx", {"output0": rows})
     assert "fit objectness and end_to_end; set `layout` to one of them" in refused(file, labels=("car",))
-    teacher = opened(file, labels=("car",), layout="end_to_end")
-    assert [round(box.right * SIDE) for box in boxes(teacher, np.zeros((SIDE, SIDE, 3), np.uint8))] == [30, 60]
+    chosen = boxes(opened(file, labels=("car",), layout="end_to_end"), BLANK)
+    assert [round(box.right * SIDE) for box in chosen] == [30, 60]
 
 
 CAR = [0.3, 0.4, 0.35, 0.5]  # centre and size; its edges are 0.125, 0.15, 0.475 and 0.65
@@ -421,34 +405,26 @@ def test_metadata_decides_what_values_leave_open(tmp_path: Path, metadata: dict[
     assert f"({layout}, " in opened(file, labels=LABELS[:2]).name
 
 
-@pytest.mark.parametrize(
-    ("row", "stated", "right"), [([0.2, 0.3, 0.4, 0.5], "pixels", "shares"), ([9, 9, 30, 30], "shares", "pixels")]
-)
-def test_a_stated_unit_that_the_boxes_contradict_is_an_error(
-    tmp_path: Path, row: list[float], stated: str, right: str
-) -> None:
-    file = constant_model(tmp_path / "net.onnx", table([*row, 0.9, 1]))
-    teacher = opened(file, boxes=stated)
-    with pytest.raises(ValueError, match=f"which are {right}; set `boxes: {right}`"):
-        boxes(teacher, np.zeros((SIDE, SIDE, 3), np.uint8))
-
-
-def test_logits_instead_of_scores_are_an_error(tmp_path: Path) -> None:
-    outputs = drawn_outputs("anchor_free", 0)
-    outputs["output0"][0, 4:] = 8 * outputs["output0"][0, 4:] - 4
-    teacher = opened(constant_model(tmp_path / "net.onnx", outputs))
-    with pytest.raises(
-        ValueError, match=r"scores are from -\S+ to \S+; expected 0 to 1: export the model with sigmoid"
-    ):
-        boxes(teacher, np.zeros((SIDE, SIDE, 3), np.uint8))
-
-
-def test_numbers_that_are_not_finite_are_no_boxes(tmp_path: Path) -> None:
-    outputs = drawn_outputs("anchor_free", 0)
-    outputs["output0"][0, 0, :] = np.nan
-    outputs["output0"][0, 4:, 0] = np.nan
-    teacher = opened(constant_model(tmp_path / "net.onnx", outputs))
-    assert boxes(teacher, np.zeros((SIDE, SIDE, 3), np.uint8)) == []
+def test_values_that_no_detector_gives_are_errors(tmp_path: Path) -> None:
+    anchors = drawn_outputs("anchor_free", 0)
+    logits = {"output0": anchors["output0"].copy()}
+    logits["output0"][0, 4:] = 8 * logits["output0"][0, 4:] - 4
+    shares, pixels = table([0.2, 0.3, 0.4, 0.5, 0.9, 1]), table([9, 9, 30, 30, 0.9, 1])
+    sigmoid = r"scores are from -\S+ to \S+; expected 0 to 1: export the model with sigmoid"
+    beyond = "a box has class 2, but `labels` has 2: classes 0 to 1"
+    cases: list[tuple[dict[str, np.ndarray], dict[str, Any], str]] = [
+        *((drawn_outputs(layout, 0), {"labels": LABELS[:2]}, beyond) for layout in LAYOUTS[2:4]),
+        (shares, {"boxes": "pixels"}, "which are shares; set `boxes: shares`"),
+        (pixels, {"boxes": "shares"}, "which are pixels; set `boxes: pixels`"),
+        (logits, {}, sigmoid),
+    ]
+    for number, (outputs, fields, message) in enumerate(cases):
+        teacher = opened(constant_model(tmp_path / f"{number}.onnx", outputs), **fields)
+        with pytest.raises(ValueError, match=message):
+            boxes(teacher, BLANK)
+    anchors["output0"][0, 0, :] = np.nan  # numbers that are not finite are no boxes
+    anchors["output0"][0, 4:, 0] = np.nan
+    assert boxes(opened(constant_model(tmp_path / "nan.onnx", anchors)), BLANK) == []
 
 
 def test_files_that_are_no_detectors_are_refused_in_one_line(tmp_path: Path) -> None:

@@ -88,36 +88,32 @@ def test_errors_in_references(tmp_path: Path, spoil: Callable[[list[dict[str, An
         load_plan(plan)
 
 
-def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
-    plan = write(tmp_path, lines=LINES.replace("refs.json", "refs.p"))
+@pytest.mark.parametrize(
+    ("written", "change", "message"),
+    [
+        ({}, lambda things: things["images"].pop(0), r"ref 0: .*things.json has no image 100"),
+        ({}, lambda things: things["annotations"][0].update(bbox=None), "things.json has no bbox for annotation 200"),
+        ({}, lambda things: things["annotations"][0].update(id=201), "things.json has 2 annotations 201"),
+        ({"question": "where ?"}, len, r"field `domains.0..question`: must contain {expression} in place of"),
+        ({"lines": LINES.replace("metric: overlap", "task: referring")}, len, r"has no `metric`; .* use `overlap`"),
+        ({"lines": LINES.replace("refs.json", "refs.p")}, len, "refs.p is a pickle, which can run any code"),
+        (
+            {"lines": "source: drawn-traffic-references\nmetric: overlap"},
+            len,
+            r"field `domains.0..metric`: is 'overlap', but the answer '.* lane .*'",
+        ),
+    ],
+)
+def test_errors_in_instances_and_fields(
+    tmp_path: Path, written: dict[str, str], change: Callable[[dict[str, Any]], object], message: str
+) -> None:
     (tmp_path / "refs.p").write_bytes(pickle.dumps([]))
-    with pytest.raises(BadPlan, match=r"refs.p is a pickle, which can run any code"):
+    plan, file = write(tmp_path, **written), tmp_path / "things.json"
+    things = json.loads(file.read_text())
+    change(things)
+    file.write_text(json.dumps(things))
+    with pytest.raises(BadPlan, match=message):
         load_plan(plan)
-
-
-def test_fields_that_references_need(tmp_path: Path) -> None:
-    with pytest.raises(BadPlan, match=r"field `domains.0..question`: must contain {expression} in place of"):
-        load_plan(write(tmp_path, question="where ?"))
-    with pytest.raises(BadPlan, match=r"has no `metric`; .* use `overlap`"):
-        load_plan(write(tmp_path, lines=LINES.replace("metric: overlap", "task: referring")))
-    with pytest.raises(BadPlan, match=r"ref 0: .*things.json has no image 100"):
-        plan = write(tmp_path)
-        things = json.loads((tmp_path / "things.json").read_text())
-        (tmp_path / "things.json").write_text(json.dumps({**things, "images": things["images"][1:]}))
-        load_plan(plan)
-    with pytest.raises(BadPlan, match=r"things.json has no bbox for annotation 200"):
-        plan = write(tmp_path)
-        things = json.loads((tmp_path / "things.json").read_text())
-        things["annotations"][0]["bbox"] = None
-        (tmp_path / "things.json").write_text(json.dumps(things))
-        load_plan(plan)
-    with pytest.raises(BadPlan, match=r"things.json has 2 annotations 201"):
-        plan = write(tmp_path)
-        things["annotations"][0]["id"] = 201
-        (tmp_path / "things.json").write_text(json.dumps(things))
-        load_plan(plan)
-    with pytest.raises(BadPlan, match=r"field `domains.0..metric`: is 'overlap', but the answer '.* lane .*'"):
-        load_plan(write_plan(tmp_path, "source: drawn-traffic-references\nmetric: overlap"))
 
 
 @given(st.tuples(*[st.floats(0, 0.9)] * 2, *[st.floats(0.05, 1)] * 2))
@@ -130,23 +126,9 @@ def test_boxes_come_back_from_words(place: tuple[float, float, float, float]) ->
     assert overlap(f"It is here: ({answer.strip('[]').replace(',', ' ;')}).", answer) == 1.0
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "",
-        "left",
-        "[1, 2, 3]",
-        "[0.1, 0.2, 0.3, 0.4]",
-        "[5, 5, 5, 9]",
-        "[9, 0, 1, 5]",
-        "[0, 0, 1001, 9]",
-        f"{'9' * 99} 1 2 3",
-    ],
-)
-def test_an_answer_that_is_no_box_scores_zero(answer: str) -> None:
-    assert box_of_words(answer) is None and overlap(answer, "[0, 0, 500, 500]") == 0.0
-
-
-def test_half_of_the_union_is_enough() -> None:
+def test_half_of_the_union_is_enough_and_an_answer_that_is_no_box_scores_zero() -> None:
+    wrong = ("", "left", "[1, 2, 3]", "[0.1, 0.2, 0.3, 0.4]", "[5, 5, 5, 9]", "[9, 0, 1, 5]", "[0, 0, 1001, 9]")
+    for answer in (*wrong, f"{'9' * 99} 1 2 3"):
+        assert box_of_words(answer) is None and overlap(answer, "[0, 0, 500, 500]") == 0.0
     assert overlap("[0, 0, 500, 1000]", "[0, 0, 1000, 1000]") == 1.0
     assert overlap("[0, 0, 499, 1000]", "[0, 0, 1000, 1000]") == 0.0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import io
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -83,41 +83,57 @@ def test_an_adapters_card_has_its_scores_and_thresholds() -> None:
     assert "| digits | classification | synthetic | accuracy | 0.800 | 0.900 | 0.850 | 0.880 | 500 |" in body
     assert "confidence 0.95" in body and "| signs |" not in body
     assert "rank-stabilised, on q_proj, v_proj of the language model and all of the vision side." in body
-    missed = dataclasses.replace(made, domains=tuple(dataclasses.replace(d, met=False) for d in made.domains))
+    missed = replace(made, domains=tuple(replace(domain, met=False) for domain in made.domains))
     assert "0.850 (missed)" in model_card(missed, missed.adapters[1])
 
 
-def test_an_adapters_card_describes_its_training() -> None:
-    made = report()
-    both = AdapterReport("signs-digits", ("signs", "digits"), ("signs",), ("digits",))
-    assert "Trained for at most 300 steps of 32 samples.\n" in model_card(made, made.adapters[0])
-    card = model_card(made, both)
-    assert "300 steps of 32 samples per domain, one after the other: signs, digits;\n50% of each batch" in card
-    jointly = model_card(made, dataclasses.replace(both, together=("digits", "signs"), joined=()))
-    assert "Trained on all of its domains at once, for at most 300 steps of 32 samples each." in jointly
-    assert "of each batch" not in jointly
-    guided = model_card(made, dataclasses.replace(both, together=("photos", "signs"), joined=("digits",)))
-    assert "Trained on photos, signs at once, for at most 300 steps of 32 samples each." in guided
-    assert "Of these, photos did not stay in the adapter.\nThen trained for at most" in guided
-    assert "per domain: digits;\n50% of each batch" in guided
+BOTH = AdapterReport("signs-digits", ("signs", "digits"), ("signs",), ("digits",))
+JOINTLY = replace(BOTH, together=("digits", "signs"), joined=())
+GUIDED = replace(BOTH, together=("photos", "signs"), joined=("digits",))
+THREE = replace(BOTH, domains=("signs", "digits", "photos"), together=("signs", "digits", "photos"), joined=())
+ALONE, AT_ONCE = "Trained for at most 300 steps of 32 samples.\n", "at once, for at most 300 steps of 32 samples each."
+BY_THEMSELVES = "Heads that were trained by themselves"
 
 
-def test_an_adapters_card_describes_heads_that_train_by_themselves() -> None:
+@pytest.mark.parametrize(
+    ("adapter", "task", "shown", "absent"),
+    [
+        (0, "classification", [ALONE], ["of each batch", "by themselves"]),
+        (BOTH, "classification", ["per domain, one after the other: signs, digits;\n50% of each batch"], []),
+        (JOINTLY, "classification", [f"Trained on all of its domains {AT_ONCE}"], ["of each batch"]),
+        (
+            GUIDED,
+            "classification",
+            [
+                f"Trained on photos, signs {AT_ONCE}",
+                "Of these, photos did not stay in the adapter.\nThen trained for at most",
+                "per domain: digits;\n50% of each batch",
+            ],
+            [],
+        ),
+        # Heads that train by themselves.
+        (0, "detection", [ALONE], ["by themselves"]),
+        (
+            1,
+            "detection",
+            ["by themselves, for at most 1500 steps of 128 samples each: digits.\nThe LoRA was not"],
+            ["300 steps"],
+        ),
+        (replace(BOTH, together=("signs", "digits"), joined=()), "detection", [f"{ALONE}{BY_THEMSELVES}"], []),
+        (replace(BOTH, together=("digits",), joined=("signs",)), "detection", [f"{ALONE}{BY_THEMSELVES}"], []),
+        (THREE, "detection", [f"Trained on signs, photos {AT_ONCE}\nHeads"], []),
+    ],
+)
+def test_an_adapters_card_describes_its_training(
+    adapter: AdapterReport | int, task: str, shown: list[str], absent: list[str]
+) -> None:
     made = report()
-    boxes = dataclasses.replace(made, domains=(made.domains[0], dataclasses.replace(made.domains[1], task="detection")))
-    alone = model_card(boxes, boxes.adapters[1])
-    assert "by themselves, for at most 1500 steps of 128 samples each: digits.\nThe LoRA was not" in alone
-    assert "300 steps" not in alone and "by themselves" not in model_card(boxes, boxes.adapters[0])
-    both = AdapterReport("signs-digits", ("signs", "digits"), ("signs", "digits"), ())
-    for history in (both, dataclasses.replace(both, together=("digits",), joined=("signs",))):
-        card = model_card(boxes, history)
-        assert "Trained for at most 300 steps of 32 samples.\nHeads that were trained by themselves" in card
-    three = dataclasses.replace(both, domains=("signs", "digits", "photos"), together=("signs", "digits", "photos"))
-    assert "Trained on signs, photos at once, for at most 300 steps of 32 samples each.\nHeads" in model_card(
-        boxes, three
-    )
-    boxes.plan["lora"]["vision"] = True
-    assert "by themselves" not in model_card(boxes, boxes.adapters[1])
+    made = replace(made, domains=(made.domains[0], replace(made.domains[1], task=task)))
+    own = made.adapters[adapter] if isinstance(adapter, int) else adapter
+    card = model_card(made, own)
+    assert all(text in card for text in shown) and not any(text in card for text in absent)
+    made.plan["lora"]["vision"] = True
+    assert "by themselves" not in model_card(made, own)
 
 
 def test_the_table_has_bounds_if_a_confidence_is_set_and_cuts_nothing() -> None:
@@ -128,21 +144,17 @@ def test_the_table_has_bounds_if_a_confidence_is_set_and_cuts_nothing() -> None:
         return console.file.getvalue()
 
     made = report()
-    one = dataclasses.replace(made, domains=made.domains[:1], adapters=made.adapters[:1], confidence=None)
+    one = replace(made, domains=made.domains[:1], adapters=made.adapters[:1], confidence=None)
     assert "2 domains in 2 adapters, 6 s" in shown(made) and "1 domain in 1 adapter, 6 s" in shown(one)
     assert "0.850" in shown(made) and "0.850" not in shown(one)
     assert "…" not in shown(made)
     assert made.in_words() == "accuracy in words, for domains with heads: signs 0.700, digits 0.700"
-    wordless = dataclasses.replace(made, domains=tuple(dataclasses.replace(d, words=None) for d in made.domains))
+    wordless = replace(made, domains=tuple(replace(d, words=None) for d in made.domains))
     assert wordless.in_words() == ""
-
-
-def test_scores_are_formatted_with_their_thresholds() -> None:
     thresholds = {"digits": 0.88}
     assert format_scores({"digits": Score(0.93, 0.93)}, thresholds) == "digits 0.930 (threshold 0.880)"
-    assert (
-        format_scores({"digits": Score(0.93, 0.912)}, thresholds) == "digits 0.930 (lower bound 0.912, threshold 0.880)"
-    )
+    bounded = format_scores({"digits": Score(0.93, 0.912)}, thresholds)
+    assert bounded == "digits 0.930 (lower bound 0.912, threshold 0.880)"
 
 
 class Page(HTMLParser):
@@ -180,9 +192,9 @@ def step(domain: str, into: tuple[str, ...], kept: bool, **values: float) -> Ste
 def test_the_page_shows_the_report() -> None:
     made = report()
     first, second = made.domains
-    made = dataclasses.replace(
+    made = replace(
         made,
-        domains=(first, dataclasses.replace(second, after=0.7)),
+        domains=(first, replace(second, after=0.7)),
         rollbacks=(
             RollbackReport(("digits",), ("signs",), {"digits": BrokenReport(0.75, 0.71, 0.8)}),
             RollbackReport(("digits", "signs"), (), {"signs": BrokenReport(0.74, 0.7, 0.8)}, ("digits",)),
@@ -208,9 +220,7 @@ def test_the_page_shows_the_report() -> None:
 
 def test_the_page_has_no_network_no_script_and_escapes_text() -> None:
     bad = '<script>alert("x")</script>'
-    made = dataclasses.replace(
-        report(), base=bad, confusions=(ConfusionReport("signs", (bad, "go"), ((1, 0), (0, 1))),)
-    )
+    made = replace(report(), base=bad, confusions=(ConfusionReport("signs", (bad, "go"), ((1, 0), (0, 1))),))
     picture = "data:image/jpeg;base64,AAAA"
     text = page(made, {"signs": (Example((picture,), f"{bad}?", bad, None, 1.0),)})
     shown = Page(text)
@@ -231,14 +241,11 @@ def test_lanes_follow_adapters_through_rollbacks() -> None:
     )
     assert lanes_of(steps, (("a", "c"), ("b", "d"))) == (0, 0, 1, 0, 0, 1)
     assert capacity_points(steps)["a"] == [(1, 0.9, True), (2, 0.4, False), (2, 0.9, True), (3, 0.3, False)]
-
-
-def test_lanes_are_those_of_the_final_adapters() -> None:
-    """Joint training: a failed set has no lane of its own, and a merged set has the lane of the union."""
+    # Joint training: a failed set has no lane of its own, and a merged set has the lane of the union.
     bad = {"a": 0.9, "b": 0.4, "c": 0.9, "d": 0.9}
     tried = ("abcd", False), ("cd", True), ("ab", False), ("a", True), ("b", True), ("acd", True), ("bcd", False)
-    steps = [StepReport(tuple(names), (), kept, 0.0, 1.0, bad, bad, (1.0,)) for names, kept in tried]
-    assert lanes_of(steps, (("a", "c", "d"), ("b",))) == (0, 0, 0, 0, 1, 0, 0)
+    joint = [StepReport(tuple(names), (), kept, 0.0, 1.0, bad, bad, (1.0,)) for names, kept in tried]
+    assert lanes_of(joint, (("a", "c", "d"), ("b",))) == (0, 0, 0, 0, 1, 0, 0)
 
 
 def test_the_confusion_matrix() -> None:
@@ -287,11 +294,9 @@ def test_domains_that_leave_a_kept_training_were_not_kept() -> None:
     points = capacity_points([joint])
     assert {name: own[0].kept for name, own in points.items()} == {"a": True, "b": False, "c": True}
     rollback = RollbackReport(tuple("abc"), (), {"b": BrokenReport(0.4, 0.3, 0.8)}, ("a", "c"))
-    shown = page(dataclasses.replace(report(), rollbacks=(rollback,)), {})
+    shown = page(replace(report(), rollbacks=(rollback,)), {})
     assert "0 rolled back" in shown and "1 partly kept" in shown
-
-
-def test_a_join_that_was_undone_breaks_no_threshold() -> None:
+    # A join that was undone breaks no threshold.
     steps = (step("a", (), True, a=0.9), step("b", ("a",), False, a=0.9, b=0.9), step("b", ("a",), False, a=0.9, b=0.7))
     drawn = timeline_chart(steps, (("a",), ("b",)), {"a": 0.8, "b": 0.8})
     assert re.findall(r'class="second"[^>]*>([^<]*)<', drawn) == ["kept", "rolled back", "rolled back: b too low"]

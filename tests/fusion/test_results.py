@@ -1,21 +1,37 @@
-"""Results in a folder belong to one run, and are never deleted without --restart."""
+"""A run's folder: finished trainings and results belong to one run, and are never deleted without --restart."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from fusion import commands
 from fusion.commands import fuse
+from fusion.data.samples import Sample, Splits
+from fusion.embedded.model import build_model
+from fusion.embedded.processor import build_processor
+from fusion.packing.algorithm import Score, TrainingResult
+from fusion.plan.schema import DomainPlan, Plan
 from fusion.report import results
 from fusion.report.results import refuse_foreign, refuse_to_overwrite, replace_results
-from vlora.errors import BadConfig
+from fusion.training.checkpoint import Checkpoint
+from fusion.training.fingerprint import hash_of_processing, identity_of
+from fusion.training.resume_hint import UNFINISHED, ResumeHint, same_command
+from tests.fusion.small import write_base, write_folders
+from tests.processes import until
+from vlora.errors import BadConfig, BadPlan
+from vlora.models import InputProcessor
 from vlora.plan_files.run_lock import lock_folder
 
 PLAN = "domains:\n  - {name: a, source: /nowhere, question: q, threshold: 0.5}\n"
@@ -30,131 +46,41 @@ def write(folder: Path, content: str, adapter: str = "signs") -> None:
     (folder / "report.json").write_text(json.dumps(report))
 
 
-def found(out: Path) -> set[str]:
+def contents(out: Path) -> set[str]:
     files = {file for file in out.rglob("*") if file.is_file()}
     reports = {file for file in files if file.name == "report.json"}
-    return {file.read_text() for file in files - reports} | {
-        json.loads(file.read_text())["content"] for file in reports
-    }
+    return {file.read_text() for file in files - reports} | {json.loads(one.read_text())["content"] for one in reports}
 
 
-def finish(out: Path, number: int) -> None:
-    """A training of a run that was stopped."""
-    folder = out / "checkpoint" / f"{number:024x}"
-    folder.mkdir(parents=True)
-    (folder / "trained.json").write_text("{}")
+def finish(out: Path, *names: str) -> None:
+    """Trainings of a run that was stopped."""
+    for name in names:
+        (out / "checkpoint" / name).mkdir(parents=True)
+        (out / "checkpoint" / name / "trained.json").write_text("{}")
     (out / "checkpoint" / "run.json").write_text("{}")
 
 
-def test_results_replace_those_of_an_earlier_run(tmp_path: Path) -> None:
+ONE, TWO = f"{1:024x}", f"{2:024x}"
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def test_results_replace_those_of_an_earlier_run_whole_or_not_at_all(tmp_path: Path) -> None:
     for content in ("first", "second"):
         with replace_results(tmp_path) as folder:
             write(folder, content)
-            assert found(tmp_path) >= {content}
-        assert found(tmp_path) == {content}
+            assert contents(tmp_path) >= {content}
+        assert contents(tmp_path) == {content}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapters", "report.html", "report.json", "test"]
-
-
-def test_results_that_cannot_be_written_replace_nothing(tmp_path: Path) -> None:
-    write(tmp_path, "first")
     with pytest.raises(OSError, match="disk full"), replace_results(tmp_path) as folder:
         (folder / "adapters").mkdir()
         raise OSError("disk full")
     assert all((tmp_path / name).exists() for name in ("adapters/signs/file", "test/signs/file", "report.html"))
-    with replace_results(tmp_path) as folder:
-        write(folder, "second")
-    assert found(tmp_path) == {"second"}
-
-
-def test_an_interrupted_replacement_leaves_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process is killed in the middle of replacing."""
-    write(tmp_path, "first")
-    removed: list[str] = []
-
-    def interrupted(path: Path, remove: Callable[[Path], None] = results.remove) -> None:
-        removed.append(path.name)
-        if removed[-1] == "test":
-            raise KeyboardInterrupt
-        remove(path)
-
-    monkeypatch.setattr(results, "remove", interrupted)
-    with pytest.raises(KeyboardInterrupt), replace_results(tmp_path) as folder:
-        write(folder, "second")
-    assert not (tmp_path / "report.json").exists()
-
-
-def test_an_earlier_run_is_deleted_only_with_restart(tmp_path: Path) -> None:
-    refuse_to_overwrite(tmp_path / "none")
-    refuse_to_overwrite(tmp_path)
-    for number, words in ((1, "1 finished training of"), (2, "2 finished trainings of")):
-        finish(tmp_path, number)
-        with pytest.raises(BadConfig, match=rf"{words} a run that was stopped; give --resume .* --restart"):
-            refuse_to_overwrite(tmp_path)
-    write(tmp_path, "first")
-    with pytest.raises(BadConfig, match=r"results of a run that finished on 20.*--restart to train everything again"):
-        refuse_to_overwrite(tmp_path)
-
-
-def test_the_folder_is_checked_before_the_plans_data(tmp_path: Path) -> None:
-    plan, out = tmp_path / "plan.yaml", tmp_path / "out"
-    plan.write_text(PLAN)
-    write(out, "first")
-    with pytest.raises(BadConfig, match="results of a run that finished"):
-        fuse(plan, out)
-    with pytest.raises(BadConfig, match="only one of the two"):
-        fuse(plan, out, resume=True, restart=True)
-    assert found(out) >= {"first"}
-
-
-def test_a_run_that_ended_while_the_plan_was_checked_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, out = tmp_path / "plan.yaml", tmp_path / "out"
-    plan.write_text(PLAN)
-    monkeypatch.setattr(commands, "check_plan", lambda *_: finish(out, 1))
-    with pytest.raises(BadConfig, match="1 finished training of a run that was stopped"):
-        fuse(plan, out)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "checkpoint/model.safetensors",
-        "features/own.npy",
-        "adapters/own/adapter_config.json",
-        "test/red/0.png",
-        "report.html",
-        "report.json",
-        "adapters",
-    ],
-)
-@pytest.mark.parametrize("option", ["", "resume", "restart"])
-def test_files_that_no_run_wrote_are_never_deleted(tmp_path: Path, name: str, option: str) -> None:
-    plan, file = tmp_path / "plan.yaml", tmp_path / name
-    plan.write_text(PLAN)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text('["mine"]')
-    words = rf"{tmp_path} contains {name.split('/')[0]}.*, which `vlora fuse` did not write"
-    with pytest.raises(BadConfig, match=words):
-        fuse(plan, tmp_path, resume=option == "resume", restart=option == "restart")
-    assert file.read_text() == '["mine"]'
-
-
-@pytest.mark.parametrize("name", ["adapters/own", "test/own", "checkpoint/own", "features/own"])
-def test_files_beside_those_of_a_run_are_never_deleted(tmp_path: Path, name: str) -> None:
-    write(tmp_path, "first")
-    finish(tmp_path, 1)
-    (tmp_path / "features").mkdir()
-    (tmp_path / "features" / f"{1:064x}.safetensors").touch()
-    refuse_foreign(tmp_path)
-    (tmp_path / name).touch()
-    with pytest.raises(BadConfig, match=rf" contains {name.replace('/', '/ .')}\), which"):
-        refuse_foreign(tmp_path)
-    with pytest.raises(BadConfig, match="did not write"), replace_results(tmp_path):
-        pass
-    assert (tmp_path / name).exists() and (tmp_path / "adapters" / "signs" / "file").exists()
 
 
 @pytest.mark.parametrize("stop_at", ["adapters", "test", "report.html"])
-def test_an_interrupted_replacement_can_be_repeated(
+def test_an_interrupted_replacement_leaves_no_report_and_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: str
 ) -> None:
     """The adapters of both runs, which may be mixed, have different names."""
@@ -169,47 +95,262 @@ def test_an_interrupted_replacement_can_be_repeated(
         patched.setattr(results, "remove", interrupted)
         with replace_results(tmp_path) as folder:
             write(folder, "second")
+    assert not (tmp_path / "report.json").exists()
     refuse_foreign(tmp_path)
     with replace_results(tmp_path) as folder:
         write(folder, "third")
-    assert found(tmp_path) == {"third"}
+    assert contents(tmp_path) == {"third"}
 
 
-_HOLD = """
-import sys
-from pathlib import Path
-from vlora.plan_files.run_lock import lock_folder
-with lock_folder(Path(sys.argv[1])):
-    print(flush=True)
-    sys.stdin.read()
-"""
+def test_an_earlier_run_is_deleted_only_with_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, out, other = tmp_path / "plan.yaml", tmp_path / "out", tmp_path / "other"
+    plan.write_text(PLAN)
+    refuse_to_overwrite(out)
+    for name, words in ((ONE, "1 finished training of"), (TWO, "2 finished trainings of")):
+        finish(out, name)
+        with pytest.raises(BadConfig, match=rf"{words} a run that was stopped; give --resume .* --restart"):
+            refuse_to_overwrite(out)
+    write(out, "first")
+    with pytest.raises(BadConfig, match=r"results of a run that finished on 20.*--restart to train everything again"):
+        fuse(plan, out)  # before the plan's data is read
+    with pytest.raises(BadConfig, match="only one of the two"):
+        fuse(plan, out, resume=True, restart=True)
+    assert contents(out) >= {"first"}
+    monkeypatch.setattr(commands, "check_plan", lambda *_: finish(other, ONE))  # a run that ends meanwhile
+    with pytest.raises(BadConfig, match="1 finished training of a run that was stopped"):
+        fuse(plan, other)
 
 
-def test_a_second_process_is_refused_and_the_first_is_named(tmp_path: Path) -> None:
-    message = rf"out is in use by process {os.getpid()} on .* since 20"
-    with lock_folder(tmp_path / "out"):
-        with pytest.raises(BadConfig, match=message), lock_folder(tmp_path / "out"):
-            pass
-        with lock_folder(tmp_path / "another"):
-            pass
-    with lock_folder(tmp_path / "out"):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoint/model.safetensors",
+        "features/own.npy",
+        "adapters/own/adapter_config.json",
+        "test/red/0.png",
+        "report.html",
+        "report.json",
+        "adapters",
+    ],
+)
+def test_files_that_no_run_wrote_are_never_deleted(tmp_path: Path, name: str) -> None:
+    plan, file = tmp_path / "plan.yaml", tmp_path / name
+    plan.write_text(PLAN)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text('["mine"]')
+    for option in ({}, {"resume": True}, {"restart": True}):
+        words = rf"{tmp_path} contains {name.split('/')[0]}.*, which `vlora fuse` did not write"
+        with pytest.raises(BadConfig, match=words):
+            fuse(plan, tmp_path, **option)  # type: ignore[arg-type]
+        assert file.read_text() == '["mine"]'
+
+
+@pytest.mark.parametrize("name", ["adapters/own", "test/own", "checkpoint/own", "features/own"])
+def test_files_beside_those_of_a_run_are_never_deleted(tmp_path: Path, name: str) -> None:
+    write(tmp_path, "first")
+    finish(tmp_path, ONE)
+    (tmp_path / "features").mkdir()
+    (tmp_path / "features" / f"{1:064x}.safetensors").touch()
+    refuse_foreign(tmp_path)
+    (tmp_path / name).touch()
+    with pytest.raises(BadConfig, match=rf" contains {name.replace('/', '/ .')}\), which"):
+        refuse_foreign(tmp_path)
+    with pytest.raises(BadConfig, match="did not write"), replace_results(tmp_path):
         pass
+    assert (tmp_path / name).exists() and (tmp_path / "adapters" / "signs" / "file").exists()
 
 
-def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_until_the_first_ends(tmp_path: Path) -> None:
+    out, (reads, writes) = tmp_path / "out", os.pipe()
+    child = os.fork()
+    if child == 0:
+        with lock_folder(out):
+            os.write(writes, b".")
+            signal.pause()
+    assert os.read(reads, 1)
+    with pytest.raises(BadConfig, match=rf"out is in use by process {child} on .* since 20"), lock_folder(out):
+        pass
+    with lock_folder(tmp_path / "another"):
+        pass
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with lock_folder(out), pytest.raises(BadConfig, match="in use"), lock_folder(out):
+        pass
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "out"):
         with pytest.raises(BadConfig, match=rf"^{tmp_path}/file\S* cannot be created: .*; choose"), lock_folder(folder):
             pass
 
 
-def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _HOLD, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None and other.stdout.readline()
-        with pytest.raises(BadConfig, match=f"in use by process {other.pid} "), lock_folder(tmp_path):
-            pass
-        other.kill()
-        other.wait()
-        with lock_folder(tmp_path):
-            pass
+# -- finished trainings ------------------------------------------------------------------------------------------------
+
+TRAINED = TrainingResult({"a": Score(0.1 + 0.2, 1 / 3)}, 1.5, (2.0, 0.1))
+STATE = {"lora.x": torch.randn(3, 4), "head.a.weight": torch.randn(4, 2).t()}
+
+
+def opened(folder: Path, *, resume: bool = True) -> Checkpoint:
+    return Checkpoint(folder, {"plan": "1"}, resume=resume)
+
+
+def test_a_stored_training_is_found_by_the_next_process_that_resumes(tmp_path: Path) -> None:
+    for _ in range(2):  # a training may be stored twice; the folder may be new
+        opened(tmp_path).keep("a, b", TRAINED, STATE)
+    again = opened(tmp_path)
+    assert again.trained("a, b") == TRAINED and again.trained("a") is None
+    assert all(torch.equal(value, STATE[name]) for name, value in again.state("a, b").items())
+    assert len(list(tmp_path.iterdir())) == 2
+    assert opened(tmp_path, resume=False).trained("a, b") is None
+
+
+def test_a_process_that_dies_while_writing_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before the last rename: for the next process the training does not exist."""
+    checkpoint = opened(tmp_path, resume=False)
+
+    def die(self: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "rename", die)
+        checkpoint.keep("a", TRAINED, STATE)
+    assert opened(tmp_path).trained("a") is None
+    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize("name", ["run.json", "trained.json", "state.safetensors"])
+def test_files_damaged_by_other_programs_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    for place, text in enumerate(("", "[]", "{", '{"scores": [1]}')):
+        folder = tmp_path / str(place)
+        opened(folder, resume=False).keep("a", TRAINED, STATE)
+        (file,) = folder.rglob(name)
+        file.write_text(text)
+        with pytest.raises(BadPlan, match=rf"{file} is damaged|cannot be resumed"):
+            again = opened(folder)
+            again.trained("a")
+            again.state("a")
+
+
+def splits(value: int) -> Splits:
+    sample = Sample((np.full((4, 4, 3), value, np.uint8),), 0)
+    return Splits("classification", ("x", "y"), [sample], [sample], [sample], real=False)
+
+
+def test_a_changed_plan_or_changed_data_is_refused_by_name(tmp_path: Path) -> None:
+    plan = Plan(domains=(DomainPlan(name="signs", source="made", question="what?", threshold=0.8),))
+
+    def identity(
+        value: int = 0, base: str = "w", processing: str = "p", device: str = "cpu", **plans: object
+    ) -> dict[str, str]:
+        return identity_of(plan.model_copy(update=plans), {"signs": splits(value)}, base, processing, device)
+
+    Checkpoint(tmp_path, identity(), resume=False).keep("a", TRAINED, STATE)
+    for changed, message in (
+        (identity(1), "data of signs: was"),
+        (identity(training=plan.training.model_copy(update={"steps": 7})), "plan's training.steps: was 300, is 7"),
+        (identity(lora=plan.lora.model_copy(update={"blocks": 2})), "plan's lora.blocks: was 1, is 2"),
+        (identity(seed=1), "plan's seed: was 0, is 1"),
+        (identity(base="other"), "weights of the base: was w, is other"),
+        (identity(processing="other"), "processing of the base: was p, is other"),
+        (identity(device="cuda"), "device: was cpu, is cuda"),
+        (identity() | {"format of heads": "4"}, "format of heads: was 3, is 4"),
+    ):
+        with pytest.raises(BadPlan, match="cannot be resumed") as refused:
+            Checkpoint(tmp_path, changed, resume=True)
+        assert message in str(refused.value)
+        assert len(str(refused.value).splitlines()) == 3  # only this difference
+    assert Checkpoint(tmp_path, identity(), resume=True).trained("a") == TRAINED
+    # `only`, the labels that a teacher chooses, is newer than trainings that can be resumed.
+    cascade = DomainPlan(name="a", source="x", question="q", threshold=0.5, teacher={"kind": "cascade"})  # type: ignore[arg-type]
+    assert not any("only" in field for field in identity_of(Plan(domains=(cascade,)), {}, "w", "p", "cpu"))
+
+
+def test_other_processing_of_pictures_is_another_base(tmp_path: Path) -> None:
+    first, moved_copy = tmp_path / "first", tmp_path / "moved"
+    build_processor().save_pretrained(str(first))
+    build_model(seed=0).config.save_pretrained(str(first))
+    shutil.copytree(first, moved_copy)
+    processor = InputProcessor.from_pretrained(str(first))
+    before = hash_of_processing(processor)
+    assert hash_of_processing(InputProcessor.from_pretrained(str(moved_copy))) == before
+    processor.tokenizer.chat_template += " "
+    template = hash_of_processing(processor)
+    processor.image_processor.image_mean = [0.1, 0.2, 0.3]
+    assert len({before, template, hash_of_processing(processor)}) == 3
+
+
+# -- how to resume -----------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "vlora.cli"]
+
+
+def test_the_hint_counts_finished_trainings_and_knows_what_was_deleted(tmp_path: Path) -> None:
+    hint = ResumeHint(tmp_path, restart=False)
+    assert (str(hint), hint.option) == ("no training was finished", "--resume")
+    finish(tmp_path, "a", "unfinished-1-b")  # the second was killed before it renamed the folder
+    assert str(hint) == f"1 finished training kept in {tmp_path}/checkpoint"
+    finish(tmp_path, "c")
+    assert str(hint) == f"2 finished trainings kept in {tmp_path}/checkpoint"
+    again = ResumeHint(tmp_path, restart=True)
+    assert (str(again), again.option) == ("nothing was deleted or trained yet", "--restart")
+    again.mark_cleared()
+    assert again.option == "--resume"
+
+
+def test_the_command_differs_in_one_option(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    typed = ["fuse", "my plan.yaml", "--restart", "--out", "out"]
+    module = same_command(["/lib/vlora/cli/__main__.py", *typed], "--resume")
+    assert module == f"{shlex.quote(sys.executable)} -m vlora.cli fuse 'my plan.yaml' --out out --resume"
+    script = tmp_path / "vlora"
+    script.touch(mode=0o755)
+    assert same_command([str(script), "fuse", "p", "--resume"], "--resume") == f"{script} fuse p --resume"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert same_command([str(script), "fuse", "p"], "--resume") == "vlora fuse p --resume"
+    assert same_command([str(script), "fuse", "p", "--resume"], "--restart") == "vlora fuse p --restart"
+
+
+def trained(out: Path) -> dict[Path, int]:
+    found = (out / "checkpoint").glob("*/trained.json")
+    return {file: file.stat().st_mtime_ns for file in found if not file.parent.name.startswith(UNFINISHED)}
+
+
+def write_plan(folder: Path, names: Collection[str]) -> None:
+    write_base(folder / "base")
+    domains = ""
+    for name in names:
+        write_folders(folder / name)
+        promise = "{relative_to: alone, minus: 0.99}"  # each domain is trained alone, in forks
+        domains += f'  - {{name: {name}, source: {name}, question: "what is it ?", threshold: {promise}}}\n'
+    (folder / "a plan.yaml").write_text(
+        f"base: base\nconfidence: null\nlora: {{rank: 2}}\ntraining: {{steps: 50, batch_size: 4}}\ndomains:\n{domains}"
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code", "word", "options"),
+    [
+        (signal.SIGINT, 130, "interrupted", ("--restart",)),
+        (signal.SIGTERM, 143, "terminated", ("--workers", "2")),
+    ],
+)
+def test_the_last_line_of_a_stopped_run_resumes_it(
+    tmp_path: Path, number: signal.Signals, code: int, word: str, options: tuple[str, ...]
+) -> None:
+    write_plan(tmp_path, ("colors", "others", "more"))
+    command, out = [*COMMAND, "fuse", "a plan.yaml", "--out", word, *options], tmp_path / word
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    until(lambda: bool(trained(out)) or run.poll() is not None, 120)
+    run.send_signal(number)
+    _, told = run.communicate(timeout=60)
+    assert run.returncode == code, told
+    finished = trained(out)
+    count = "1 finished training" if len(finished) == 1 else f"{len(finished)} finished trainings"
+    assert told.startswith(f"{word}: {count} kept in {word}/checkpoint; resume with: ") and told.count("\n") == 1, told
+    again = told.partition("; resume with: ")[2].rstrip()
+    assert again.endswith(" --resume") and "--restart" not in again
+    done = subprocess.run(again, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert trained(out).items() > finished.items()  # three alone and all at once, none repeated
+    assert len(trained(out)) == 4 and (out / "report.json").exists()

@@ -1,10 +1,13 @@
-"""The rendered world: seeded, fast enough, balanced, and every answer follows from the drawing."""
+"""Drawn pictures: the rendered world, sources, and videos to search; every answer follows from the drawing."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
+from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -16,10 +19,26 @@ from fusion.embedded.conversations import Conversations
 from fusion.embedded.drawing import SIZE
 from fusion.embedded.evaluate import as_pixels
 from fusion.embedded.model import IMAGE_TOKENS
+from fusion.embedded.object_names import NUMBERS
 from fusion.embedded.probes import DIRECTIONS, GIST_FEATURES, PATCH_FEATURES, SCALES, gist, patch_spectra
 from fusion.embedded.processor import build_processor, build_tokenizer
 from fusion.embedded.unlearned_words import learned_tokens, separate_unlearned
 from fusion.embedded.world import texture
+from fusion.synthetic.road_signs import ACTIONS, render_stream
+from fusion.synthetic.searched_videos import (
+    FPS,
+    QUESTION,
+    SECONDS,
+    ask_passing,
+    ask_street,
+    caption_passing,
+    caption_street,
+    describe_street,
+    render_passing,
+    render_streets,
+)
+from fusion.synthetic.sources import BUILT_IN, COLUMNS, STREAMS, load_source
+from fusion.synthetic.streets import SIDES, Street, Thing, draw_street, look_for_person
 
 
 def scenes(count: int, seed: int = 0) -> list[world.Scene]:
@@ -54,26 +73,20 @@ def test_every_skill_has_all_its_answers() -> None:
     assert len(answers["shape"]) >= 4 and len(answers["digit"]) == 10
 
 
-def test_questions_that_name_an_object_know_whether_it_exists() -> None:
-    for scene in scenes(150):
-        for question in scene.questions:
-            assert question.about in question.text
-            if question.holds is not None:
-                assert question.holds != (question.answer in ("no", "nowhere", "zero"))
-            if question.meant is not None:
-                assert question.meant <= set(object_names.ATTRIBUTES)
-                assert bool(question.meant) == (question.holds is not False)
-
-
-def test_the_attributes_of_a_named_object_contain_the_answer() -> None:
+def test_questions_that_name_an_object_know_whether_it_exists_and_its_attributes() -> None:
     checked = 0
-    for scene in scenes(150):
-        for question in scene.questions:
-            answer = question.answer.split()[-1] if question.skill in ("shape", "kind") else question.answer
-            if question.meant and answer in object_names.ATTRIBUTES and question.skill != "scene":
-                assert answer in question.meant
-                assert question.about in question.meant or question.skill == "count" or " " in question.about
-                checked += 1
+    for question in (question for scene in scenes(150) for question in scene.questions):
+        assert question.about in question.text
+        if question.holds is not None:
+            assert question.holds != (question.answer in ("no", "nowhere", "zero"))
+        if question.meant is not None:
+            assert question.meant <= set(object_names.ATTRIBUTES)
+            assert bool(question.meant) == (question.holds is not False)
+        answer = question.answer.split()[-1] if question.skill in ("shape", "kind") else question.answer
+        if question.meant and answer in object_names.ATTRIBUTES and question.skill != "scene":
+            assert answer in question.meant
+            assert question.about in question.meant or question.skill == "count" or " " in question.about
+            checked += 1
     assert checked > 300
 
 
@@ -155,17 +168,8 @@ def test_gist_is_the_whole_picture() -> None:
     assert torch.all(whole[:, 3] <= whole[:, 0]) and torch.all(whole[:, 0] <= whole[:, 2])
 
 
-UNLEARNED = (
-    "yield",
-    "drives",
-    "waits",
-    "crossing",
-    "parking",
-    "entry",
-    "speed",
-    "limit",
-    "stop",
-)  # of adapters' labels
+# Words of adapters' labels.
+UNLEARNED = ("yield", "drives", "waits", "crossing", "parking", "entry", "speed", "limit", "stop")
 LEARNED = ("red", "yes", "car", "left", "two")
 
 
@@ -205,3 +209,115 @@ def test_words_of_questions_and_answers_count_as_learned(monkeypatch: pytest.Mon
     ids, learned = tokenizer.get_vocab(), learned_tokens(tokenizer)
     assert {ids[word] for word in LEARNED} <= learned and tokenizer.eos_token_id in learned
     assert not {ids[word] for word in UNLEARNED} & learned
+
+
+_BREADTH = {f"drawn-traffic-{kind}" for kind in ("captions", "counts", "persons", "questions", "references")}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=[] if name == "drawn-signs" else [pytest.mark.slow, *[pytest.mark.exhaustive] * (name in _BREADTH)],
+        )
+        for name in sorted(BUILT_IN)
+    ],
+)
+def test_parts_share_no_picture_and_a_seed_gives_the_same_pictures(name: str) -> None:
+    splits = load_source(name, 0)
+    pictures = [
+        {sample.frames[0].tobytes() + sample.frames[-1].tobytes() for sample in part} for part in splits.parts.values()
+    ]
+    for one, other in itertools.combinations(pictures, 2):
+        # Two handwritten digits may be pixel-identical; other pictures must differ.
+        assert len(one & other) <= (1 if name.startswith("sklearn-") else 0)
+    if splits.task in ("classification", "action", "binary", "counting"):
+        assert {sample.target for sample in splits.train} == set(range(len(splits.labels)))
+    assert splits.real == (not name.startswith("drawn"))
+    for a, b in zip(splits.test, load_source(name, 0).test, strict=True):
+        assert a.target == b.target and np.array_equal(a.frames[0], b.frames[0])
+
+
+def test_photo_crops_of_different_parts_come_from_different_regions() -> None:
+    spans = sorted(COLUMNS.values())
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize("name", sorted(STREAMS))
+def test_a_camera_sees_a_second_of_each_label(name: str, tmp_path: Path) -> None:
+    labels = STREAMS[name](tmp_path / "s.mp4", 0)
+    again = STREAMS[name](tmp_path / "again.mp4", 0)
+    assert labels == again and (tmp_path / "s.mp4").read_bytes() == (tmp_path / "again.mp4").read_bytes()
+    video = cv2.VideoCapture(str(tmp_path / "s.mp4"))
+    seconds = video.get(cv2.CAP_PROP_FRAME_COUNT) / video.get(cv2.CAP_PROP_FPS)
+    assert seconds == (8 if labels is None else len(labels))
+    assert labels is None or set(labels) <= {*ACTIONS, *NUMBERS[:6]}
+
+
+def test_labels_of_persons_and_vehicles_match_the_drawing() -> None:
+    rng = np.random.default_rng(0)
+    streets = [draw_street(rng, 5) for _ in range(200)]
+    for street in streets:
+        assert street.num_vehicles + sum(thing.kind == "person" for thing in street.things) == len(street.things)
+        assert street.has_person == (street.num_vehicles < len(street.things))
+    persons = [float(look_for_person(rng).target) for _ in range(200)]  # type: ignore[arg-type]
+    assert 0.35 < np.mean(persons) < 0.65
+
+
+def test_a_rendered_stream_can_be_read_back(tmp_path: Path) -> None:
+    labels = render_stream(tmp_path / "s.mp4", seed=0, seconds=3)
+    assert len(labels) == 3 and set(labels) <= set(ACTIONS)
+    video = cv2.VideoCapture(str(tmp_path / "s.mp4"))
+    count = 0
+    while video.read()[0]:
+        count += 1
+    assert count == 90
+
+
+_STREET = np.zeros((96, 96, 3), np.uint8)
+
+
+def asked_about(question: str) -> str:
+    before, after = QUESTION.split("{}")
+    return question.removeprefix(before).removesuffix(after)
+
+
+def test_descriptions_name_color_kind_and_side() -> None:
+    things = (
+        Thing("car", "orange", 1, SIDES.index("left"), (0, 0, 1, 1)),
+        Thing("bus", "red", 0, SIDES.index("middle"), (0, 0, 1, 1)),
+    )
+    words = ["an orange car on the left", "a red bus in the middle"]
+    assert describe_street(Street(_STREET, things, night=False)) == (words, " and ".join(words))
+
+
+@pytest.mark.parametrize(("kind", "count", "least"), [("street", 150, 0.4), ("clip", 40, 0.25)])
+def test_answers_are_true_of_what_is_drawn(kind: str, count: int, least: float) -> None:
+    answers = []
+    for seed in range(count):
+        draws = [np.random.default_rng(seed) for _ in range(3)]  # the same draws: what is shown is drawn first
+        if kind == "street":
+            things, caption = describe_street(draw_street(draws[0], 5))
+            sample = ask_street(draws[1])
+            holds = all(part in things for part in asked_about(sample.question).split(" and "))
+            assert caption_street(draws[2]).target == caption
+        else:
+            sample = ask_passing(draws[1])
+            holds = asked_about(sample.question) == caption_passing(draws[0]).target and len(sample.frames) == 4
+        assert sample.target == ("yes" if holds else "no")
+        answers.append(holds)
+    assert least < np.mean(answers) < 1 - least
+
+
+@pytest.mark.parametrize("render", [render_streets, render_passing])
+def test_each_query_is_of_one_second_of_a_video_on_disk(render: object, tmp_path: Path) -> None:
+    queries = render(tmp_path, 5, 3)  # type: ignore[operator]
+    assert len(queries) > 5
+    assert len({query.text for query in queries}) == len(queries) == len({query[1:] for query in queries})
+    assert {query.second for query in queries} <= set(range(SECONDS))
+    for name in {query.video for query in queries}:
+        capture = cv2.VideoCapture(str(tmp_path / name))
+        assert capture.get(cv2.CAP_PROP_FPS) == FPS and capture.get(cv2.CAP_PROP_FRAME_COUNT) == SECONDS * FPS
+        capture.release()
+    assert [query.text for query in render(tmp_path, 6, 3)] != [query.text for query in queries]  # type: ignore[operator]

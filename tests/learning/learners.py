@@ -29,25 +29,22 @@ class School:
     folder: Path
     trusted: Mapping[str, str] = dataclasses.field(default_factory=dict)
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    answers: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.model = ScriptedModel()
         self.now_s = 1000.0
         self.pauses_s: list[float] = []
         self.num_answers = 0
-        self.initial = write_content(self.folder / "initial", self.answers, "old")
+        self.initial = write_content(self.folder / "initial", {}, "old")
 
     def open(self) -> Learner:
         """A learner as after the start of a server: its version is registered."""
         fields = {"train_after": None, "held_out": 0.5, **self.settings}
         settings = LearningSettings(name="signs", training=TrainingSettings(steps=1), **fields)
         trusted = tuple(Item(question, label) for question, label in self.trusted.items())
-        entry = LearningEntry(settings, (), trusted)
-        executor = ThreadPoolExecutor(1)
-        learner = Learner(
-            self.folder / "own", entry, self.initial, self.model, executor, lambda: self.now_s, self._pause
-        )
+        entry, clock = LearningEntry(settings, (), trusted), lambda: self.now_s
+        own, executor = self.folder / "own", ThreadPoolExecutor(1)
+        learner = Learner(own, entry, self.initial, self.model, executor, clock, self._pause)
         self.model.register({"signs": str(learner.present_folder)})
         return learner
 
@@ -67,15 +64,33 @@ class School:
         for name in named if label is not None else ():
             assert label is not None and learner.store.correct(name, label, by)
 
-    @staticmethod
-    def trail_of(folder: Path) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (folder / "trail.jsonl").read_text().splitlines()]
+    async def promote(
+        self,
+        learner: Learner,
+        name: str,
+        default: str = "?",
+        answers: Mapping[str, str] | None = None,
+        force: bool = True,
+    ) -> None:
+        """Promote a new content, which is written to the folder `name`."""
+        folder = write_content(self.folder / name, answers or {}, default)
+        await learner.promote("ann", version=None, path=str(folder), force=force)
 
     def trail(self) -> list[dict[str, Any]]:
-        return self.trail_of(self.folder / "own")
+        return trail_of(self.folder / "own")
 
     def events(self) -> list[str]:
         return [entry["event"] for entry in self.trail()]
+
+    def evaluated(self) -> dict[str, Any]:
+        """The details of the only evaluation."""
+        (entry,) = (one for one in self.trail() if one["event"] == "evaluated")
+        details: dict[str, Any] = entry["details"]
+        return details
+
+
+def trail_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "trail.jsonl").read_text().splitlines()]
 
 
 def questions(count: int, prefix: str = "q") -> list[str]:
@@ -93,36 +108,39 @@ async def settle(learner: Learner, most: int = 20) -> None:
 
 
 def run(coroutine: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(coroutine, 30))
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
-def learning(trusted: Mapping[str, str] | None = None, **settings: Any) -> Callable[[Any], Callable[..., None]]:
-    """Run a test, a coroutine of a `school` and its open `learner`, in a folder of its own (`tmp_path`)."""
+def learning(
+    trusted: Mapping[str, str] | None = None, takes: Sequence[str] = (), **settings: Any
+) -> Callable[[Any], Callable[..., None]]:
+    """Run a test, a coroutine of a `school` and its open `learner`, in a folder of its own.
+
+    Args:
+        takes: Parameters that are settings of the learner, or `trusted`, and not arguments of the test.
+    """
 
     def decorate(test: Any) -> Callable[..., None]:
-        parameters = dict(inspect.signature(test).parameters)
-        takes_path = "tmp_path" in parameters
-        fixtures = [one for name, one in parameters.items() if name not in ("school", "learner")]
-        if not takes_path:
-            fixtures.append(inspect.Parameter("tmp_path", inspect.Parameter.KEYWORD_ONLY))
+        names = [name for name in inspect.signature(test).parameters if name not in ("school", "learner")]
 
         @functools.wraps(test)
         def run_it(tmp_path: Path, **given: Any) -> None:
-            school = School(tmp_path, trusted or {}, settings)
-            own = {"tmp_path": tmp_path} if takes_path else {}
-            with_learner(school, lambda learner: test(school=school, learner=learner, **own, **given))
+            taken = {name: given.pop(name) for name in takes}
+            known = taken.pop("trusted", trusted or {})
+            with_learner(School(tmp_path, known, settings | taken), lambda *both: test(*both, **given))
 
+        fixtures = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (*names, *takes, "tmp_path")]
         run_it.__signature__ = inspect.Signature(fixtures)  # type: ignore[attr-defined]
         return run_it
 
     return decorate
 
 
-def with_learner(school: School, work: Callable[[Learner], object]) -> None:
+def with_learner(school: School, work: Callable[[School, Learner], Any]) -> None:
     async def main() -> None:
         learner = school.open()
         try:
-            await work(learner)  # type: ignore[misc]
+            await work(school, learner)
         finally:
             learner.close()
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from vlora.adapter_files import content_hash
-from vlora.errors import AdapterChanged, BadAdapter, EngineDead, UnknownAdapter
+from vlora.errors import AdapterChanged, BadAdapter, EngineDead, UnknownAdapter, VLoraError
 from vlora.types import TrainingStatus
 
 
@@ -47,6 +49,19 @@ class ScriptedModel:
         """As the server does at its start."""
         for name, folder in folders.items():
             self.folders[name], self.loaded[name] = Path(folder), content_hash(Path(folder))
+
+    @contextmanager
+    def failing(self, what: str, errors: list[VLoraError], share: float = 1.0) -> Iterator[None]:
+        """Fail this share of the calls of a method, at random, with one of the errors."""
+        drawn = random.Random(0)
+
+        def fail(called: str) -> None:
+            if called == what and drawn.random() < share:
+                raise drawn.choice(errors)
+
+        self.before_call = fail
+        yield
+        self.before_call = nothing
 
     def _call(self, what: str) -> None:
         self.before_call(what)

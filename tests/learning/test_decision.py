@@ -14,46 +14,56 @@ from vlora.confidence import lower_bound, lower_bound_at_all_times
 from vlora.learning.decision import compare, confidence_of_look, why_not, why_roll_back
 from vlora.learning.live_store import Labelled, ServedCount
 from vlora.learning.selection import agreed, bounded, latest_of_each, most_of_tenant, without_each
+from vlora.types.learning import Comparison
 
 
 def answers(right: int, count: int) -> list[bool]:
     return [True] * right + [False] * (count - right)
 
 
-@pytest.mark.parametrize(("right", "count"), [(0, 5), (3, 5), (5, 5), (90, 100)])
-def test_the_bound_is_the_quantile_of_a_beta_distribution(right: int, count: int) -> None:
+@pytest.mark.parametrize(("right", "count"), [(0, 5), (1, 1), (3, 5), (5, 5), (30, 100), (90, 100)])
+def test_bounds_are_the_quantile_of_a_beta_distribution_and_of_a_mixture(right: int, count: int) -> None:
     expected = beta.ppf(0.05, right, count - right + 1) if right else 0.0
-    assert lower_bound(right, count, 0.95) == pytest.approx(expected)
-    assert lower_bound(0, 0, 0.95) == 0.0
+    assert lower_bound(right, count, 0.95) == pytest.approx(expected) and lower_bound(0, 0, 0.95) == 0.0
+    share = lower_bound_at_all_times(right, count, 0.95)
+    if right:  # at all times
+        binomial = beta.pdf(share, right + 1, count - right + 1) / (count + 1)
+        assert betabinom.pmf(right, count, 1, 1) / binomial == pytest.approx(20)
+    assert share < lower_bound(right, count, 0.95) or right == share == 0
 
 
-def test_a_candidate_must_be_better_for_certain() -> None:
-    better = compare(answers(10, 40), answers(30, 40), 0.95)
-    assert (better.present_share, better.candidate_share) == (0.25, 0.75) and 0.6 < better.lower < 0.75
-    assert why_not(better, None, 0) is None
-    reason = why_not(compare(answers(10, 40), answers(14, 40), 0.95), None, 0)
-    assert (
-        reason is not None and "on 40 held-out live records its accuracy is 0.350 with a lower bound of 0.2" in reason
-    )
-    assert why_not(compare(answers(0, 2), answers(0, 2), 0.95), None, 0) is not None
+@pytest.mark.parametrize(
+    ("live", "trusted", "may_lose", "reason"),
+    [
+        ((10, 30, 40), None, 0, None),
+        ((10, 14, 40), None, 0, "on 40 held-out live records its accuracy is 0.350 with a lower bound of 0.2"),
+        ((0, 0, 2), None, 0, "on 2 held-out live records"),
+        # The operator's records have a veto, and decide without live records.
+        ((10, 40, 40), (9, 9, 10), 0, None),
+        (
+            (10, 40, 40),
+            (9, 8, 10),
+            0.05,
+            "on the operator's 10 records it has 8 right, and the present version 9; at most a share of 0.05 may be",
+        ),
+        ((10, 40, 40), (9, 8, 10), 0.1, None),
+        ((0, 0, 0), (10, 40, 40), 0, None),
+        ((0, 0, 0), (10, 11, 40), 0, "on 40 held-out trusted records its accuracy is 0.275"),
+        ((0, 0, 0), None, 0, "no held-out record counts; see `max_share`, or give `trusted` records"),
+    ],
+)
+def test_a_candidate_must_be_better_for_certain(
+    live: tuple[int, int, int], trusted: tuple[int, int, int] | None, may_lose: float, reason: str | None
+) -> None:
+    """live, trusted: right answers of the present version and of the candidate, and all."""
 
+    def compared(present: int, candidate: int, count: int) -> Comparison:
+        found = compare(answers(present, count), answers(candidate, count), 0.95)
+        assert count < 40 or found.candidate_share - 0.2 < found.lower <= found.candidate_share == candidate / count
+        return found
 
-def test_the_operators_records_have_a_veto() -> None:
-    better = compare(answers(10, 40), answers(40, 40), 0.95)
-    assert why_not(better, compare(answers(9, 10), answers(9, 10), 0.95), 0) is None
-    reason = why_not(better, compare(answers(9, 10), answers(8, 10), 0.95), 0.05)
-    assert (
-        reason
-        == "on the operator's 10 records it has 8 right, and the present version 9; at most a share of 0.05 may be lost"
-    )
-    assert why_not(better, compare(answers(9, 10), answers(8, 10), 0.95), 0.1) is None
-
-
-def test_without_live_records_the_operators_decide() -> None:
-    nothing = compare([], [], 0.95)
-    assert why_not(nothing, compare(answers(10, 40), answers(40, 40), 0.95), 0) is None
-    assert why_not(nothing, compare(answers(10, 40), answers(11, 40), 0.95), 0) is not None
-    assert why_not(nothing, None, 0) == "no held-out record counts; see `max_share`, or give `trusted` records"
+    found = why_not(compared(*live), None if trusted is None else compared(*trusted), may_lose)
+    assert found is None if reason is None else str(found).startswith(reason)
 
 
 BEFORE = [ServedCount("a", 100, 5, 0), ServedCount("b", 100, 5, 0)]
@@ -121,14 +131,6 @@ def test_a_few_changed_answers_may_be_chance() -> None:
     )
     five = compare([*same[:95], *[False] * 5], [True] * 100, 0.95)
     assert why_not(five, None, 0) is None
-
-
-@pytest.mark.parametrize(("right", "count"), [(1, 1), (3, 5), (5, 5), (30, 100)])
-def test_the_bound_at_all_times_inverts_a_mixture(right: int, count: int) -> None:
-    share = lower_bound_at_all_times(right, count, 0.95)
-    binomial = beta.pdf(share, right + 1, count - right + 1) / (count + 1)
-    assert betabinom.pmf(right, count, 1, 1) / binomial == pytest.approx(20)
-    assert share < lower_bound(right, count, 0.95) and lower_bound_at_all_times(0, count, 0.95) == 0.0
 
 
 def test_an_equal_version_that_is_watched_is_rarely_rolled_back() -> None:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tests.cli.conftest import Vlora, vlora_command  # noqa: F401  (a fixture)
-from tests.learning.learners import School
+from tests.learning.learners import trail_of
 from tests.learning.scripted_model import write_content
 from tests.server.api import running_api
 from tests.server.running import png, running_server
@@ -31,12 +31,12 @@ ALL = (*TOKENS, Token(name="second", secret=OTHER))
 SETTINGS = LearningSettings(name="signs", training=TrainingSettings(steps=1), train_after=None)
 
 
-async def learn(front: FrontEnd, engine: Any, folder: Path) -> None:
-    """Let an adapter learn, with versions as those of a real engine."""
+async def learn(front: FrontEnd, engine: Any, folder: Path, names: tuple[str, ...] = ("signs",)) -> None:
+    """Let adapters learn, with versions as those of a real engine."""
     engine.engine.version_in = content_hash
-    initial = write_content(folder / "initial", {})
-    folders = front.learn(folder, [LearningEntry(SETTINGS, (), ())], {"signs": str(initial)})
-    await front.adapters.register(folders)
+    initial = str(write_content(folder / "initial", {}))
+    entries = [LearningEntry(SETTINGS.model_copy(update={"name": name}), (), ()) for name in names]
+    await front.adapters.register(front.learn(folder, entries, dict.fromkeys(names, initial)))
 
 
 @contextmanager
@@ -55,14 +55,13 @@ def test_corrections_over_rpyc(tmp_path: Path) -> None:
     ):
         answer = user.generate("which sign ?", [png()], adapter="signs")
         assert answer.text == "yes" and len(answer.request_id) == 32
-        with pytest.raises(BadRequest, match=f"no answer with id '{answer.request_id}' is kept for this token"):
-            other.correct(answer, "no")
-        with pytest.raises(
-            BadRequest, match="no answer with id 'absent' is kept for this token; corrections are taken"
+        for client, corrected, label, message in (
+            (other, answer, "no", f"no answer with id '{answer.request_id}' is kept for this token"),
+            (user, "absent", "no", "no answer with id 'absent' is kept for this token; corrections are taken"),
+            (user, answer, " ", "the label is empty; send the right answer"),
         ):
-            user.correct("absent", "no")
-        with pytest.raises(BadRequest, match="the label is empty; send the right answer"):
-            user.correct(answer, " ")
+            with pytest.raises(BadRequest, match=message):
+                client.correct(corrected, label)
         done = user.correct(answer, "no")
         assert (done.request_id, done.adapter, done.label) == (answer.request_id, "signs", "no")
         with user.stream("which sign ?", adapter="signs") as stream:
@@ -85,13 +84,16 @@ def test_versions_over_rpyc(tmp_path: Path) -> None:
         assert admin.roll_back("signs").present == first
         with pytest.raises(BadRequest, match="adapter 'absent' does not learn; learning: signs"):
             admin.promote("absent")
+        headed = write_content(tmp_path / "headed", {}, "headed")
+        (headed / "heads.json").write_text("{}")  # the next start of the server would refuse a version without them
+        with pytest.raises(BadAdapter, match=r"headed has task heads \(heads\.json\), which later versions would lack"):
+            admin.promote("signs", path=headed, force=True)
         with Client(port=server.port, token=USER) as user:
-            for call in (lambda: user.promote("signs"), lambda: user.roll_back("signs")):
+            for call in (user.promote, user.roll_back):
                 with pytest.raises(Forbidden):
-                    call()
+                    call("signs")
             assert [one.origin for one in user.learning()[0].versions] == ["", ""], "they name folders"
-        trail = [entry["by"] for entry in School.trail_of(tmp_path / "signs")]
-        assert trail == ["server", "ops", "ops"]
+        assert [entry["by"] for entry in trail_of(tmp_path / "signs")] == ["server", "ops", "ops"]
 
         async def also_async() -> None:
             async with AsyncClient(port=server.port, token=ADMIN) as client:
@@ -110,33 +112,28 @@ def test_corrections_and_versions_over_http(tmp_path: Path) -> None:
         user, admin = api._replace(token=USER), api._replace(token=ADMIN)
         name = user.chat("which sign ?", model="signs", n=2)[1]["id"]
         body = {"id": name, "label": "no"}
-        assert user.call("POST", "/v1/corrections", body) == (
-            200,
-            {"request_id": name.removeprefix("chatcmpl-"), "adapter": "signs", "label": "no"},
-        )
+        done = {"request_id": name.removeprefix("chatcmpl-"), "adapter": "signs", "label": "no"}
+        assert user.call("POST", "/v1/corrections", body) == (200, done)
         assert user.call("POST", "/v1/corrections", {**body, "choice": 1})[0] == 200
-        status, answer = user.call("POST", "/v1/corrections", {**body, "choice": 2})
-        assert status == 400 and answer["error"]["message"].startswith(f"no answer with id '{name[9:]}-2' is kept")
+        for change, message in (
+            ({"choice": 2}, f"no answer with id '{name[9:]}-2' is kept"),
+            ({"id": "chatcmpl-\ud800"}, "is kept for this token"),
+            ({"label": "a <|image_pad|> sign"}, "special token"),
+        ):
+            status, answer = user.call("POST", "/v1/corrections", {**body, **change})
+            assert status == 400 and message in answer["error"]["message"]
         assert api._replace(token=OTHER).call("POST", "/v1/corrections", body)[0] == 400
         assert api.call("POST", "/v1/corrections", body)[0] == 401
         (listed,) = admin.call("GET", "/v1/learning")[1]["data"]
         assert listed["num_corrected"] == 2 and str(tmp_path) in str(listed)
         assert str(tmp_path) not in str(user.call("GET", "/v1/learning"))
         path = write_content(tmp_path / "other", {}, "new")
-        status, done = admin.call("POST", "/v1/learning/signs/promote", {"path": str(path), "force": True})
-        assert status == 200 and done["present"] == content_hash(path)
-        status, done = admin.call("POST", "/v1/learning/signs/rollback", {})
-        assert status == 200 and done["present"] == listed["present"]
+        status, promoted = admin.call("POST", "/v1/learning/signs/promote", {"path": str(path), "force": True})
+        assert status == 200 and promoted["present"] == content_hash(path)
+        status, back = admin.call("POST", "/v1/learning/signs/rollback", {})
+        assert status == 200 and back["present"] == listed["present"]
         status, answer = admin.call("POST", "/v1/learning/signs/rollback", {"version": "zz"})
         assert status == 400 and "no version begins with 'zz'" in answer["error"]["message"]
-
-
-def test_a_server_without_learning_says_so() -> None:
-    with running_server() as server, Client(port=server.port) as client:
-        answer = client.generate("which sign ?")
-        with pytest.raises(BadRequest, match="no adapter of this server learns; start it with --learn PLAN"):
-            client.correct(answer, "no")
-        assert client.learning() == ()
 
 
 def test_versions_on_the_command_line(vlora_command: Vlora, tmp_path: Path) -> None:  # noqa: F811
@@ -157,19 +154,18 @@ def test_versions_on_the_command_line(vlora_command: Vlora, tmp_path: Path) -> N
         assert (code, err) == (2, "error: adapter 'absent' does not learn; learning: signs\n")
         code, _, err = vlora_command("train", "rollback", "signs", *at)
         assert (code, err) == (2, "error: adapter 'signs' has no earlier version\n")
-        assert School.trail_of(tmp_path / "signs")[-1]["by"] == "operator"
+        assert trail_of(tmp_path / "signs")[-1]["by"] == "operator"
 
 
-FAILED = TrainingStatus(
-    name="signs", state="failed", step=1, num_steps=2, error="/srv/data.jsonl, line 3: no picture", path="/srv/out"
-)
+REASON = "/srv/data.jsonl, line 3: no picture"
+FAILED = TrainingStatus(name="signs", state="failed", step=1, num_steps=2, error=REASON, path="/srv/out")
 
 
 def test_user_tokens_see_no_paths_of_trainings() -> None:
     with running_api(tokens=ALL) as api:
         api.engine.engine.parts.trainings.statuses = lambda: (FAILED,)
         user, admin = api._replace(token=USER), api._replace(token=ADMIN)
-        assert "/srv/data.jsonl, line 3: no picture" in str(admin.call("GET", "/v1/trainings"))
+        assert REASON in str(admin.call("GET", "/v1/trainings"))
         (shown,) = user.call("GET", "/v1/trainings")[1]["data"]
         assert (shown["state"], shown["path"]) == ("failed", None)
         assert shown["error"] == "it failed; an admin token shows the reason"
@@ -178,55 +174,29 @@ def test_user_tokens_see_no_paths_of_trainings() -> None:
     with running_server(tokens=ALL) as server:
         server.engine.engine.parts.trainings.statuses = lambda: (FAILED,)
         with Client(port=server.port, token=USER) as one, Client(port=server.port, token=ADMIN) as other:
-            assert other.trainings() == (FAILED,)
-            assert one.trainings() == (FAILED.without_paths(),)
+            assert other.trainings() == (FAILED,) and one.trainings() == (FAILED.without_paths(),)
             assert "/srv" not in str(one.stats())
     with running_api() as api:  # without tokens, every caller is an operator
         api.engine.engine.parts.trainings.statuses = lambda: (FAILED,)
         assert "/srv/out" in str(api.call("GET", "/v1/trainings"))
 
 
-def test_ids_and_labels_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
-    with running_api(tokens=ALL) as api:
-        api.on_loop(learn(api.front_end, api.engine, tmp_path))
-        user = api._replace(token=USER)
-        status, answer = user.call("POST", "/v1/corrections", {"id": "chatcmpl-\ud800", "label": "no"})
-        assert status == 400 and "is kept for this token" in answer["error"]["message"]
-        name = user.chat("which sign ?", model="signs")[1]["id"]
-        status, answer = user.call("POST", "/v1/corrections", {"id": name, "label": "a <|image_pad|> sign"})
-        assert status == 400 and "special token" in answer["error"]["message"]
-
-
 def test_a_damaged_store_does_not_stop_other_adapters(tmp_path: Path) -> None:
-    async def learn_two(front: FrontEnd, engine: Any) -> None:
-        engine.engine.version_in = content_hash
-        initial = write_content(tmp_path / "initial", {})
-        names = ("bad", "good")
-        entries = [LearningEntry(SETTINGS.model_copy(update={"name": name}), (), ()) for name in names]
-        await front.adapters.register(front.learn(tmp_path, entries, dict.fromkeys(names, str(initial))))
-
     with running_server() as server, Client(port=server.port) as client:
-        server.on_loop(learn_two(server.front_end, server.engine))
+        answer = client.generate("which sign ?")
+        with pytest.raises(BadRequest, match="no adapter of this server learns; start it with --learn PLAN"):
+            client.correct(answer, "no")
+        assert client.learning() == ()
+        server.on_loop(learn(server.front_end, server.engine, tmp_path, ("bad", "good")))
         answer = client.generate("which sign ?", adapter="good")
         assert client.correct(answer, "no").adapter == "good"
         learning = server.front_end.learning
         assert learning is not None
-        store = learning.learners["bad"].store
 
         def fail(*_: object) -> bool:
             raise OSError("database disk image is malformed")
 
-        store.correct = fail  # type: ignore[method-assign,assignment]
+        learning.learners["bad"].store.correct = fail  # type: ignore[method-assign,assignment]
         assert client.correct(answer, "maybe").adapter == "good"
         with pytest.raises(OverCapacity, match="cannot be written to disk"):
             client.correct("absent", "maybe")
-
-
-def test_a_version_with_task_heads_is_refused(tmp_path: Path) -> None:
-    """Later versions would lack the heads, and the next start of the server would refuse them."""
-    with rpyc_server(tmp_path) as server, Client(port=server.port, token=ADMIN) as admin:
-        folder = write_content(tmp_path / "headed", {}, "new")
-        (folder / "heads.json").write_text("{}")
-        with pytest.raises(BadAdapter, match=r"headed has task heads \(heads\.json\), which later versions would lack"):
-            admin.promote("signs", path=folder, force=True)
-        assert len(admin.learning()[0].versions) == 1

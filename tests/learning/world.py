@@ -76,6 +76,13 @@ class World:
         self.initial = write_adapter(folder / "initial", self.model)
         self.plan_with(**settings)
 
+    def copy(self, folder: Path, **settings: Any) -> World:
+        """The same model and adapter with another folder."""
+        copy = object.__new__(World)
+        copy.__dict__ |= self.__dict__ | {"folder": folder}
+        copy.plan_with(**settings)
+        return copy
+
     def plan_with(self, **settings: Any) -> None:
         entry = {"name": NAME, "training": TRAINING, "train_after": None, "held_out": 0.4} | settings
         (self.folder / "learn.yaml").write_text(yaml.safe_dump({"folder": "learning", "adapters": [entry]}))

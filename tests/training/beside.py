@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +93,60 @@ class Case:
     def engine(self, train: Path | None = None, **settings: Any) -> Engine:
         return Engine(self.config(train=None if train is None else str(train), **settings))
 
+    @contextlib.contextmanager
+    def running(self, train: Path | None = None, **settings: Any) -> Iterator[Running]:
+        engine = self.engine(train, **settings)
+        yield Running(engine)
+        engine.close()
+
     def run(self, train: Path, **settings: Any) -> tuple[TrainingStatus, ...]:
         """Train a plan to its end. Returns the state of its trainings."""
-        engine = self.engine(train, **settings)
-        settle(engine.parts.trainings, engine)
-        statuses = engine.parts.trainings.statuses()
-        engine.close()
-        return statuses
+        with self.running(train, **settings) as on:
+            on.settle()
+            return on.trainings.statuses()
+
+
+class Running:
+    """An engine with trainings."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.trainings = engine.parts.trainings
+
+    def settle(
+        self, until: Callable[[], bool] | None = None, most: float = math.inf, until_step: float = math.inf
+    ) -> int:
+        """As `settle`. until_step: Steps of the first training."""
+        reached = lambda: self.trainings.statuses()[0].step >= until_step or (until is not None and until())  # noqa: E731
+        return settle(self.trainings, self.engine, reached, most)
+
+    def submit(self, plan: Path | str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
+        done = self.trainings.submit(str(plan), reopen=reopen)
+        while not done.done():
+            self.trainings.advance()
+            time.sleep(1e-3)
+        return done.result()
+
+    def states(self) -> dict[str, tuple[str, int]]:
+        """State and steps by name."""
+        return {one.name: (one.state, one.step) for one in self.trainings.statuses()}
+
+    @property
+    def status(self) -> TrainingStatus:
+        """Of the only training."""
+        (found,) = self.trainings.statuses()
+        return found
+
+    def serve(self, *requests: Request) -> dict[str, list[int]]:
+        """The tokens of requests, without pieces in between."""
+        found: dict[str, list[int]] = {}
+        for one in requests:
+            self.engine.add(one)
+        while self.engine.has_work:
+            for output in self.engine.step():
+                assert output.error is None
+                found.setdefault(output.request_id, []).extend(output.token_ids)
+        return found
 
 
 def request(name: str, adapter: str | None, num_tokens: int = 6, num_prompt: int = 7) -> Request:
@@ -181,13 +229,7 @@ class Alone:
         return adapter_of(folder)
 
 
-def submit(engine: Engine, plan: Path | str) -> tuple[TrainingStatus, ...]:
-    done = engine.parts.trainings.submit(str(plan), reopen=True)
-    while not done.done():
-        engine.parts.trainings.advance()
-        time.sleep(1e-3)
-    return done.result()
-
-
-def states(engine: Engine) -> dict[str, str]:
-    return {status.name: status.state for status in engine.parts.trainings.statuses()}
+def assert_same(found: Path, wanted: Path | dict[str, torch.Tensor]) -> None:
+    """The adapters of two trainings are equal, bit for bit."""
+    ours, theirs = adapter_of(found), wanted if isinstance(wanted, dict) else adapter_of(wanted)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)

@@ -1,18 +1,25 @@
-"""The embedded model's training: a resumed run gives the same result, and the checkpoint loads in transformers."""
+"""The embedded model's training and exam, with few steps of small batches."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from fusion.embedded import contact_sheet, unlearned_words
+from fusion.data.samples import Sample, Splits
+from fusion.embedded import contact_sheet, exam, quantized_exam, unlearned_words, world
 from fusion.embedded import train as training
 from fusion.embedded.evaluate import accuracy_by_skill
 from fusion.embedded.probes import Probes
 from fusion.embedded.train import Budget, Trainer, train
+from fusion.synthetic.sources import BUILT_IN, load_source
+from tests.fusion.small import write_base
+from vlora.config import EngineConfig, Quantize
 
 pytestmark = pytest.mark.slow
 
@@ -97,16 +104,19 @@ def test_information_lost_by_the_projector_costs_loss() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
-    (
-        (["--steps", "-3"], "-3 was given; it must be finite and above 0"),
-        (["--minutes", "nan"], "nan was given"),
-        (["--minutes", "soon"], "invalid float value: 'soon'"),
-        (["--workers", "0"], "0 was given"),
-        (["--device", "cuda:9"], "'cuda:9' was requested"),
-    ),
+    ("main", "arguments", "message"),
+    [
+        (training.main, ["--steps", "-3"], "-3 was given; it must be finite and above 0"),
+        (training.main, ["--minutes", "nan"], "nan was given"),
+        (training.main, ["--minutes", "soon"], "invalid float value: 'soon'"),
+        (training.main, ["--workers", "0"], "0 was given"),
+        (training.main, ["--device", "cuda:9"], "'cuda:9' was requested"),
+        (contact_sheet.main, ["nowhere/page.jpg"], "check that its folder exists"),
+        (contact_sheet.main, ["page.txt"], "no supported picture suffix"),
+    ],
 )
 def test_bad_arguments_are_refused_before_anything_is_written(
+    main: Callable[[], object],
     arguments: list[str],
     message: str,
     tmp_path: Path,
@@ -114,19 +124,72 @@ def test_bad_arguments_are_refused_before_anything_is_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(training.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sys.argv", ["train", "--out", str(tmp_path / "run"), *arguments])
+    where = ["--out", str(tmp_path / "run"), *arguments] if main is training.main else [str(tmp_path / arguments[0])]
+    monkeypatch.setattr("sys.argv", ["command", *where])
     with pytest.raises(SystemExit, match="2"):
-        training.main()
-    assert message in capsys.readouterr().err and not (tmp_path / "run").exists()
+        main()
+    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "name, message", (("nowhere/page.jpg", "check that its folder exists"), ("page.txt", "no supported picture suffix"))
-)
-def test_a_contact_sheet_that_cannot_be_written_is_an_error(
-    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+class Guess:
+    name = "always the first"
+
+    def fit(self, splits: Splits) -> None:
+        pass
+
+    def answers(self, samples: Sequence[Sample]) -> list[object]:
+        return [() if isinstance(sample.target, tuple) else 0 for sample in samples]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_every_domain_and_goal_is_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_base(tmp_path)
+
+    def few(source: str, seed: int) -> Splits:
+        splits = load_source(source, seed)
+        parts = {part: getattr(splits, part)[:4] for part in ("train", "validation", "test")}
+        return dataclasses.replace(splits, **parts)
+
+    monkeypatch.setattr(exam, "load_source", few)
+    monkeypatch.setattr(exam, "TEACHERS", dict.fromkeys(exam.TEACHERS, Guess))
+    monkeypatch.setattr(exam, "STEPS", 1)
+    monkeypatch.setattr(exam, "TIMED", 1)
+    rows, gates = exam.examine(str(tmp_path), seeds=(1,), num_scenes=16, say=lambda _: None)
+    assert set(exam.QUESTIONS) <= set(BUILT_IN)
+    assert {row.what for row in rows} >= {*exam.QUESTIONS, *exam.GATED_SKILLS, "overall"}
+    names = [gate.name for gate in gates]
+    assert len(set(names)) == len(names)
+    for source in exam.QUESTIONS:
+        assert any(name.startswith(source) for name in names)
+    assert {gate.name: gate.goal for gate in gates}["drawn-traffic-detection: F1"] == 0.6
+    assert all(0 <= row.right <= 1 and 0 <= row.without <= 1 for row in rows)
+
+
+@pytest.mark.parametrize(("quantize", "has_goal"), [("int8", True), ("int4", False)])
+def test_answers_of_quantized_weights_are_compared(
+    quantize: Quantize, has_goal: bool, base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["contact_sheet", str(tmp_path / name)])
-    with pytest.raises(SystemExit, match="2"):
-        contact_sheet.main()
-    assert message in capsys.readouterr().err
+    answers = {"none": lambda question: question.answer, quantize: lambda question: "yes"}
+    formats: list[str] = []
+
+    def answered(config: EngineConfig, asked: Sequence[tuple[list[Image.Image], world.Question]]) -> list[str]:
+        own = engine_answers(config, asked)
+        assert len(own) == len(asked) and config.quantize_head == (config.quantize != "none")
+        formats.append(config.quantize)
+        return [answers[config.quantize](question) for _, question in asked]
+
+    engine_answers = quantized_exam.answers_of
+    monkeypatch.setattr(quantized_exam, "answers_of", answered)
+    rows, gates = quantized_exam.compare(
+        base, quantize, quantize_head=True, seeds=(1,), num_scenes=4, say=lambda _: None
+    )
+    assert formats == ["none", quantize]
+    by_skill = {row.skill: row for row in rows}
+    yes = by_skill["yes or no"]
+    assert yes.right == 1 and 0 < yes.quantized < 1 and yes.lost_points == pytest.approx(100 * (1 - yes.quantized))
+    assert yes.same == yes.quantized
+    assert by_skill["overall"].num_questions == sum(row.num_questions for row in rows[:-1])
+    assert [gate.name for gate in gates] == ["points lost in int8"] * has_goal
+    if has_goal:
+        assert gates[0].value == by_skill["overall"].lost_points > gates[0].goal and gates[0].at_most

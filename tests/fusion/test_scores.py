@@ -1,9 +1,13 @@
-"""The metric named in a plan decides, for answers of heads and for answers in words."""
+"""Metrics named in a plan, their confidence bounds, and decoding of answers in words."""
 
 from __future__ import annotations
 
+import bisect
+import functools
+import io
 import itertools
-from pathlib import Path
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,21 +15,31 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
+from scipy.stats import binom
 from torch import nn
 
-from fusion.data.samples import Sample, Splits
+from fusion.data.load import DomainData
+from fusion.data.samples import Sample, Splits, Target
 from fusion.embedded.object_names import NUMBERS
-from fusion.plan.tasks import METRICS, TASKS
+from fusion.phases.plan_checked import LoraSize, PlanChecked
+from fusion.plan.estimate import Estimate
+from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold
+from fusion.plan.summary import POWER, print_summary, samples_needed
+from fusion.plan.tasks import MEANS, METRICS, TASKS
 from fusion.synthetic.streets import KINDS, ask_traffic, count_vehicles, find_things
+from fusion.teachers.labelling import TeacherResult
 from fusion.training.embedding import TextInput
 from fusion.training.frozen_base import Prompt, greedy
 from fusion.training.objectives import ForwardOutputs, answer_in_words, objective_of
+from fusion.training.scoring import score_with_bound
 from fusion.training.text_metrics import token_f1
 from fusion.training.zero_shot import score_texts
 from heads import Box, detection
 from tests.families import VOCAB, build_model, make_prompt
-from tests.fusion.small import color_splits, plan_of, trainer_of, write_base
+from tests.fusion.small import color_splits, plan_of, trainer_of
 from vlora.models.hf_model import HFModel, Positions
+from vlora.plan_files.errors import PlanText
 
 BOX, MISSED = Box(0, 0.1, 0.1, 0.4, 0.4), Box(1, 0.6, 0.6, 0.9, 0.9)
 LABELS = {"binary": ("no", "yes"), "regression": ("value",), "counting": tuple("0123456789")}
@@ -136,10 +150,9 @@ def embeddings_of(model: torch.nn.Module, kwargs: dict[str, torch.Tensor]) -> Pr
 
 
 @pytest.mark.slow
-def test_a_domain_in_words_is_scored_by_decoded_text(tmp_path: Path) -> None:
+def test_a_domain_in_words_is_scored_by_decoded_text(base: str) -> None:
     """Trained to name colours: single correct words count, and agree with the exact matches of one forward."""
-    torch.set_num_threads(1)
-    plan = plan_of(write_base(tmp_path), ("colors",), steps=50, learning_rate=4e-3)
+    plan = plan_of(base, ("colors",), steps=50, learning_rate=4e-3)
     named = plan.domains[0].model_copy(update={"metric": "token_f1"})
     plan = plan.model_copy(update={"domains": (named,), "confidence": 0.9})
     trainer = trainer_of(plan, {"colors": color_splits().in_words()})
@@ -169,38 +182,30 @@ def no_samples(task: str, labels: tuple[str, ...]) -> Splits:
     return Splits(task, labels, (), (), (), real=True)
 
 
-def test_a_choice_is_the_likeliest_label() -> None:
-    task = objective_of(no_samples("classification", ("left", "right")))
-    head = nn.Linear(2, 2)
+def identity(size: int) -> nn.Linear:
+    head = nn.Linear(size, size)
     with torch.no_grad():
-        head.weight.copy_(torch.eye(2))
+        head.weight.copy_(torch.eye(size))
         head.bias.zero_()
+    return head
+
+
+def test_heads_choose_the_likeliest_label_and_read_every_image_token() -> None:
+    task, head = objective_of(no_samples("classification", ("left", "right"))), identity(2)
     read = read_of(torch.tensor([[3.0, 1.0], [0.0, 2.0], [1.0, 5.0]]))
     answers = task.answers(read, head, [0, 1, 0])
     assert answers == [0, 1, 1] and abs(task.metric(answers, [0, 1, 0]) - 2 / 3) < 1e-9
     assert task.loss(read, head, [0, 1, 1]) < task.loss(read, head, [1, 0, 0])
-
-
-def test_words_are_right_word_for_word() -> None:
-    task = objective_of(no_samples("vqa", ()))
-    assert task.num_outputs == 0
+    words = objective_of(no_samples("vqa", ()))  # right word for word
     read = read_of(torch.zeros(4, 2), exact=[True, False, True, True])
-    assert task.metric(task.answers(read, None, ["a"] * 4), ["a"] * 4) == 0.75
-
-
-def test_detection_reads_every_image_token() -> None:
+    assert words.num_outputs == 0 and words.metric(words.answers(read, None, ["a"] * 4), ["a"] * 4) == 0.75
     boxes = (Box(1, 0.1, 0.1, 0.4, 0.4), Box(0, 0.6, 0.5, 0.9, 0.9))
     task = objective_of(no_samples("detection", ("car", "bus")))
     classes, edges = detection.targets(boxes, (2, 2))
-    logits = torch.cat([nn.functional.one_hot(classes, 3) * 20.0, edges], -1)
-    head = nn.Linear(task.num_outputs, task.num_outputs)
-    with torch.no_grad():
-        head.weight.copy_(torch.eye(task.num_outputs))
-        head.bias.zero_()
+    logits, head = torch.cat([nn.functional.one_hot(classes, 3) * 20.0, edges], -1), identity(task.num_outputs)
     read = read_of(torch.zeros(1, task.num_outputs), [logits])
     answers = task.answers(read, head, [boxes])
-    assert task.metric(answers, [boxes]) == 1.0
-    assert task.metric(answers, [boxes[:1]]) < 1.0
+    assert task.metric(answers, [boxes]) == 1.0 > task.metric(answers, [boxes[:1]])
     assert task.loss(read, head, [boxes]) < task.loss(read_of(read.last, [logits.flip(0)]), head, [boxes])
 
 
@@ -248,3 +253,194 @@ def test_an_answer_continues_from_the_last_position_not_the_largest() -> None:
     expected = [recomputed(hf_model, prompt) for prompt in prompts]
     assert len(set(expected)) == 3
     assert greedy(hf_model, prompts, LIMIT) == expected
+
+
+def share(answers: Any, targets: Any) -> float:
+    return float(np.mean(np.equal(answers, targets)))
+
+
+def tail(right: int, number: int, p: float) -> float:
+    return sum(math.comb(number, k) * p**k * (1 - p) ** (number - k) for k in range(right, number + 1))
+
+
+@pytest.mark.parametrize(("right", "number"), [(1, 10), (8, 10), (270, 300), (300, 300)])
+def test_a_share_has_clopper_and_pearsons_bound(right: int, number: int) -> None:
+    """At the bound, at least this many right answers have a probability of 1 - confidence."""
+    answers = [1] * right + [0] * (number - right)
+    score = score_with_bound(share, answers, [1] * number, mean=True, confidence=0.95)
+    assert score.value == right / number
+    assert tail(right, number, score.lower) == pytest.approx(0.05, rel=1e-6)
+
+
+def test_a_bound_falls_with_the_confidence_and_is_low_for_few_samples() -> None:
+    assert score_with_bound(share, [0] * 20, [1] * 20, mean=True, confidence=0.95) == (0.0, 0.0)
+    answers = [1] * 80 + [0] * 20
+    found = [score_with_bound(share, answers, [1] * 100, mean=True, confidence=c).lower for c in (0.8, 0.95, 0.99)]
+    assert found == sorted(found, reverse=True) and found[0] < 0.8
+    right: tuple[tuple[str, str, Target], ...] = (("detection", "map", (HERE,)), ("classification", "f1", 1))
+    for task, name, answer in right:  # about Clopper and Pearson's; resampling only the samples would give 1
+        metric = objective_of(Splits(task, ("a", "b", "c"), (), (), (), real=True), name).metric
+        score = score_with_bound(metric, [answer] * 10, [answer] * 10, mean=False, confidence=0.95)
+        assert score.value == 1.0 and score.lower == pytest.approx(0.05**0.1, abs=0.06)
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.9])
+def test_a_resampled_bound_is_the_quantile_that_the_confidence_leaves_out(confidence: float) -> None:
+    """Against many resamples of the samples and a wrong one; a two-sided bound is twice the tolerance lower."""
+    values = [0.0, 0.5, 1.0, 1.0] * 10
+    found = score_with_bound(lambda a, _: float(np.mean(a)), values, values, mean=True, confidence=confidence)  # type: ignore[arg-type]
+    means = np.random.default_rng(1).choice([*values, 0.0], (20_000, 40)).mean(1)
+    assert found.value == 0.625 and found.lower == pytest.approx(np.quantile(means, 1 - confidence), abs=0.012)
+
+
+Draw = Callable[[np.random.Generator, int], tuple[list[object], list[Target]]]
+HERE, THERE = Box(0, 0.1, 0.1, 0.3, 0.3), Box(0, 0.6, 0.6, 0.9, 0.9)
+
+
+def boxes(found: float) -> Draw:
+    """One or two objects per picture; the detector finds the first with probability `found`, with higher confidence."""
+
+    def draw(rng: np.random.Generator, number: int) -> tuple[list[object], list[Target]]:
+        answers: list[object] = []
+        targets: list[Target] = []
+        for seen, count in zip(rng.random(number) < found, rng.integers(1, 3, number), strict=True):
+            box = (HERE if seen else THERE._replace(image=1))._replace(score=rng.random() * (1 if seen else 0.9))
+            answers.append((box,))
+            targets.append((HERE, THERE)[:count])
+        return answers, targets
+
+    return draw
+
+
+def labels(right: float) -> Draw:
+    """Three labels, one of them rare; a wrong answer is the next label."""
+
+    def draw(rng: np.random.Generator, number: int) -> tuple[list[object], list[Target]]:
+        truth = rng.choice(3, number, p=(0.5, 0.35, 0.15))
+        answers = np.where(rng.random(number) < right, truth, (truth + 1) % 3)
+        return answers.tolist(), truth.tolist()
+
+    return draw
+
+
+def words(right: float) -> Draw:
+    def draw(rng: np.random.Generator, number: int) -> tuple[list[object], list[Target]]:
+        answers = [" ".join(np.where(rng.random(4) < right, list("abcd"), "x")) for _ in range(number)]
+        return list(answers), ["a b c d"] * number
+
+    return draw
+
+
+DRAWS = [
+    ("detection", "f1", boxes(0.7)),
+    pytest.param("detection", "map", boxes(0.7), marks=pytest.mark.exhaustive),
+    pytest.param("classification", "f1", labels(0.8), marks=pytest.mark.exhaustive),
+    ("classification", "f1", labels(0.98)),
+    pytest.param("captioning", "token_f1", words(0.7), marks=pytest.mark.exhaustive),
+    ("captioning", "token_f1", words(0.99)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "name", "draw"), DRAWS)
+def test_a_resampled_bound_has_its_nominal_coverage(task: str, name: str, draw: Draw) -> None:
+    """The metric of a large sample serves as its true value."""
+    chosen = () if task == "captioning" else ("a", "b", "c")
+    metric = objective_of(Splits(task, chosen, (), (), (), real=True), name).metric
+    rng = np.random.default_rng(0)
+    truth = metric(*draw(rng, 4_000))
+    held = 0
+    turns, number = (20, 30) if task == "detection" else (60, 60)  # boxes take longest to compare
+    for turn in range(turns):
+        answers, targets = draw(rng, number)
+        held += score_with_bound(metric, answers, targets, mean=name in MEANS, confidence=0.9, seed=turn).lower <= truth
+    assert held >= binom.ppf(1e-3, turns, 0.9), held
+
+
+def several(right: float) -> Draw:
+    """Up to three labels per sample; each is recognized with probability `right`."""
+
+    def draw(rng: np.random.Generator, number: int) -> tuple[list[object], list[Target]]:
+        truth = rng.random((number, 3)) < 0.3
+        answers = np.where(rng.random((number, 3)) < right, truth, ~truth)
+        of = [[tuple(np.flatnonzero(row).tolist()) for row in rows] for rows in (answers, truth)]
+        return list(of[0]), list(of[1])
+
+    return draw
+
+
+def yes_or_no(right: float) -> Draw:
+    def draw(rng: np.random.Generator, number: int) -> tuple[list[object], list[Target]]:
+        truth = rng.random(number) < 0.3
+        return np.where(rng.random(number) < right, truth, ~truth).astype(int).tolist(), truth.astype(int).tolist()
+
+    return draw
+
+
+@pytest.mark.parametrize(
+    ("task", "draw"), [("detection", boxes(0.7)), ("multi_label", several(0.8)), ("binary", yes_or_no(0.8))]
+)
+def test_a_bound_by_counts_is_that_of_the_metric(task: str, draw: Draw) -> None:
+    chosen = ("no", "yes") if task == "binary" else ("a", "b", "c")
+    objective = objective_of(Splits(task, chosen, (), (), (), real=True), "f1")
+    answers, targets = draw(np.random.default_rng(3), 50)
+    bound = functools.partial(score_with_bound, answers=answers, targets=targets, mean=False, confidence=0.9, seed=5)
+    by_metric = bound(objective.metric)
+    counts = objective.f1_counts(answers, targets)
+    assert by_metric.lower < by_metric.value < 1 and len(counts) == 50
+    assert bound(share, counts=counts) == by_metric
+
+
+def test_other_metrics_have_no_counts() -> None:
+    for task, name in (
+        ("detection", "map"),
+        ("multi_label", "accuracy"),
+        ("classification", "f1"),
+        ("vqa", "token_f1"),
+    ):
+        splits = Splits(task, () if task == "vqa" else ("a", "b"), (), (), (), real=True)
+        assert objective_of(splits, name).f1_counts([0], [0]) == []
+
+
+def passes(number: int, threshold: float, true: float) -> float:
+    """The probability that the lower bound at 0.95 of `number` samples reaches the threshold, by the bound itself."""
+
+    def bound(right: int) -> float:
+        answers = [1] * right + [0] * (number - right)
+        return score_with_bound(share, answers, [1] * number, mean=True, confidence=0.95).lower
+
+    enough = bisect.bisect_left(range(number + 1), threshold, key=bound)  # correct answers that reach it
+    return tail(enough, number, true)
+
+
+@pytest.mark.parametrize(("threshold", "better"), [(0.6, 0.2), (0.8, 0.15), (0.9, 0.08)])
+def test_a_good_adapter_passes_with_the_wanted_probability(threshold: float, better: float) -> None:
+    needed = samples_needed(threshold, better, 0.95)
+    assert needed is not None
+    assert passes(needed, threshold, threshold + better) >= POWER
+    assert all(passes(n, threshold, threshold + better) < POWER for n in range(needed - 6, needed))
+
+
+def test_perfect_adapters_and_unknown_thresholds_need_the_most_samples() -> None:
+    assert samples_needed(0.98, 0.05, 0.95) == math.ceil(math.log(0.05) / math.log(0.98))
+    most = samples_needed(None, 0.05, 0.95)
+    known = [samples_needed(threshold / 20, 0.05, 0.95) for threshold in range(1, 20)]
+    assert most is not None and all(needed is not None and needed <= 1.01 * most for needed in known)
+    assert samples_needed(None, 0.001, 0.95) is None
+
+
+@pytest.mark.parametrize(
+    ("minus", "power"),
+    [
+        (0.1, "needs 82 validation samples at a confidence of 0.95, so that an adapter 0.1 above the threshold passes"),
+        (0.0, "an adapter as good as its teacher passes in at most 5% of runs at a confidence of 0.95 (warning: set"),
+    ],
+)
+def test_the_margin_of_a_relative_threshold_is_the_plans(minus: float, power: str) -> None:
+    threshold = RelativeThreshold(relative_to="teacher", minus=minus)
+    plan = Plan(domains=(DomainPlan(name="a", source="made", question="what?", threshold=threshold),))
+    data = {"a": DomainData(color_splits(), TeacherResult("theirs", 0.8 + minus))}
+    printed = io.StringIO()
+    estimate = Estimate(1.0, 2.0, 0.1, 32, 1, 32, "cpu", 1)
+    print_summary(PlanChecked(plan, PlanText(), data, LoraSize(1, 1)), estimate, Console(file=printed))
+    assert f"power     {power}" in printed.getvalue()
