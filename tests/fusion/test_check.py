@@ -199,7 +199,10 @@ SHIPPED = {
 }
 
 
-@pytest.mark.parametrize(("name", "shipped"), SHIPPED.items(), ids=list(SHIPPED))
+@pytest.mark.parametrize(
+    ("name", "shipped"),
+    [pytest.param(*row, id=row[0], marks=[pytest.mark.exhaustive] * (row[0] != "demo")) for row in SHIPPED.items()],
+)
 def test_the_plans_that_ship_can_be_run(name: str, shipped: tuple[list[int], list[int], list[int]]) -> None:
     domains = summarize(check_plan(read_plan_file(Path(fusion.__file__).parent / "plans" / f"{name}.yaml")))
     test, validation, frames = shipped

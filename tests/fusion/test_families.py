@@ -6,6 +6,7 @@ import itertools
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -240,26 +241,18 @@ def test_the_default_invocation_is_what_the_template_adds() -> None:
     assert invocation_tokens(LoraPlan(), processor) == ()
 
 
-def test_a_prompt_without_the_invocation_is_refused() -> None:
+def test_what_activated_adapters_exclude_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadPlan, match=r"does not contain 'picture', the invocation of activated adapters"):
         activated_trainer("llava", invocation="picture")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+    excluded: list[tuple[dict[str, Any], str]] = [
         ({"invocation": "what"}, "is for activated adapters"),
         ({"activated": True, "vision": True}, "remove one of them"),
         ({"activated": True, "blocks": 2}, "not block-diagonal"),
         ({"activated": True, "invocation": " "}, "pattern"),
-    ],
-)
-def test_settings_that_exclude_each_other_are_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        LoraPlan(**settings)  # type: ignore[arg-type]
-
-
-def test_distillation_of_an_activated_adapter_is_refused(tmp_path: Path) -> None:
+    ]
+    for settings, message in excluded:
+        with pytest.raises(ValidationError, match=message):
+            LoraPlan(**settings)
     header = AdapterHeader(tmp_path, (), {}, invocation=(5,))
     with pytest.raises(BadAdapter, match=r"is activated by tokens of the prompt.*omit --data"):
         distil(header, tmp_path, "base", PlanChecked.__new__(PlanChecked), Progress())
