@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.processes import PATIENCE_S
 from vlora.engine.base_executor import EngineExecutor
 from vlora.engine.build import WorkByTurns
 from vlora.orchestrator.latency_promise import QUIET_S, LatencyPromise
@@ -95,10 +96,10 @@ class Call:
 
         self._thread = threading.Thread(target=compute)
         self._thread.start()
-        assert handed.wait(5)
+        assert handed.wait(PATIENCE_S)
 
     def join(self) -> None:
-        self._thread.join(5)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
 

@@ -58,6 +58,26 @@ REQUESTS = [request(number, "merged" if number % 4 else None) for number in rang
 PLAIN_REQUESTS = [request(number, None) for number in range(4)]
 
 
+class Trainer(threading.Thread):
+    """Trains a LoRA through the base at an address. Its losses must be those of PEFT alone."""
+
+    def __init__(self, address: str, model: Any, family: str = "qwen2_vl") -> None:
+        super().__init__()
+        self._address, self._model, self._family = address, model, family
+        self._plain = losses("lora", family, copy.deepcopy(model))
+        self._found: list[float] = []
+        self.num_repeated = 0
+
+    def run(self) -> None:
+        with connect(self._address) as base:
+            self._found = losses("lora", self._family, base.wrap(copy.deepcopy(self._model)))
+            self.num_repeated = base.num_repeated
+
+    def check(self) -> None:
+        self.join()
+        assert apart(self._found, self._plain) < WITHIN
+
+
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -67,31 +87,25 @@ def free_port() -> int:
 def test_a_client_trains_on_w0_while_an_adapter_is_merged(
     family: str, checkpoint: str, model: Any, adapter: str, tmp_path: Path
 ) -> None:
-    plain = losses("lora", family, copy.deepcopy(model))
     with running(config(checkpoint, policy="merged_only")) as engine:
         engine.wait(engine.local.load_adapter("merged", adapter))
         expected = engine.answers(REQUESTS)
     address = f"unix:{tmp_path}/base.sock"
-    found: list[float] = []
-
-    def train() -> None:
-        with connect(address) as base:
-            found.extend(losses("lora", family, base.wrap(copy.deepcopy(model))))
-
+    client = Trainer(address, model, family)
     with running(config(checkpoint, address, policy="merged_only", train_slowdown=2.0)) as engine:
         engine.wait(engine.local.load_adapter("merged", adapter))
-        client = threading.Thread(target=train)
         client.start()
         rounds = 0
         while client.is_alive():
             assert engine.answers(REQUESTS) == expected
             rounds += 1
         stats = engine.wait(engine.local.stats())
-    assert apart(found, plain) < WITHIN
+    client.check()
     assert rounds > 1 and stats.steps_by_mode["merged"] > rounds, "nothing was merged meanwhile"
     assert stats.num_base_calls > 0 and stats.num_base_rows > 0 and stats.base_s > 0
     # A base with the merged weights would be noticed.
     merged = PeftModel.from_pretrained(copy.deepcopy(model), adapter).merge_and_unload()
+    plain = losses("lora", family, copy.deepcopy(model))
     assert apart(losses("lora", family, merged.requires_grad_(False)), plain) > 1000 * WITHIN
     assert not (tmp_path / "base.sock").exists()
 
@@ -126,18 +140,11 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_clients_that_fail_harm_neither_requests_nor_other_clients(one: str, tmp_path: Path) -> None:
     """Nonsense, half a call, and clients that leave while their calls are computed."""
-    model, address = plain_model(one), f"127.0.0.1:{free_port()}"
-    plain = losses("lora", "qwen2_vl", copy.deepcopy(model))
+    address = f"127.0.0.1:{free_port()}"
+    client = Trainer(address, plain_model(one))
     with running(config(one)) as engine:
         expected = engine.answers(PLAIN_REQUESTS)
-    found: list[float] = []
-
-    def train() -> None:
-        with connect(address) as base:
-            found.extend(losses("lora", "qwen2_vl", base.wrap(copy.deepcopy(model))))
-
     with running(config(one, address, train_slowdown=2.0)) as engine:
-        client = threading.Thread(target=train)
         client.start()
         while client.is_alive():
             for head, reason in WRONG.values():
@@ -150,43 +157,33 @@ def test_clients_that_fail_harm_neither_requests_nor_other_clients(one: str, tmp
                 sock.close()
             assert engine.answers(PLAIN_REQUESTS) == expected
         until(lambda: engine.wait(engine.local.stats()).num_base_clients == 0)
-    assert apart(found, plain) < WITHIN
+    client.check()
 
 
 def test_a_client_and_a_training_of_the_engine_change_nothing_in_each_other(tmp_path: Path) -> None:
     """Losses of the plan's training are bit for bit those of one alone, and those of the client are PEFT's."""
     case, address = Case.make(tmp_path / "case"), f"unix:{tmp_path}/base.sock"
-    model = plain_model(case.model)
-    plain = losses("lora", "qwen2_vl", copy.deepcopy(model))
+    client = Trainer(address, plain_model(case.model))
     settings = case.config(train=str(case.plan("beside", ["first"])), serve_base=ServedBase(addresses=(address,)))
     with running(settings) as engine:
-        with connect(address) as base:
-            assert apart(losses("lora", "qwen2_vl", base.wrap(copy.deepcopy(model))), plain) < WITHIN
+        client.start()
+        client.check()
         until(lambda: engine.wait(engine.local.trainings())[0].state == "finished")
     assert losses_of(case.folder / "beside" / "first") == Alone(case, ["first"]).losses["first"]
 
 
 def test_a_client_goes_on_with_the_next_engine_at_the_address(one: str, tmp_path: Path) -> None:
     """Twice, at any call; the client knows of no engine."""
-    model, address = plain_model(one), f"unix:{tmp_path}/base.sock"
-    plain = losses("lora", "qwen2_vl", copy.deepcopy(model))
-    found: list[float] = []
-    repeated = []
-
-    def train() -> None:
-        with connect(address) as base:
-            found.extend(losses("lora", "qwen2_vl", base.wrap(copy.deepcopy(model))))
-            repeated.append(base.num_repeated)
-
-    client = threading.Thread(target=train)
+    address = f"unix:{tmp_path}/base.sock"
+    client = Trainer(address, plain_model(one))
     for place in range(3):
         with running(config(one, address)) as engine:
             if not place:
                 client.start()
             until(lambda: engine.wait(engine.local.stats()).num_base_calls > 20)
             if place == 2:
-                client.join()
-    assert apart(found, plain) < WITHIN and repeated[0] >= 2
+                client.check()
+    assert client.num_repeated >= 2
 
 
 def test_tokens_and_addresses_are_those_of_the_settings(one: str) -> None:

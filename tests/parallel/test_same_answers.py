@@ -78,12 +78,17 @@ def replica(request: pytest.FixtureRequest, family: Family) -> Iterator[TensorPa
     made.recorded.engine.close()
 
 
+FURTHER = (("qwen2_5_vl", 2), ("qwen2_5_vl", 4), ("qwen3_vl", 4), ("llava", 4))
+"""Replicas that only `make test-all` starts."""
+
+
 def on(*replicas: tuple[str, int]) -> pytest.MarkDecorator:
     """Families and numbers of ranks; a family's reference is computed once for consecutive tests."""
-    params = [
-        pytest.param(family, size, id=f"{family}-{size}", marks=pytest.mark.slow if size == 4 else ())
-        for family, size in replicas
-    ]
+    params = []
+    for family, size in replicas:
+        marks = [pytest.mark.slow] if size == 4 else []
+        marks += [pytest.mark.exhaustive] if (family, size) in FURTHER else []
+        params.append(pytest.param(family, size, id=f"{family}-{size}", marks=marks))
     return pytest.mark.parametrize(("family", "replica"), params, indirect=True, scope="module")
 
 

@@ -150,33 +150,33 @@ def test_a_loading_rank_is_waited_for_without_a_timeout(monkeypatch: pytest.Monk
 # -- ranks out of sync ------------------------------------------------------------------------------------------------
 
 
-def short(rank: int, collectives: SocketCollectives) -> None:
-    collectives.exchange(torch.zeros(4 + 4 * rank), "test")
+FOUR = torch.zeros(4)
 
 
-def other_purpose(rank: int, collectives: SocketCollectives) -> None:
-    collectives.exchange(torch.zeros(4), ("sum base", "sum slora")[rank])
-
-
-def one_more(rank: int, collectives: SocketCollectives) -> None:
+def one_more(rank: int, own: SocketCollectives) -> None:
     for _ in range(1 + rank):
-        collectives.exchange(torch.zeros(4), "test")
+        own.exchange(FOUR, "test")
     if rank == 0:
-        collectives.broadcast(b"next")
-        collectives.exchange(torch.zeros(4), "test")
+        own.broadcast(b"next")
+        own.exchange(FOUR, "test")
 
 
-def broadcast_instead(rank: int, collectives: SocketCollectives) -> None:
-    collectives.broadcast(b"word") if rank == 0 else collectives.exchange(torch.zeros(4), "test")
+def broadcast_instead(rank: int, own: SocketCollectives) -> None:
     if rank == 0:
-        collectives.exchange(torch.zeros(4), "test")
+        own.broadcast(b"word")
+    own.exchange(FOUR, "test")
 
 
-def receive_instead(rank: int, collectives: SocketCollectives) -> None:
-    collectives.exchange(torch.zeros(4), "test") if rank == 0 else collectives.receive()
+OUT_OF_SYNC: dict[str, Callable[[int, SocketCollectives], Any]] = {
+    "short": lambda rank, own: own.exchange(torch.zeros(4 + 4 * rank), "test"),
+    "other purpose": lambda rank, own: own.exchange(FOUR, ("sum base", "sum slora")[rank]),
+    "one more": one_more,
+    "broadcast instead": broadcast_instead,
+    "receive instead": lambda rank, own: own.exchange(FOUR, "test") if rank == 0 else own.receive(),
+}
 
 
-@pytest.mark.parametrize("work", [short, other_purpose, one_more, broadcast_instead, receive_instead])
+@pytest.mark.parametrize("work", OUT_OF_SYNC.values(), ids=OUT_OF_SYNC)
 def test_ranks_out_of_sync_fail(work: Callable[[int, SocketCollectives], None]) -> None:
     def rank(number: int, collectives: SocketCollectives) -> str:
         with pytest.raises(CollectiveFailed) as raised:
@@ -221,7 +221,7 @@ def test_a_message_that_arrives_twice_is_recognized_by_its_number() -> None:
 def test_the_error_names_the_received_and_the_expected_message() -> None:
     def work(rank: int, collectives: SocketCollectives) -> str:
         with pytest.raises(CollectiveFailed) as raised:
-            short(rank, collectives)
+            OUT_OF_SYNC["short"](rank, collectives)
         time.sleep(0.2)  # until the other one has read
         return str(raised.value)
 

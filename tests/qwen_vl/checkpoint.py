@@ -80,51 +80,44 @@ def published_config(**changes: Any) -> dict[str, Any]:
     }
 
 
+def _linear(name: str, d_in: int, d_out: int, *, bias: bool = True) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (d_out, d_in), **({f"{name}.bias": (d_out,)} if bias else {})}
+
+
+def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint with its shape, in the published names."""
     vocab, hidden, inner = config["vocab_size"], config["hidden_size"], config["intermediate_size"] // 2
-    own = config["visual"]
+    own, visual = config["visual"], "transformer.visual"
     width, patch, tower_inner = own["width"], own["patch_size"], int(own["width"] * own["mlp_ratio"])
     shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
-
-    def norm(name: str, width: int) -> None:
-        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (width,)
-
-    def linear(name: str, d_in: int, d_out: int, *, bias: bool) -> None:
-        shapes[f"{name}.weight"] = (d_out, d_in)
-        if bias:
-            shapes[f"{name}.bias"] = (d_out,)
-
     shapes["transformer.ln_f.weight"] = (hidden,)
     for layer in range(config["num_hidden_layers"]):
         at = f"transformer.h.{layer}"
-        shapes[f"{at}.ln_1.weight"] = shapes[f"{at}.ln_2.weight"] = (hidden,)
-        linear(f"{at}.attn.c_attn", hidden, 3 * hidden, bias=True)
-        linear(f"{at}.attn.c_proj", hidden, hidden, bias=False)
-        linear(f"{at}.mlp.w1", hidden, inner, bias=False)
-        linear(f"{at}.mlp.w2", hidden, inner, bias=False)
-        linear(f"{at}.mlp.c_proj", inner, hidden, bias=False)
-    visual = "transformer.visual"
+        shapes |= {f"{at}.ln_1.weight": (hidden,), f"{at}.ln_2.weight": (hidden,)}
+        shapes |= _linear(f"{at}.attn.c_attn", hidden, 3 * hidden)
+        shapes |= _linear(f"{at}.attn.c_proj", hidden, hidden, bias=False)
+        shapes |= _linear(f"{at}.mlp.w1", hidden, inner, bias=False)
+        shapes |= _linear(f"{at}.mlp.w2", hidden, inner, bias=False)
+        shapes |= _linear(f"{at}.mlp.c_proj", inner, hidden, bias=False)
     shapes[f"{visual}.conv1.weight"] = (width, 3, patch, patch)
     shapes[f"{visual}.positional_embedding"] = (NUM_POSITIONS, width)
-    norm(f"{visual}.ln_pre", width)
+    shapes |= _norm(f"{visual}.ln_pre", width)
     for layer in range(own["layers"]):
         at = f"{visual}.transformer.resblocks.{layer}"
-        norm(f"{at}.ln_1", width)
-        linear(f"{at}.attn.in_proj", width, 3 * width, bias=True)
-        linear(f"{at}.attn.out_proj", width, width, bias=True)
-        norm(f"{at}.ln_2", width)
-        linear(f"{at}.mlp.c_fc", width, tower_inner, bias=True)
-        linear(f"{at}.mlp.c_proj", tower_inner, width, bias=True)
+        shapes |= _norm(f"{at}.ln_1", width)
+        shapes |= _linear(f"{at}.attn.in_proj", width, 3 * width) | _linear(f"{at}.attn.out_proj", width, width)
+        shapes |= _norm(f"{at}.ln_2", width)
+        shapes |= _linear(f"{at}.mlp.c_fc", width, tower_inner) | _linear(f"{at}.mlp.c_proj", tower_inner, width)
     pool = f"{visual}.attn_pool"
-    shapes[f"{pool}.query"] = shapes[f"{pool}.pos_embed"] = (NUM_QUERIES, hidden)
-    linear(f"{pool}.kv_proj", width, hidden, bias=False)
-    shapes[f"{pool}.attn.in_proj_weight"] = (3 * hidden, hidden)
-    shapes[f"{pool}.attn.in_proj_bias"] = (3 * hidden,)
-    linear(f"{pool}.attn.out_proj", hidden, hidden, bias=True)
-    norm(f"{pool}.ln_q", hidden)
-    norm(f"{pool}.ln_kv", hidden)
-    norm(f"{visual}.ln_post", hidden)
+    shapes |= {f"{pool}.query": (NUM_QUERIES, hidden), f"{pool}.pos_embed": (NUM_QUERIES, hidden)}
+    shapes |= _linear(f"{pool}.kv_proj", width, hidden, bias=False)
+    shapes |= {f"{pool}.attn.in_proj_weight": (3 * hidden, hidden), f"{pool}.attn.in_proj_bias": (3 * hidden,)}
+    shapes |= _linear(f"{pool}.attn.out_proj", hidden, hidden)
+    shapes |= _norm(f"{pool}.ln_q", hidden) | _norm(f"{pool}.ln_kv", hidden) | _norm(f"{visual}.ln_post", hidden)
     shapes[f"{visual}.proj"] = (hidden, hidden)
     return shapes
 
@@ -178,20 +171,13 @@ def write_checkpoint(
     generation = {"chat_format": "chatml" if chat else "raw", "eos_token_id": END_OF_TEXT, "pad_token_id": END_OF_TEXT}
     sampling = {"do_sample": True, "max_new_tokens": 512, "max_window_size": 6144, "top_k": 0, "top_p": 0.3}
     (folder / "generation_config.json").write_text(json.dumps({**generation, **sampling}))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "model_max_length": 8192,
-                "tokenizer_class": "QWenTokenizer",
-                "auto_map": {"AutoTokenizer": ["tokenization_qwen.QWenTokenizer", None]},
-            }
-        )
-    )
+    auto = {"AutoTokenizer": ["tokenization_qwen.QWenTokenizer", None]}
+    classes = {"tokenizer_class": "QWenTokenizer", "auto_map": auto}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 8192, **classes}))
     write_vocabulary(folder)
     stem, ending = ("pytorch_model", "bin") if pickled else ("model", "safetensors")
-    names = (
-        [f"{stem}-{i + 1:05}-of-{shards:05}.{ending}" for i in range(shards)] if shards > 1 else [f"{stem}.{ending}"]
-    )
+    several = [f"{stem}-{i + 1:05}-of-{shards:05}.{ending}" for i in range(shards)]
+    names = several if shards > 1 else [f"{stem}.{ending}"]
     placed = {name: names[i % shards] for i, name in enumerate(held)}
     for file in names:
         part = {name: held[name].contiguous() for name in held if placed[name] == file}
