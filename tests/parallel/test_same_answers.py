@@ -187,7 +187,7 @@ def test_in_place_switching_on_several_ranks(family: Family, replica: TensorPara
         in_place.recorded.engine.close()
 
 
-@on(("llava", 2))
+@on(("qwen2_vl", 2))
 def test_adapters_are_loaded_moved_and_evicted_in_a_tiny_arena(replica: TensorParallelEngine) -> None:
     """Every adapter under two names; the largest do not fit at the same time. Threads read and load them, and all
     movable pages move between steps.
