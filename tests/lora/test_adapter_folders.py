@@ -392,28 +392,21 @@ OTHER_WEIGHTS = (
     *("adapters.safetensors", "adapter_0.pt", "flax_model.msgpack", "patch_predictor.pt", "tf_model.h5"),
 )
 NO_WEIGHTS = (
-    *(
-        "optimizer.pt",
-        "optimizer.bin",
-        "optimizer_1.bin",
-        "scheduler.pt",
-        "lr_scheduler.bin",
-        "scaler.pt",
-        "sampler.bin",
-    ),
-    *("rng_state.pth", "rng_state_7.pth", "random_states_0.pkl", "custom_checkpoint_0.pkl", "training_args.bin"),
-    *("training_state.pt", "pytorch_model_fsdp.bin", "pytorch_model_fsdp_rank0.bin", "dl_state_dict.bin"),
+    *("optimizer.pt", "optimizer.bin", "optimizer_1.bin", "scheduler.pt", "lr_scheduler.bin", "scaler.pt"),
+    *("sampler.bin", "rng_state.pth", "rng_state_7.pth", "random_states_0.pkl", "custom_checkpoint_0.pkl"),
+    *("training_args.bin", "training_state.pt", "pytorch_model_fsdp.bin", "pytorch_model_fsdp_rank0.bin"),
     *("zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt", "recipe_state.pt", "latest"),
     *("adapter_model.bin", "adapter_model.pt", "heads.safetensors", ".hidden.bin", "vocab.json", "tokenizer.model"),
-    *("metrics.pkl", "predictions.npz", "adapter.gguf"),  # results, and a copy for another engine
+    *("dl_state_dict.bin", "metrics.pkl", "predictions.npz", "adapter.gguf"),  # results, a copy for another engine
 )
 
 
-@pytest.mark.parametrize("name", [*OTHER_WEIGHTS, *NO_WEIGHTS])
-def test_names_tell_other_weights_from_the_state_of_a_training(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).touch()
-    (tmp_path / f"folder-{name}").mkdir()
-    assert other_weights(tmp_path).startswith(f"{name} has weights") == (name in OTHER_WEIGHTS)
+def test_names_tell_other_weights_from_the_state_of_a_training(tmp_path: Path) -> None:
+    for name in (*OTHER_WEIGHTS, *NO_WEIGHTS):
+        (folder := tmp_path / f"with-{name}").mkdir()
+        (folder / name).touch()
+        (folder / f"folder-{name}").mkdir()
+        assert other_weights(folder).startswith(f"{name} has weights") == (name in OTHER_WEIGHTS), name
 
 
 def converted(world: World, folder: Path) -> None:

@@ -19,7 +19,7 @@ from tests.lora.made_adapters import factors_of
 from tests.queued_executor import QueuedExecutor
 from vlora.lora import HostAdapter, HostFactors
 from vlora.lora.adapted_linear import AdaptedLinear, LaneScope, adapt
-from vlora.lora.adapter_pool import AdapterPool
+from vlora.lora.adapter_pool import AdapterPool, OtherRanks
 from vlora.memory.adapter_cache import AdapterCache, WorkerAdapterCache
 from vlora.memory.arena import Arena, pages_for
 from vlora.memory.host_to_device import HostTransfer, Inline
@@ -58,11 +58,24 @@ def check_packed(layers: dict[str, AdaptedLinear], resident: Set[str]) -> bool:
     return all(group.packed is not None for group in groups)
 
 
-def test_a_packed_copy_is_kept_if_freeing_it_does_not_make_enough_room() -> None:
+def make_pool(layers: dict[str, AdaptedLinear], *others: OtherRanks) -> tuple[AdapterPool, AdapterCache]:
+    """A pool of ten pages that loads at once."""
     arena = Arena(NUM_PAGES, torch.device("cpu"))
     adapter_cache = AdapterCache(PageAllocator(NUM_PAGES, 2, copy=arena.copy), MAX_PAGES)
-    layers = linears()
-    pool = AdapterPool(arena, adapter_cache, HostTransfer(Inline()), layers, {}, tuple(layers))
+    pool = AdapterPool(arena, adapter_cache, HostTransfer(Inline()), layers, {}, tuple(layers), *others)
+    return pool, adapter_cache
+
+
+def test_the_adapter_that_was_requested_least_recently_leaves() -> None:
+    pool, _ = make_pool(linears())
+    for name in "decad":  # pages 3, 4, 2 and 1; d again
+        assert pool.load(ADAPTERS[name])
+    assert pool.load(ADAPTERS["b"]) and pool.resident == {f"{name}@1" for name in "dcab"}
+    assert [pool.loads_of(f"{name}@1") for name in "dcabe"] == [1] * 5
+
+
+def test_a_packed_copy_is_kept_if_freeing_it_does_not_make_enough_room() -> None:
+    pool, adapter_cache = make_pool(layers := linears())
     for name in "abcd":
         assert pool.load(ADAPTERS[name])
         adapter_cache.pin(ADAPTERS[name].key)
@@ -105,11 +118,9 @@ class Another:
 
 
 def test_other_ranks_pack_what_rank_0_packs() -> None:
-    arena = Arena(NUM_PAGES, torch.device("cpu"))
-    adapter_cache = AdapterCache(PageAllocator(NUM_PAGES, 2, copy=arena.copy), MAX_PAGES)
     layers, layers_there = linears(), linears()
     there = Another(layers_there)
-    pool = AdapterPool(arena, adapter_cache, HostTransfer(Inline()), layers, {}, tuple(layers), there)
+    pool, _ = make_pool(layers, there)
     for name in "abcd":
         assert pool.load(ADAPTERS[name])
     for _ in range(3):

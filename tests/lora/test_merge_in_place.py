@@ -104,9 +104,23 @@ ROUNDING = {torch.bfloat16: 2e-4, torch.float32: 1e-6}  # a sum halfway between 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "ratio"), [(torch.bfloat16, 0.1), (torch.bfloat16, 0.01), (torch.bfloat16, 1.0), (torch.float32, 0.1)]
+    ("dtype", "ratio", "subtracting"),
+    [
+        (torch.bfloat16, 0.1, True),
+        (torch.float32, 0.1, False),
+        *(
+            pytest.param(dtype, ratio, subtracting, marks=pytest.mark.exhaustive)
+            for dtype, ratio, subtracting in (
+                (torch.bfloat16, 0.1, False),
+                (torch.bfloat16, 0.01, True),
+                (torch.bfloat16, 1.0, True),
+                (torch.bfloat16, 0.01, False),
+                (torch.bfloat16, 1.0, False),
+                (torch.float32, 0.1, True),
+            )
+        ),
+    ],
 )
-@pytest.mark.parametrize("subtracting", [False, True], ids=["rewriting", "subtracting"])
 def test_drift_over_a_thousand_switches_among_different_adapters(
     dtype: torch.dtype, ratio: float, subtracting: bool
 ) -> None:

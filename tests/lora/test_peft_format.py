@@ -58,7 +58,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     file = folder / "adapter_model.safetensors"
     tensors = load_file(str(file))
     change(tensors)
@@ -85,21 +85,25 @@ def test_objects_tracked_by_garbage_collection_do_not_grow_with_layers(
     assert objects(adapter_folders["wide8"]) <= objects(adapter_folders["narrow4"]) <= 16
 
 
-def test_scaling_rank_and_alpha_patterns(adapter_folders: dict[str, str], registry: AdapterRegistry) -> None:
-    adapter = load(registry, "patterned16", adapter_folders["patterned16"])
-    raw = load_file(f"{adapter_folders['patterned16']}/adapter_model.safetensors")
-    for site, factors in factors_of(adapter).items():
-        rank, alpha = (5, 20) if site.endswith("layers.1.self_attn.q_proj") else (16, 16)
+@pytest.mark.parametrize(
+    ("name", "usual", "other"),
+    [
+        ("patterned16", (16, 16 / 16), (5, 20 / 5)),
+        ("wide8", (8, 16 / 8**0.5), (8, 16 / 8**0.5)),
+    ],  # the latter is rsLoRA
+)
+def test_ranks_and_scales_follow_patterns_and_rslora(
+    name: str,
+    usual: tuple[int, float],
+    other: tuple[int, float],
+    adapter_folders: dict[str, str],
+    registry: AdapterRegistry,
+) -> None:
+    raw = load_file(f"{adapter_folders[name]}/adapter_model.safetensors")
+    for site, factors in factors_of(load(registry, name, adapter_folders[name])).items():
+        rank, scale = other if site.endswith("layers.1.self_attn.q_proj") else usual
         assert factors.a.shape[0] == rank
-        want = raw[f"base_model.model.{site}.lora_B.weight"] * (alpha / rank)
-        assert torch.equal(factors.bt, want.t())
-
-
-def test_rslora_scales_by_the_square_root(adapter_folders: dict[str, str], registry: AdapterRegistry) -> None:
-    adapter = load(registry, "wide8", adapter_folders["wide8"])
-    raw = load_file(f"{adapter_folders['wide8']}/adapter_model.safetensors")
-    site, factors = next(iter(factors_of(adapter).items()))
-    torch.testing.assert_close(factors.bt, (raw[f"base_model.model.{site}.lora_B.weight"] * 16 / 8**0.5).t())
+        torch.testing.assert_close(factors.bt, (raw[f"base_model.model.{site}.lora_B.weight"] * scale).t())
 
 
 def test_vision_side_is_noticed(adapter_folders: dict[str, str], registry: AdapterRegistry) -> None:
@@ -111,70 +115,8 @@ def test_the_version_is_a_hash_of_the_content(copied: Path, registry: AdapterReg
     first = load(registry, "a", str(copied)).version
     assert load(registry, "a", str(copied)).version == first
 
-    def double(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[min(tensors)].mul_(2)
-
-    edit_tensors(copied, double)
+    edit_tensors(copied, lambda tensors: tensors[min(tensors)].mul_(2))
     assert load(registry, "a", str(copied)).version != first
-
-
-REFUSED_SETTINGS = {
-    "use_dora": True,
-    "bias": "sometimes",
-    "lora_bias": True,
-    "target_parameters": ["w"],
-    "trainable_token_indices": [1],
-    "alora_invocation_tokens": [1, -2],
-    "layer_replication": [[0, 1]],
-    "use_qalora": True,
-    "kasa_config": {"beta": 0.1},
-    "setting_of_a_later_version": 1,
-    "init_lora_weights": "pissa",
-    "peft_type": "LOHA",
-}
-
-
-BAD_BLOCKS = {
-    "nothing to cut": ({"nblocks": 0}, "expected an object with nblocks of at least 1"),
-    "no object": (True, "expected an object with nblocks of at least 1"),
-    "both factors": (
-        {"nblocks": 2, "target_modules_bd_a": ["q_proj"], "target_modules_bd_b": ["q_"]},
-        "names 'q_proj' both in target_modules_bd_a and target_modules_bd_b",
-    ),
-    "no divisor of the inputs": (
-        {"nblocks": 3, "target_modules_bd_a": ["q_proj"]},
-        "has 3 blocks in its configuration, which do not divide the 64 inputs",
-    ),
-    "other shapes": ({"nblocks": 2, "target_modules_bd_b": ["q_proj"]}, r"expected \[r, in\] and \[out, r / 2\]"),
-}
-
-
-@pytest.mark.parametrize("wrong", BAD_BLOCKS)
-def test_block_settings_that_contradict_the_tensors(wrong: str, copied: Path, registry: AdapterRegistry) -> None:
-    declared, message = BAD_BLOCKS[wrong]
-    edit_config(copied, use_bdlora=declared)
-    with pytest.raises(BadAdapter, match=message):
-        load(registry, "a", str(copied))
-
-
-def test_blocks_that_do_not_divide_a_layer(copied: Path, registry: AdapterRegistry) -> None:
-    def corrupt(tensors: dict[str, torch.Tensor]) -> None:
-        for tensor in [tensor for tensor in tensors if "q_proj" not in tensor]:
-            del tensors[tensor]
-        for tensor in tensors:
-            tensors[tensor] = torch.randn((6, 64) if "lora_A" in tensor else (64, 2))
-
-    edit_tensors(copied, corrupt)
-    edit_config(copied, use_bdlora={"nblocks": 3, "target_modules_bd_b": ["q_proj"]})
-    with pytest.raises(BadAdapter, match="has rank 6 and 64 outputs, which cannot be divided into its 3 blocks"):
-        load(registry, "a", str(copied))
-
-
-@pytest.mark.parametrize("setting", REFUSED_SETTINGS)
-def test_unsupported_settings_are_refused_by_name(setting: str, copied: Path, registry: AdapterRegistry) -> None:
-    edit_config(copied, **{setting: REFUSED_SETTINGS[setting]})
-    with pytest.raises(BadAdapter, match=setting):
-        load(registry, "a", str(copied))
 
 
 def test_the_last_place_of_the_invocation_counts(
@@ -196,47 +138,11 @@ def test_the_last_place_of_the_invocation_counts(
         load(registry, "a", str(vision))
 
 
-@pytest.mark.parametrize("changes", [{"r": 16}, {"rank_pattern": {"q_proj": 4}}])
-def test_ranks_that_contradict_the_tensors(changes: Any, copied: Path, registry: AdapterRegistry) -> None:
-    edit_config(copied, **changes)
-    with pytest.raises(BadAdapter, match=r"have rank 8, but r and rank_pattern of the configuration give (16|4)"):
-        load(registry, "a", str(copied))
-
-
-def test_values_that_are_not_finite(copied: Path, registry: AdapterRegistry) -> None:
-    def corrupt(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[sorted(tensors)[3]][0, 0] = float("nan")
-
-    edit_tensors(copied, corrupt)
-    with pytest.raises(BadAdapter, match="not finite"):
-        load(registry, "a", str(copied))
-
-
 def test_values_too_large_for_the_model_s_precision(copied: Path, sites: dict[str, SiteShape]) -> None:
-    def enlarge(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[min(tensors)].fill_(1e5)
-
-    edit_tensors(copied, enlarge)
+    edit_tensors(copied, lambda tensors: tensors[min(tensors)].fill_(1e5))
     with pytest.raises(BadAdapter, match=r"not finite \(NaN or infinity\) in torch.float16"):
         load(AdapterRegistry(sites, torch.float16, 64), "a", str(copied))
     assert load(AdapterRegistry(sites, torch.float32, 64), "a", str(copied)).shapes
-
-
-def test_truncated_weights(copied: Path, registry: AdapterRegistry) -> None:
-    file = copied / "adapter_model.safetensors"
-    file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(BadAdapter, match="may be truncated"):
-        load(registry, "a", str(copied))
-
-
-def test_an_adapter_for_another_base_model_by_shape(copied: Path, registry: AdapterRegistry) -> None:
-    def widen(tensors: dict[str, torch.Tensor]) -> None:
-        name = next(name for name in tensors if "lora_A" in name)
-        tensors[name] = torch.zeros(8, 4096)
-
-    edit_tensors(copied, widen)
-    with pytest.raises(BadAdapter, match=r"maps 4096 to .* made for another model"):
-        load(registry, "a", str(copied))
 
 
 def test_a_convolution_is_refused_as_one(tmp_path: Path, registry: AdapterRegistry) -> None:
@@ -249,57 +155,117 @@ def test_a_convolution_is_refused_as_one(tmp_path: Path, registry: AdapterRegist
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [(["q_proj"], " is a list of 1 item"), ({"q_(": 3}, " has 'q_(', which is not a regular expression")],
-)
-@pytest.mark.parametrize("setting", ["alpha_pattern", "rank_pattern"])
-def test_patterns_that_are_none(
-    setting: str, pattern: object, message: str, copied: Path, registry: AdapterRegistry
-) -> None:
-    edit_config(copied, **{setting: pattern})
-    with pytest.raises(BadAdapter, match=re.escape(setting + message)):
+# -- refused by name --------------------------------------------------------------------------------------------------
+
+Change = Callable[[Path], None]
+
+
+def config(**changes: Any) -> Change:
+    return lambda folder: edit_config(folder, **changes)
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
+    return lambda folder: edit_tensors(folder, change)
+
+
+def blocks(size: object, **targets: list[str]) -> Change:
+    return config(use_bdlora=size if isinstance(size, bool) else {"nblocks": size, **targets})
+
+
+def six_rows(found: dict[str, torch.Tensor]) -> None:
+    """Factors of q_proj alone, of rank 6."""
+    for name in list(found):
+        del found[name]
+        if "q_proj" in name:
+            found[name] = torch.randn((6, 64) if "lora_A" in name else (64, 2))
+
+
+def of_layer_77(found: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in found if "layers.0" in name]:
+        found[name.replace("layers.0", "layers.77")] = found.pop(name)
+
+
+def first(found: dict[str, torch.Tensor], part: str) -> str:
+    return next(name for name in found if part in name)
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+A, B = "target_modules_bd_a", "target_modules_bd_b"
+REFUSED: dict[str, tuple[Change, str]] = {
+    **{
+        setting: (config(**{setting: value}), setting)
+        for setting, value in {
+            "use_dora": True,
+            "bias": "sometimes",
+            "lora_bias": True,
+            "target_parameters": ["w"],
+            "trainable_token_indices": [1],
+            "alora_invocation_tokens": [1, -2],
+            "layer_replication": [[0, 1]],
+            "use_qalora": True,
+            "kasa_config": {"beta": 0.1},
+            "setting_of_a_later_version": 1,
+            "init_lora_weights": "pissa",
+            "peft_type": "LOHA",
+        }.items()
+    },
+    **{
+        f"{setting} {number}": (config(**{setting: value}), re.escape(f"{setting} {message}"))
+        for setting in ("alpha_pattern", "rank_pattern")
+        for number, (value, message) in enumerate(
+            [(["q_proj"], "is a list of 1 item"), ({"q_(": 3}, "has 'q_(', which is not a regular expression")]
+        )
+    },
+    "nothing to cut": (blocks(0), "expected an object with nblocks of at least 1"),
+    "no object": (blocks(True), "expected an object with nblocks of at least 1"),
+    "both factors": (blocks(2, **{A: ["q_proj"], B: ["q_"]}), f"names 'q_proj' both in {A} and {B}"),
+    "no divisor": (blocks(3, **{A: ["q_proj"]}), "3 blocks in its configuration, which do not divide the 64 inputs"),
+    "other shapes": (blocks(2, **{B: ["q_proj"]}), r"expected \[r, in\] and \[out, r / 2\]"),
+    "r": (config(r=16), "have rank 8, but r and rank_pattern of the configuration give 16"),
+    "rank_pattern": (config(rank_pattern={"q_proj": 4}), "but r and rank_pattern of the configuration give 4"),
+    "not a number": (tensors(lambda found: found[sorted(found)[3]].view(-1)[0].fill_(float("nan"))), "not finite"),
+    "truncated": (truncate, "may be truncated"),
+    "another model by shape": (
+        tensors(lambda found: found.update({first(found, "lora_A"): torch.zeros(8, 4096)})),
+        "maps 4096 to .* made for another model",
+    ),
+    "another model by layer": (tensors(of_layer_77), r"layers\.77.*another model"),
+    **{
+        f"tensor {name}": (tensors(lambda found, name=name: found.update({name: torch.zeros(2, 2)})), part)  # type: ignore[misc]
+        for name, part in (
+            ("base_model.model.lm_head.lora_embedding_A", "lora_embedding_A"),
+            ("base_model.model.lm_head.weight", "weight"),
+            ("extra", "extra"),
+        )
+    },
+    "no partner": (tensors(lambda found: found.pop(first(found, "lora_B"))), "no lora_B"),
+    **{
+        f"no {file}": (lambda folder, file=file: (folder / file).unlink(), file)  # type: ignore[misc]
+        for file in ("adapter_config.json", "adapter_model.safetensors")
+    },
+    "no JSON": (
+        lambda folder: (folder / "adapter_config.json").write_text("{") and None,
+        "is not JSON: line 1, column 2: a field's name in double quotes is expected",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_by_name(case: str, copied: Path, registry: AdapterRegistry) -> None:
+    change, message = REFUSED[case]
+    change(copied)
+    with pytest.raises(BadAdapter, match=message):
         load(registry, "a", str(copied))
 
 
-def test_an_adapter_for_another_base_model_by_missing_layer(copied: Path, registry: AdapterRegistry) -> None:
-    def rename(tensors: dict[str, torch.Tensor]) -> None:
-        for name in [name for name in tensors if "layers.0" in name]:
-            tensors[name.replace("layers.0", "layers.77")] = tensors.pop(name)
-
-    edit_tensors(copied, rename)
-    with pytest.raises(BadAdapter, match=r"layers\.77.*another model"):
-        load(registry, "a", str(copied))
-
-
-@pytest.mark.parametrize(
-    "tensor", ["base_model.model.lm_head.lora_embedding_A", "base_model.model.lm_head.weight", "extra"]
-)
-def test_no_tensor_is_silently_ignored(tensor: str, copied: Path, registry: AdapterRegistry) -> None:
-    edit_tensors(copied, lambda tensors: tensors.update({tensor: torch.zeros(2, 2)}))
-    with pytest.raises(BadAdapter, match=tensor.split(".")[-1]):
-        load(registry, "a", str(copied))
-
-
-def test_a_factor_without_its_partner(copied: Path, registry: AdapterRegistry) -> None:
-    def drop(tensors: dict[str, torch.Tensor]) -> None:
-        del tensors[next(name for name in tensors if "lora_B" in name)]
-
-    edit_tensors(copied, drop)
-    with pytest.raises(BadAdapter, match="no lora_B"):
-        load(registry, "a", str(copied))
-
-
-@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
-def test_missing_files(file: str, copied: Path, registry: AdapterRegistry) -> None:
-    (copied / file).unlink()
-    with pytest.raises(BadAdapter, match=file):
-        load(registry, "a", str(copied))
-
-
-def test_configuration_that_is_no_json(copied: Path, registry: AdapterRegistry) -> None:
-    (copied / "adapter_config.json").write_text("{")
-    with pytest.raises(BadAdapter, match="is not JSON: line 1, column 2: a field's name in double quotes is expected"):
+def test_blocks_that_do_not_divide_a_layer(copied: Path, registry: AdapterRegistry) -> None:
+    edit_tensors(copied, six_rows)
+    edit_config(copied, use_bdlora={"nblocks": 3, B: ["q_proj"]})
+    with pytest.raises(BadAdapter, match="has rank 6 and 64 outputs, which cannot be divided into its 3 blocks"):
         load(registry, "a", str(copied))
 
 
@@ -312,10 +278,7 @@ def test_a_refused_reload_keeps_the_old_content(copied: Path, registry: AdapterR
 
 
 def test_registering_reads_no_tensor(copied: Path, registry: AdapterRegistry) -> None:
-    def corrupt(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[min(tensors)].fill_(float("nan"))
-
-    edit_tensors(copied, corrupt)
+    edit_tensors(copied, lambda tensors: tensors[min(tensors)].fill_(float("nan")))
     registry.register({"a": str(copied)})
     assert registry.names == ("a",) and registry.num_bytes == 0
     with pytest.raises(BadAdapter, match="not finite"):

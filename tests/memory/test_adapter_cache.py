@@ -12,59 +12,66 @@ from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.page_allocator import PageAllocator, PageRun
 
 
-def make(num_pages: int = 20, max_pages: int = 10) -> AdapterCache:
-    return AdapterCache(PageAllocator(num_pages, 2), max_pages)
+def make(num_pages: int = 20, max_pages: int = 10, held: str = "") -> AdapterCache:
+    """`held`: adapters in order of use, such as a3 for three pages."""
+    adapter_cache = AdapterCache(PageAllocator(num_pages, 2), max_pages)
+    for each in held.split():
+        adapter_cache.allocate(each[0], int(each[1:]))
+    return adapter_cache
 
 
-def test_the_least_recently_used_adapter_leaves_first() -> None:
-    adapter_cache = make()
-    for name in ("a", "b", "c"):
-        adapter_cache.allocate(name, 3)
-    adapter_cache.touch("a")
-    assert adapter_cache.allocate("d", 3) == PageRun(3, 3)
-    assert adapter_cache.drain_evicted() == ("b",)
-    assert adapter_cache.drain_evicted() == ()
-    assert adapter_cache.resident == {"a", "c", "d"}
+@pytest.mark.parametrize(
+    ("held", "max_pages", "pinned", "used", "pages", "run", "evicted"),
+    [
+        pytest.param("a3 b3 c3", 10, "", "a", 3, PageRun(3, 3), "b", id="the least recently used one leaves"),
+        pytest.param("a2 b2 c2 d2", 8, "", "", 4, PageRun(0, 4), "ab", id="no more than necessary"),
+        pytest.param("a3 b3 c3", 10, "a", "", 3, PageRun(3, 3), "b", id="a pinned one stays"),
+        pytest.param("c2 p4", 10, "p", "", 5, None, "", id="without room nothing leaves: 2 pages before, 4 after"),
+        pytest.param("c2 p4", 10, "p", "", 11, None, "", id="more than the share"),
+        pytest.param("a4", 6, "a", "", 3, None, "", id="free pages beyond the share are not used"),
+    ],
+)
+def test_which_adapters_are_evicted(
+    held: str, max_pages: int, pinned: str, used: str, pages: int, run: PageRun | None, evicted: str
+) -> None:
+    adapter_cache = make(max_pages=max_pages, held=held)
+    for name in pinned:
+        adapter_cache.pin(name)
+    for name in used:
+        assert adapter_cache.allocate(name, 3) == adapter_cache.run(name), "a resident one is only marked as used"
+    before = adapter_cache.resident
+    assert adapter_cache.allocate("new", pages) == run
+    assert adapter_cache.drain_evicted() == tuple(evicted) and adapter_cache.drain_evicted() == ()
+    assert adapter_cache.resident == before - {*evicted} | ({"new"} if run else set())
     adapter_cache.check_integrity()
-
-
-def test_allocating_a_resident_adapter_only_marks_it_as_used() -> None:
-    adapter_cache = make()
-    for name in ("a", "b", "c"):
-        adapter_cache.allocate(name, 3)
-    assert adapter_cache.allocate("a", 3) == adapter_cache.run("a") == PageRun(0, 3)
-    adapter_cache.allocate("d", 3)
-    assert adapter_cache.drain_evicted() == ("b",)
 
 
 def test_a_pinned_adapter_stays_until_unpinned_as_often_as_pinned() -> None:
-    adapter_cache = make(max_pages=4)
-    adapter_cache.allocate("a", 4)
-    adapter_cache.pin("a")
-    adapter_cache.pin("a")
-    assert adapter_cache.allocate("b", 1) is None
-    adapter_cache.unpin("a")
-    assert adapter_cache.allocate("b", 1) is None
+    adapter_cache = make(max_pages=4, held="a4")
+    for pins in (1, 1, -1):
+        (adapter_cache.pin if pins > 0 else adapter_cache.unpin)("a")
+        assert adapter_cache.allocate("b", 1) is None
+        adapter_cache.evict_for_blocks(9, kept=frozenset())
+        with pytest.raises(AssertionError, match="pinned"):
+            adapter_cache.free("a")
     adapter_cache.unpin("a")
     assert adapter_cache.allocate("b", 1) == PageRun(0, 1)
-    adapter_cache.check_integrity()
+    adapter_cache.free("b")
+    assert adapter_cache.allocator.num_free_blocks == 10
+    with pytest.raises(AssertionError, match="not resident"):
+        adapter_cache.pin("b")
 
 
-def test_a_failing_allocation_evicts_nothing() -> None:
-    adapter_cache = make()
-    adapter_cache.allocate("cold", 2)
-    adapter_cache.allocate("pinned", 4)
-    adapter_cache.pin("pinned")
-    assert adapter_cache.allocate("large", 5) is None, (
-        "2 free pages before the pinned run and 4 after it hold no run of 5"
-    )
-    assert adapter_cache.allocate("larger", 11) is None
-    assert adapter_cache.resident == {"cold", "pinned"} and adapter_cache.drain_evicted() == ()
+def test_kv_pressure_evicts_what_is_neither_kept_nor_pinned_in_order_of_use() -> None:
+    adapter_cache = make(held="a2 b2 c2 d2")
+    adapter_cache.pin("a")
+    adapter_cache.touch("b")
+    adapter_cache.evict_for_blocks(2, kept={"c"})
+    assert adapter_cache.drain_evicted() == ("d", "b") and adapter_cache.resident == {"a", "c"}
 
 
 def test_a_hundred_failing_allocations_search_for_room_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter_cache = make(max_pages=4)
-    adapter_cache.allocate("a", 4)
+    adapter_cache = make(max_pages=4, held="a4")
     adapter_cache.pin("a")
     searches: list[object] = []
     search = adapter_cache.room_beside
@@ -84,22 +91,6 @@ def test_a_hundred_failing_allocations_search_for_room_once(monkeypatch: pytest.
     assert adapter_cache.allocate("c", 1) is None and len(searches) == 2
 
 
-def test_no_more_adapters_than_necessary_are_evicted() -> None:
-    adapter_cache = make(max_pages=8)
-    for name in ("a", "b", "c", "d"):
-        adapter_cache.allocate(name, 2)
-    adapter_cache.allocate("e", 4)
-    assert adapter_cache.drain_evicted() == ("a", "b")
-
-
-def test_adapters_stay_within_their_share() -> None:
-    adapter_cache = make(num_pages=20, max_pages=6)
-    adapter_cache.allocate("a", 4)
-    adapter_cache.pin("a")
-    assert adapter_cache.allocate("b", 3) is None, "pages 6 to 19 are free but beyond the adapters' share"
-    assert adapter_cache.allocator.num_free_blocks == 8
-
-
 def test_kv_blocks_in_the_adapters_share_are_never_overwritten() -> None:
     adapter_cache = make(num_pages=8, max_pages=4)
     blocks = [adapter_cache.allocator.allocate_block() for _ in range(3)]
@@ -110,8 +101,7 @@ def test_kv_blocks_in_the_adapters_share_are_never_overwritten() -> None:
 
 
 def test_reserved_pages_count_in_the_share_and_are_not_evicted() -> None:
-    adapter_cache = make(max_pages=6)
-    adapter_cache.allocate("a", 3)
+    adapter_cache = make(max_pages=6, held="a3")
     reserved = adapter_cache.reserve(2)
     assert reserved == PageRun(3, 2)
     assert adapter_cache.reserve(2) is None, "reserving evicts no adapter"
@@ -122,22 +112,8 @@ def test_reserved_pages_count_in_the_share_and_are_not_evicted() -> None:
     adapter_cache.check_integrity()
 
 
-def test_freeing_a_pinned_adapter_fails() -> None:
-    adapter_cache = make()
-    adapter_cache.allocate("a", 1)
-    adapter_cache.pin("a")
-    with pytest.raises(AssertionError, match="pinned"):
-        adapter_cache.free("a")
-    adapter_cache.unpin("a")
-    adapter_cache.free("a")
-    assert adapter_cache.allocator.num_free_blocks == 10
-    with pytest.raises(AssertionError, match="not resident"):
-        adapter_cache.pin("a")
-
-
 def test_the_integrity_check_finds_an_unaccounted_run() -> None:
-    adapter_cache = make()
-    adapter_cache.allocate("a", 2)
+    adapter_cache = make(held="a2")
     adapter_cache.check_integrity()
     adapter_cache.allocator.allocate_run(1)
     with pytest.raises(AssertionError, match="PageAllocator lists 2"):

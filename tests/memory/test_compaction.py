@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.example_counts import scaled
 from tests.orchestrator.sample_requests import make_request
 from vlora.memory.adapter_cache import AdapterCache
-from vlora.memory.arena import PAGE_BYTES, Arena
 from vlora.memory.block_manager import BlockManager
 from vlora.memory.compaction import CompactionPlan, plan_compaction
 from vlora.memory.page_allocator import PageAllocator, PageRun
@@ -247,19 +245,6 @@ def test_without_pins_an_adapter_that_fits_the_free_pages_is_placed() -> None:
         adapter_cache.allocator.check_integrity()
         if room <= 20 - room:
             assert adapter_cache.resident >= {"new"}
-
-
-@pytest.mark.parametrize(("first", "target", "size"), [(2, 0, 5), (0, 3, 5), (1, 2, 4), (4, 4, 3), (0, 6, 4)])
-def test_the_arena_copies_over_itself(first: int, target: int, size: int) -> None:
-    arena = Arena(10, torch.device("cpu"))
-    arena.bytes.copy_(torch.arange(10 * PAGE_BYTES, dtype=torch.int64).remainder(251).to(torch.uint8))
-    wanted = arena.buffer(first, size).clone()
-    outside = arena.bytes.clone()
-    arena.copy(first, target, size)
-    assert torch.equal(arena.buffer(target, size), wanted)
-    outside[target * PAGE_BYTES : (target + size) * PAGE_BYTES] = wanted
-    assert torch.equal(arena.bytes, outside), "pages outside the target were modified"
-    assert arena.num_copied == (size if first != target else 0)
 
 
 def test_planning_changes_nothing() -> None:

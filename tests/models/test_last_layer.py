@@ -31,9 +31,12 @@ PLANS: dict[str, list[tuple[Mode, str | None]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def reference(request: pytest.FixtureRequest, references: Callable[[str], Reference]) -> Reference:
-    return references(request.param)
+ROWS = [
+    pytest.param(family, mode, tokens, marks=() if (place + turn) % 6 == 0 else pytest.mark.exhaustive)
+    for place, family in enumerate(FAMILIES)
+    for turn, (mode, tokens) in enumerate((mode, tokens) for tokens in (512, 13) for mode in PLANS)
+]
+"""Each family in one mode, with prompts whole or in chunks."""
 
 
 class CountedRows:
@@ -60,11 +63,11 @@ def answers_of(
     return [logits for _, logits in recorded.answer(cases, NUM_TOKENS)], counted
 
 
-@pytest.mark.parametrize("step_tokens", (512, 13), ids=("whole", "chunks"))
-@pytest.mark.parametrize("mode", PLANS)
+@pytest.mark.parametrize(("family", "mode", "step_tokens"), ROWS)
 def test_limited_rows_equal_those_of_a_full_layer(
-    reference: Reference, mode: str, step_tokens: int, monkeypatch: pytest.MonkeyPatch
+    references: Callable[[str], Reference], family: str, mode: str, step_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    reference = references(family)
     cases = [
         (adapter, make_prompt(reference.family, reference.model, seed, num_images=seed % 2))
         for seed, adapter in enumerate(ADAPTERS)
@@ -87,7 +90,13 @@ def test_limited_rows_equal_those_of_a_full_layer(
     assert some.totals == [computed, read, read]
 
 
-def test_a_chunk_without_an_answer_computes_only_keys_and_values(reference: Reference) -> None:
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.exhaustive if place else ()) for place, name in enumerate(FAMILIES)]
+)
+def test_a_chunk_without_an_answer_computes_only_keys_and_values(
+    references: Callable[[str], Reference], family: str
+) -> None:
+    reference = references(family)
     prompt = make_prompt(reference.family, reference.model, 1, num_images=1)
     _, counted = answers_of(reference, [("wide8", prompt)], "unmerged", 8)
     keys, gates, _ = counted.calls

@@ -116,7 +116,11 @@ def test_progress_bars_are_shown_on_terminals_only(capfd: pytest.CaptureFixture[
     assert "Loading weights" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("missing", ["model.language_model.layers.0.mlp.up_proj.weight", "lm_head.weight"])
+@pytest.mark.parametrize(
+    "missing",
+    [f"model.language_model.layers.0.{name}" for name in ("mlp.up_proj.weight", "self_attn.q_proj.bias")]
+    + ["lm_head.weight"],
+)
 def test_a_checkpoint_without_a_tensor_is_refused_by_its_name(tmp_path: Path, missing: str) -> None:
     """transformers would draw the weights at random, and log a warning only."""
     model = build_model("qwen2_vl")

@@ -81,6 +81,10 @@ def test_the_hash_covers_the_content(pair: tuple[InputProcessor, HFModel]) -> No
     prompt = processor.chat("what ?", 1)
     hashes = [processor.encode(prompt, [image]).vision[0].content_hash for image in (first, second, first)]
     assert hashes[0] == hashes[2] != hashes[1]
+    several = processor.chat("what ?", 3)
+    one_way, other_way = (processor.encode(several, shown) for shown in (pictures(3), pictures(3)[::-1]))
+    order = [item.content_hash for item in one_way.vision]
+    assert len(set(order)) == 3 and [item.content_hash for item in other_way.vision] == order[::-1]
 
 
 def test_markers_and_images_must_match(pair: tuple[InputProcessor, HFModel]) -> None:

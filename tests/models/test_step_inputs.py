@@ -1,4 +1,4 @@
-"""The arrays of a step reach the (simulated) device in one copy, whatever the host does meanwhile."""
+"""A step's arrays and tokens on the (simulated) device: one copy there, tokens for the next step, and for the host."""
 
 from __future__ import annotations
 
@@ -87,3 +87,43 @@ def test_without_the_wait_the_pending_copy_is_overwritten(monkeypatch: pytest.Mo
         inputs.copy()
     with pytest.raises(RuntimeError, match="asynchronous copy from it was pending"):
         torch.cuda.synchronize()
+
+
+# -- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_next_step_reads_tokens_without_a_wait() -> None:
+    tokens = StepTokens(CUDA)
+    drawn, ids = torch.tensor([70, 80, 90], device="cuda"), torch.tensor([5, -3, -1, 6, -2], device="cuda")
+    with counting() as counts:
+        on_host = tokens.keep(drawn)
+        tokens.fill(ids)
+    assert counts.total(*HOST_WAITS) == 0 and counts.total(Kind.D2H_ASYNC) == 1
+    assert ids.tolist() == [5, 90, 70, 6, 80]
+    assert on_host.tolist() == [70, 80, 90]
+
+
+def test_two_steps_have_their_own_copies_on_the_host() -> None:
+    tokens = StepTokens(CUDA)
+    first, second = (tokens.keep(torch.tensor(values, device="cuda")) for values in ([1, 2], [3]))
+    torch.cuda.synchronize()
+    assert first.tolist() == [1, 2] and second.tolist() == [3]
+
+
+def test_tokens_with_reserved_room_stay_at_one_address() -> None:
+    tokens = StepTokens(CUDA)
+    tokens.reserve(1000)
+    address = tokens.drawn.data_ptr()
+    for number in (4, 1000):
+        tokens.keep(torch.arange(number, device="cuda"))
+    assert tokens.drawn.data_ptr() == address
+
+
+def test_a_step_with_more_rows_than_any_before_gets_larger_buffers() -> None:
+    tokens = StepTokens(CUDA)
+    first = tokens.keep(torch.tensor([4], device="cuda"))
+    many = tokens.keep(torch.arange(1000, device="cuda"))
+    ids = torch.tensor([-1000], device="cuda")
+    tokens.fill(ids)
+    torch.cuda.synchronize()
+    assert ids.tolist() == [999] and first.tolist() == [4] and many.tolist() == list(range(1000))

@@ -282,7 +282,7 @@ def test_decisions_do_not_depend_on_the_order_of_sets() -> None:
             text=True,
             check=True,
         ).stdout
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")
     }
     assert len(found) == 1 and len(found.pop()) > 200
 
@@ -352,10 +352,9 @@ def recorded(rule: str, seed: int, number: int = 300) -> list[bytes]:
     return lines
 
 
-@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.queues])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_record_repeats_all_decisions(rule: str, seed: int) -> None:
-    lines = recorded(rule, seed)
+@pytest.mark.parametrize("rule", QUEUEING)
+def test_a_record_repeats_all_decisions(rule: str) -> None:
+    lines = recorded(rule, QUEUEING.index(rule))
     found = replay_calls(lines)
     assert found.difference is None and found.num_calls == len(lines) - 1 > 300
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.example_counts import scaled
 from vlora.errors import BadConfig
-from vlora.orchestrator import POLICIES, Costs
+from vlora.orchestrator import Costs
 from vlora.routing import RULES
 from vlora.simulator import MEASURED, Arrival, ClusterConfig, Measures, ReplicaConfig, make_workload, read_costs, replay
 from vlora.simulator.world import World
@@ -72,8 +72,14 @@ def crowd(number: int, rate: float, seed: int = 0) -> list[Arrival]:
     return list(make_workload(text).arrivals(number, 12, seed))
 
 
-@pytest.mark.parametrize("quick", [False, True])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("rule", "quick"),
+    [
+        pytest.param(rule, quick, marks=() if place % 2 == quick else pytest.mark.exhaustive)
+        for place, rule in enumerate(RULES)
+        for quick in (False, True)
+    ],
+)
 def test_all_requests_are_answered_while_replicas_fail(rule: str, quick: bool) -> None:
     cluster = ClusterConfig(
         replicas=3, rule=rule, quick=quick, mtbf_s=15.0, restart_s=3.0, detect_s=0.7, report_s=0.5, report_age_s=1.0
@@ -177,7 +183,7 @@ def test_the_router_keeps_the_order_of_priorities_and_bounds() -> None:
         assert late.as_dict()["refusal_s"]["p99"] <= 6.0, "at the end of a step"
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"merged_only"}))
+@pytest.mark.parametrize("policy", ["algorithm1", pytest.param("dlora", marks=pytest.mark.exhaustive)])
 def test_on_every_replica_the_waiting_bound_holds(policy: str) -> None:
     config = dataclasses.replace(UNMERGED, policy=policy, max_batch_size=4)
     found = replay(crowd(120, 12.0), config, ClusterConfig(replicas=3))
