@@ -60,6 +60,8 @@ UNREAD = ("missing", "empty", "truncated", "a page", OTHER)
 """Changes of files that are not needed beside others. Pointers are named all the same."""
 _LLAVA: tuple[str, SavedBy, str] = ("llava-1.5-7b", "4.57", "Qwen2.5-VL-3B")
 _QWEN: tuple[str, SavedBy, str] = ("Qwen2.5-VL-3B", "hub", "Qwen3-VL-2B")
+_QWEN3: tuple[str, SavedBy, str] = ("Qwen3-VL-2B", "hub", "llava-onevision-qwen2-0.5b")
+_QWEN_VL: tuple[str, SavedBy, str] = ("Qwen-VL-Chat", "hub", "Qwen2.5-VL-3B")
 FAST = (
     Case(*_LLAVA, "config.json"),
     Case(*_LLAVA, "chat_template.jinja"),
@@ -67,9 +69,9 @@ FAST = (
     Case(*_LLAVA, "tokenizer_config.json", harmless=("missing", OTHER)),
     Case(*_LLAVA, "preprocessor_config.json"),
     Case(*_LLAVA, "model.safetensors", stem="weights"),
-    Case(*_LLAVA, "generation_config.json", harmless=("missing", OTHER)),
 )
 OTHERS = (
+    Case(*_LLAVA, "generation_config.json", harmless=("missing", OTHER)),
     Case(*_LLAVA, "processor_config.json", harmless=("missing",)),
     Case(*_LLAVA, "added_tokens.json", harmless=UNREAD),
     Case(*_LLAVA, "special_tokens_map.json", harmless=UNREAD),
@@ -78,23 +80,15 @@ OTHERS = (
     Case(*_QWEN, "model-00002-of-00002.safetensors"),
     Case(*_QWEN, "chat_template.json", harmless=(OTHER,)),  # Qwen3-VL's has the same markers
     Case(*_QWEN, "preprocessor_config.json"),
-    Case(
-        *_QWEN, "tokenizer.json", harmless=("missing", OTHER)
-    ),  # read from vocab.json and merges.txt; a few more tokens
+    Case(*_QWEN, "tokenizer.json", harmless=("missing", OTHER)),  # read from vocab.json and merges.txt; more tokens
     Case(*_QWEN, "vocab.json", harmless=UNREAD),
     Case(*_QWEN, "merges.txt", harmless=UNREAD),
-    Case(
-        "Qwen3-VL-2B",
-        "hub",
-        "llava-onevision-qwen2-0.5b",
-        "video_preprocessor_config.json",
-        harmless=("missing", OTHER),
-    ),
+    Case(*_QWEN3, "video_preprocessor_config.json", harmless=("missing", OTHER)),
     Case("Qwen2.5-VL-3B", "5.23", "Qwen3-VL-2B", "processor_config.json"),
-    Case("Qwen-VL-Chat", "hub", "Qwen2.5-VL-3B", "qwen.tiktoken"),
-    Case("Qwen-VL-Chat", "hub", "Qwen2.5-VL-3B", "generation_config.json", harmless=("missing", OTHER)),
-    Case("Qwen-VL-Chat", "hub", "Qwen2.5-VL-3B", "pytorch_model.bin.index.json"),
-    Case("Qwen-VL-Chat", "hub", "Qwen2.5-VL-3B", "pytorch_model-00003-of-00010.bin"),
+    Case(*_QWEN_VL, "qwen.tiktoken"),
+    Case(*_QWEN_VL, "generation_config.json", harmless=("missing", OTHER)),
+    Case(*_QWEN_VL, "pytorch_model.bin.index.json"),
+    Case(*_QWEN_VL, "pytorch_model-00003-of-00010.bin"),
 )
 
 

@@ -56,18 +56,8 @@ VALUES: dict[str, Sequence[Any]] = {
     "use_rslora": [True],
     "modules_to_save": [["lm_head"], ["embed_tokens", "lm_head"], ["attn.proj"], ["merger"], ["o_proj"], ["norm"]],
     "init_lora_weights": [
-        True,
-        "gaussian",
-        "orthogonal",
-        "eva",
-        "mica",
-        "pissa",
-        "pissa_niter_2",
-        "olora",
-        "corda",
-        "loftq",
-        "lora_ga",
-        "tomorrow",
+        *(True, "gaussian", "orthogonal", "eva", "mica", "pissa", "pissa_niter_2", "olora", "corda", "loftq"),
+        *("lora_ga", "tomorrow"),
     ],
     "layers_to_transform": [[0, 2], 1],
     "layers_pattern": ["layers", ["layers"]],
@@ -126,17 +116,8 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 SHARED_LAYERS = ("lm_head", "embed_tokens")  # named by their tensors
 COMBINED = (
-    "r",
-    "lora_alpha",
-    "use_rslora",
-    "rank_pattern",
-    "alpha_pattern",
-    "exclude_modules",
-    "layers_to_transform",
-    "use_dora",
-    "bias",
-    "modules_to_save",
-    "trainable_token_indices",
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "exclude_modules", "layers_to_transform"),
+    *("use_dora", "bias", "modules_to_save", "trainable_token_indices"),
 )
 
 
@@ -191,16 +172,11 @@ class Generator:
             chosen = draw.sample(COMBINED, 4)
             yield self.write({setting: draw.choice(VALUES[setting]) for setting in chosen})
 
-    def ia3(self) -> Iterator[Folder]:
-        for settings in IA3_VALUES:
-            path = self._root / f"ia3-{next(self._numbers)}"
-            save_adapter(self._model, IA3Config(**{**IA3_PLAIN, **settings}), path)
-            yield Folder(path.name, path, tuple(settings))
-
-    def tokens(self) -> Iterator[Folder]:
-        for settings in TOKENS_VALUES:
-            path = self._root / f"tokens-{next(self._numbers)}"
-            save_adapter(self._model, TrainableTokensConfig(**settings), path)
+    def other_tuners(self) -> Iterator[Folder]:
+        configs: list[tuple[dict[str, Any], Any]] = [(each, IA3Config(**IA3_PLAIN | each)) for each in IA3_VALUES]
+        for settings, config in [*configs, *((each, TrainableTokensConfig(**each)) for each in TOKENS_VALUES)]:
+            path = self._root / f"{type(config).__name__}-{next(self._numbers)}"
+            save_adapter(self._model, config, path)
             yield Folder(path.name, path, tuple(settings))
 
     def other_methods_and_later_versions(self) -> Iterator[Folder]:
@@ -234,8 +210,7 @@ def test_each_folder_is_served_as_peft_does_or_refused_by_name(tmp_path: Path) -
         for folder in itertools.chain(
             generator.every_setting(),
             generator.combinations(),
-            generator.ia3(),
-            generator.tokens(),
+            generator.other_tuners(),
             generator.other_methods_and_later_versions(),
         ):
             try:

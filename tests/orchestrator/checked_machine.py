@@ -34,9 +34,7 @@ class CheckedMachine(Machine):
     """Runs batches of requests made by `make_request` and asserts that each step could be computed.
 
     Attributes:
-        requests: added requests by id.
         cached: contents of images whose embeddings are cached. The first `num_cached` images of each call are.
-        num_cached: see `cached`.
         broken: contents of images that cannot be encoded.
         held: requests' images (id, index) with embeddings.
         num_encoded: how often each content was encoded.
@@ -45,15 +43,7 @@ class CheckedMachine(Machine):
     def __init__(
         self, clock: Clock, costs: Costs, block_size: int, failing: Mapping[str, int], *, sharing: bool
     ) -> None:
-        """Start without KV.
-
-        Args:
-            clock: advanced by each step.
-            costs: of the machine.
-            block_size: tokens per KV block.
-            failing: by request id, the number of its step that fails.
-            sharing: whether requests with the same prefix may share blocks.
-        """
+        """`failing`: by request id, the number of its step that fails. `sharing`: whether blocks may be shared."""
         super().__init__(clock, costs)
         self.requests: dict[str, Request] = {}
         self.num_cached = 1
@@ -159,9 +149,7 @@ class CheckedMachine(Machine):
 class _Content:
     """The inputs of the KV of each token: all tokens up to it, the images they show, and where the adapter began.
 
-    Args:
-        request: the request.
-        owner: its id where blocks must not be shared.
+    `owner`: its id where blocks must not be shared.
     """
 
     def __init__(self, request: Request, owner: str | None) -> None:

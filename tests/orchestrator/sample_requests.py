@@ -30,33 +30,19 @@ def make_request(
 ) -> Request:
     """A request; arguments that are not listed are those of `Request`.
 
-    Args:
-        request_id: determines the answer, see `sampled_token`.
-        adapter: None for the base model.
-        prompt: the number of tokens, or the tokens. One `IMAGE_TOKEN` stands for each token of an image.
-        max_tokens: length of the answer, unless an end token ends it earlier.
-        head: a task head answers instead.
-        ignore_eos: continue after end tokens.
-        max_latency_s: bound on the whole request.
-        images: (content, number of tokens) of each image, in order.
-        max_ttft_s: bound on the first answer.
-        priority: higher is earlier.
-        tenant: whose fair share it counts for.
-        adapter_from: index of the first token that the adapter applies to.
+    request_id: determines the answer, see `sampled_token`. prompt: the number of tokens, or the tokens. One
+    `IMAGE_TOKEN` stands for each token of an image. images: (content, number of tokens) of each, in order.
     """
+    vision = tuple(
+        VisionInput(
+            kind="image", content_hash=content, num_tokens=number, num_patches=PATCHES_PER_TOKEN * number, fields={}
+        )
+        for content, number in images
+    )
     return Request(
         request_id=request_id,
         prompt_ids=tuple(range(1, prompt + 1)) if isinstance(prompt, int) else prompt,
-        vision=tuple(
-            VisionInput(
-                kind="image",
-                content_hash=content,
-                num_tokens=num_tokens,
-                num_patches=PATCHES_PER_TOKEN * num_tokens,
-                fields={},
-            )
-            for content, num_tokens in images
-        ),
+        vision=vision,
         adapter=adapter,
         head=head,
         sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
