@@ -44,12 +44,13 @@ def test_repetition_penalty_is_that_of_transformers(
     torch.testing.assert_close(alone(logits, SamplingParams(repetition_penalty=penalty), prompt, answer), wanted)
 
 
-@given(st.integers(0, 99), tokens.filter(len), tokens, st.integers(0, 10))
-def test_min_tokens_are_those_of_transformers(seed: int, prompt: list[int], answer: list[int], least: int) -> None:
-    logits = logits_of(seed)
-    oracle = MinNewTokensLengthLogitsProcessor(len(prompt), least, list(EOS), device="cpu")
-    wanted = oracle(torch.tensor([prompt + answer]), logits.clone())
-    torch.testing.assert_close(alone(logits, SamplingParams(min_tokens=least), prompt, answer), wanted)
+@pytest.mark.parametrize("answered", range(4))
+def test_min_tokens_are_those_of_transformers(answered: int) -> None:
+    logits, prompt, answer = logits_of(answered), [1, 2], [5] * answered
+    for least in range(6):
+        oracle = MinNewTokensLengthLogitsProcessor(len(prompt), least, list(EOS), device="cpu")
+        wanted = oracle(torch.tensor([prompt + answer]), logits.clone())
+        torch.testing.assert_close(alone(logits, SamplingParams(min_tokens=least), prompt, answer), wanted)
 
 
 @given(st.integers(0, 99), tokens, tokens, st.floats(-2, 2), st.floats(-2, 2))

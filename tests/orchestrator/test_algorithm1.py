@@ -230,13 +230,14 @@ def test_two_requests_finish_with_room_for_one_adapter_and_context() -> None:
 def test_a_day_of_camera_traffic() -> None:
     """Night: one camera. Morning: more traffic, sometimes a gate. Noon: all. Evening: traffic, then the base."""
     simulation = cameras_box()
-    loads = (
+    loads: list[dict[str | None, tuple[int, int]]] = [
         {"yard": (1, 4)},
         {"traffic": (6, 20), "gate": (1, 1)},
         dict.fromkeys(CAMERAS, (2, 6)),
         {"traffic": (3, 6)},
-    )
-    for number, load in enumerate((*loads, {None: (2, 3)})):
+        {None: (2, 3)},
+    ]
+    for number, load in enumerate(loads):
         for camera, (count, max_tokens) in load.items():
             ask(simulation, camera, count, first=10 * number, max_tokens=max_tokens)
         simulation.run()

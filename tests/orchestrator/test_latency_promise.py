@@ -22,10 +22,10 @@ class Clocked(LatencyPromise):
         super().__init__(slowdown, lambda: self.now, max_batch_size)
         self.now = 0.0
 
-    def works(self, seconds: float, *step: float) -> None:
+    def works(self, seconds: float, shared_s: float = 0.0, num_served: int | None = None) -> None:
         """Spend a step of these seconds on requests."""
         self.now += seconds
-        self.served(seconds, *step)
+        self.served(seconds, shared_s, num_served)
 
 
 class Run(NamedTuple):

@@ -126,7 +126,7 @@ def test_requests_that_share_all_blocks_are_preempted_together() -> None:
 @pytest.mark.usefixtures("no_kv_admission")
 def test_a_request_that_shares_all_blocks_is_not_preempted_alone() -> None:
     simulation = tight(Script("xw", "y", "z"), 6, max_step_tokens=10, prefix_cache=True)
-    prompts = {"z": tuple(range(90, 99)), "x": 13, "y": (80, 81, 82, 83, 84), "w": 13}
+    prompts: dict[str, int | tuple[int, ...]] = {"z": tuple(range(90, 99)), "x": 13, "y": (80, 81, 82, 83, 84), "w": 13}
     simulation.add(*(make_request(name, prompt=prompt) for name, prompt in prompts.items()))
     simulation.scheduler.admit(frozenset())
     simulation.clock.now += 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,7 @@ from vlora.types import Request
 BOUNDED = sorted(POLICIES.keys() - {"merged_only"})
 
 
-def box(policy: str = "unmerged_only", **settings: object) -> CheckedReplica:
+def box(policy: str = "unmerged_only", **settings: Any) -> CheckedReplica:
     """One second per step, all adapters resident."""
     return any_box(policy, **settings)
 
