@@ -58,11 +58,11 @@ def check_packed(layers: dict[str, AdaptedLinear], resident: Set[str]) -> bool:
     return all(group.packed is not None for group in groups)
 
 
-def make_pool(layers: dict[str, AdaptedLinear], *others: OtherRanks) -> tuple[AdapterPool, AdapterCache]:
+def make_pool(layers: dict[str, AdaptedLinear], others: OtherRanks | None = None) -> tuple[AdapterPool, AdapterCache]:
     """A pool of ten pages that loads at once."""
     arena = Arena(NUM_PAGES, torch.device("cpu"))
     adapter_cache = AdapterCache(PageAllocator(NUM_PAGES, 2, copy=arena.copy), MAX_PAGES)
-    pool = AdapterPool(arena, adapter_cache, HostTransfer(Inline()), layers, {}, tuple(layers), *others)
+    pool = AdapterPool(arena, adapter_cache, HostTransfer(Inline()), layers, {}, tuple(layers), others)
     return pool, adapter_cache
 
 

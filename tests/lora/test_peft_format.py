@@ -157,7 +157,7 @@ def test_a_convolution_is_refused_as_one(tmp_path: Path, registry: AdapterRegist
 
 # -- refused by name --------------------------------------------------------------------------------------------------
 
-Change = Callable[[Path], None]
+Change = Callable[[Path], object]
 
 
 def config(**changes: Any) -> Change:
@@ -248,7 +248,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
         for file in ("adapter_config.json", "adapter_model.safetensors")
     },
     "no JSON": (
-        lambda folder: (folder / "adapter_config.json").write_text("{") and None,
+        lambda folder: (folder / "adapter_config.json").write_text("{"),
         "is not JSON: line 1, column 2: a field's name in double quotes is expected",
     ),
 }

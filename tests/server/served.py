@@ -63,7 +63,7 @@ def serving(module: str, *arguments: str, token: str | None = None, **environmen
     process = launch(module, *arguments, **environment)
     try:
         assert process.stdout is not None
-        lines = []
+        lines: list[str] = []
         while not (match := re.match(r"ready: rpyc \S+:(\d+) \| http \S+:(\d+) ", lines[-1] if lines else "")):
             lines.append(process.stdout.readline())
             assert lines[-1], (lines, process.communicate())

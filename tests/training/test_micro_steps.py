@@ -423,6 +423,7 @@ def test_products_are_in_float32_where_bfloat16_is_slow(
     tmp_path: Path, fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: fast)
+    monkeypatch.setattr(processor, "flags", lambda: "")
     case = Case.make(tmp_path / "case")
     engine = case.engine(case.plan("results", ["first"]), dtype="bfloat16", policy="unmerged_only")
     shapes = language_shapes(load_model(case.config(dtype="bfloat16")))
