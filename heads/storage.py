@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
@@ -25,6 +27,20 @@ _NOT_IN_EVERY_FORMAT = ("parameters", "reads", "hidden_units")
 _HIDDEN = ("hidden.weight", "hidden.bias")
 
 
+def write_tensors(tensors: Mapping[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a file of safetensors, with the permissions of any new file: safetensors' own keep other users out."""
+    save_file(dict(tensors), str(file), metadata)
+    give_usual_mode(file)
+
+
+def give_usual_mode(file: Path) -> None:
+    """Give a file the permissions that a new file in its folder has."""
+    new = file.with_name(f".{file.name}-{os.getpid()}")
+    new.touch()
+    file.chmod(new.stat().st_mode & 0o777)
+    new.unlink()
+
+
 def save_heads(folder: Path | str, heads: Mapping[str, TaskHead]) -> None:
     """Write all heads of an adapter, replacing existing ones."""
     folder = Path(folder)
@@ -36,7 +52,7 @@ def save_heads(folder: Path | str, heads: Mapping[str, TaskHead]) -> None:
         if head.hidden is not None:
             for part, tensor in zip(_HIDDEN, head.hidden, strict=True):
                 tensors[f"{name}.{part}"] = tensor.detach().cpu().contiguous()
-    save_file(tensors, str(folder / WEIGHTS_FILE))
+    write_tensors(tensors, folder / WEIGHTS_FILE)
     specs = [dataclasses.asdict(head.spec) for head in heads.values()]
     (folder / SPEC_FILE).write_text(json.dumps({"format": FORMAT, "heads": specs}, indent=2) + "\n")
 

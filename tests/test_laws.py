@@ -109,6 +109,18 @@ def _modules_read(file: Path, known: Mapping[str, Path]) -> Iterator[str]:
         yield from (name for name in names if name in known)
 
 
+def test_tensors_are_written_with_the_usual_permissions() -> None:
+    """safetensors' own are for the user who wrote the file; benchmarks read their files themselves."""
+    found = {
+        module
+        for module, file in modules()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == "safetensors.torch"
+        if "save_file" in {name.name for name in node.names} and not module.startswith("vlora.bench")
+    }
+    assert found == {"heads.storage"}
+
+
 def test_checkpoints_are_read_by_the_one_way_that_runs_none_of_their_code() -> None:
     ways = {"vlora.models.pretrained", "fusion.teachers.pretrained"}  # the latter: teachers, from a folder only
     found = {

@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,17 @@ def other_weights(folder: Path) -> str:
                 "them into the base model, or remove the file if the adapter was trained without them"
             )
     return ""
+
+
+def why_unreadable(error: OSError) -> str:
+    """Why a file cannot be read; without permission, whose it is."""
+    if not isinstance(error, PermissionError) or not os.path.exists(error.filename):
+        return error.strerror or str(error)
+    status = os.stat(error.filename)
+    return (
+        f"permission denied to user {os.geteuid()}: it belongs to user {status.st_uid}, with mode "
+        f"{stat.S_IMODE(status.st_mode):04o}; let others read it (chmod a+r), or serve as its owner"
+    )
 
 
 def is_pointer(file: Path) -> bool:

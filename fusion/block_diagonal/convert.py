@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoConfig
@@ -21,6 +21,7 @@ from fusion.embedded import checkpoint_path
 from fusion.phases.plan_checked import check_plan
 from fusion.plan.plan_file import PlanFile
 from fusion.progress.progress import Progress
+from heads.storage import write_tensors
 from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE
 from vlora.errors import BadAdapter, BadConfig
 from vlora.lora import SiteShape
@@ -171,7 +172,7 @@ def _write(
             layers.append(layer)
             by_module[_module(target)] = layer.rank
             update(len(layers))
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    write_tensors(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
     (folder / CONFIG_FILE).write_text(json.dumps({**config, **_settings(by_module, layers, blocks)}, indent=2) + "\n")
     for file in HEAD_FILES:
         if (header.path / file).exists():

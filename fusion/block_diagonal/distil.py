@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fusion.phases.plan_checked import PlanChecked
@@ -23,6 +22,7 @@ from fusion.training.image_head import trainable_head
 from fusion.training.objectives import ForwardOutputs, HeadObjective
 from fusion.training.precision import mixed_precision
 from heads import TaskHead
+from heads.storage import write_tensors
 from vlora.adapter_files import WEIGHTS_FILE
 from vlora.config import EngineConfig
 from vlora.errors import BadAdapter, BadPlan
@@ -113,7 +113,7 @@ def distil(
     held_out = [sample for domain in domains.values() for sample in domain.validation[:_HELD_OUT_SAMPLES]]
     with progress.work(f"distilling {', '.join(domains)}", steps, "steps") as update:
         pair.train(samples, held_out, steps, plan.training, np.random.default_rng(plan.seed), update)
-    save_file(pair.factors(), converted / WEIGHTS_FILE, metadata={"format": "pt"})
+    write_tensors(pair.factors(), converted / WEIGHTS_FILE, {"format": "pt"})
     third, after = scored(_CONVERTED), distance()
     return [
         DistillationScores(name, first[name], second[name], third[name], before[name], after[name]) for name in domains

@@ -11,7 +11,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+
+from heads.storage import write_tensors
 
 
 class Features(Protocol):
@@ -66,7 +67,7 @@ class FeatureCache:
         file = self._file(samples)
         temporary = file.with_suffix(f".{os.getpid()}")
         counts = torch.tensor([len(one) for one in rows])
-        save_file({"rows": torch.cat(list(rows)).cpu(), "counts": counts}, temporary)
+        write_tensors({"rows": torch.cat(list(rows)).cpu(), "counts": counts}, temporary)
         temporary.replace(file)
 
     def _file(self, samples: Sequence[Sequence[str]]) -> Path:

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from heads.storage import write_tensors
 from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE
 from vlora.errors import BadAdapter, BadConfig
 from vlora.lora.peft_format import read_config
@@ -92,7 +93,7 @@ def convert(adapter: Path, out: Path, rank: int) -> list[ConvertedLayer]:
     temporary.mkdir(parents=True)
     try:
         (temporary / CONFIG_FILE).write_text(json.dumps(_lora_config(config, converted), indent=2))
-        save_file(tensors, str(temporary / WEIGHTS_FILE))
+        write_tensors(tensors, temporary / WEIGHTS_FILE)
         for name in HEAD_FILES:
             if (adapter / name).exists():
                 shutil.copy(adapter / name, temporary / name)

@@ -19,7 +19,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from heads import HeadSpec, TaskHead, load_heads
-from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, content_hash, is_pointer, other_weights
+from vlora.adapter_files import (
+    CONFIG_FILE,
+    HEAD_FILES,
+    WEIGHTS_FILE,
+    content_hash,
+    is_pointer,
+    other_weights,
+    why_unreadable,
+)
 from vlora.errors import BadAdapter, listed
 from vlora.lora.layout import run_bytes
 from vlora.lora.legacy_names import fused_sites
@@ -289,7 +297,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BadAdapter(f"{path}: no {CONFIG_FILE}; {_without_config(path)}") from error
     except OSError as error:
-        raise BadAdapter(f"{file}: cannot read: {error.strerror}") from error
+        raise BadAdapter(f"{file}: cannot read: {why_unreadable(error)}") from error
     except (ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else json_errors.described(error)
         raise BadAdapter(f"{file}: is not JSON: {why}") from error
@@ -332,6 +340,6 @@ def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
             f"{file.parent}: no {WEIGHTS_FILE}; pickled weights (.bin) are not supported, save as safetensors"
         ) from error
     except OSError as error:
-        raise BadAdapter(f"{file}: cannot read: {error.strerror or error}") from error
+        raise BadAdapter(f"{file}: cannot read: {why_unreadable(error)}") from error
     except SafetensorError as error:
         raise BadAdapter(f"{file}: cannot be read as safetensors ({error}); the file may be truncated") from error

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from atmm import Factors
+from heads.storage import write_tensors
 from vlora.errors import BadConfig
 
 PREFIX = "base_model.model."
@@ -237,7 +237,7 @@ class TrainableLora:
         for layer, (a, b) in self.values().items():
             tensors[f"{PREFIX}{layer}.lora_A.weight"] = a.cpu()
             tensors[f"{PREFIX}{layer}.lora_B.weight"] = b.cpu().contiguous()
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_tensors(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
         settings = {
             "peft_type": "LORA",
             "r": self.settings.rank,
