@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from fusion.phases.base_scored import score_base
 from fusion.phases.data_ready import load_frozen_base, prepare_data
-from fusion.phases.packing import find_optimum, pack_domains
+from fusion.phases.packing import find_optimum, keep_packing, pack_domains
 from fusion.phases.plan_checked import check_plan
 from fusion.phases.report import report_run
 from fusion.phases.session import training_session
@@ -20,6 +21,7 @@ from fusion.plan.summary import as_json, print_summary
 from fusion.progress.progress import Progress
 from fusion.report.report import FusionReport
 from fusion.report.results import refuse_foreign, refuse_to_overwrite
+from fusion.training.checkpoint import NotStored
 from fusion.training.resume_hint import ResumeHint
 from vlora.errors import BadConfig
 from vlora.plan_files.run_lock import lock_folder
@@ -44,7 +46,8 @@ def fuse(
         plan_path: the plan file.
         out: folder for the results and, during the run, for finished trainings.
         device: training device.
-        resume: continue from the trainings in OUT/checkpoint of an earlier run.
+        resume: reuse the trainings in OUT/checkpoint of an earlier run, also one with another plan, where everything
+            that they depend on is the same.
         restart: delete these trainings and replace the results of an earlier run.
         oracle: also find the minimum number of adapters, which takes many more trainings.
         workers: number of parallel trainings; CPU only.
@@ -71,19 +74,44 @@ def fuse(
         with lock_folder(out):
             _check_folder(out, continues=resume or restart)  # another run may have used it since
             started = time.perf_counter()
-            data = prepare_data(checked, out, progress, device=device, resume=resume)
+            data = prepare_data(checked, out, progress, device=device)
             base = score_base(data)
             with training_session(
                 data, out, progress, resume=resume, workers=workers, on_cleared=hint.mark_cleared
             ) as session:
                 thresholds = set_thresholds(data, session)
                 packing = pack_domains(data, thresholds, session)
+                keep_packing(packing, session)
                 optimum = find_optimum(thresholds, session) if oracle else None
             report = report_run(data, base, thresholds, packing, optimum, session, out, started)
     console.print(report.table())
     if words := report.in_words():
         console.print(words, markup=False, highlight=False)
     return report
+
+
+def preview(plan_path: Path | str, out: Path | str, *, device: str = "cpu", console: Console | None = None) -> None:
+    """Print which trainings in OUT/checkpoint `fuse` with `resume` would reuse, and the first that it would run.
+
+    Raises:
+        BadPlan: the plan or its data cannot be used.
+        BadConfig: OUT contains files of others, or another process uses it.
+    """
+    out = Path(out)
+    refuse_foreign(out)
+    with Progress(console or Console()) as progress:
+        checked = check_plan(read_plan_file(plan_path), progress)
+        with lock_folder(out):
+            data = prepare_data(checked, out, progress, device=device)
+            session_of = functools.partial(training_session, resume=True, workers=1, on_cleared=lambda: None)
+            with session_of(data, out, progress) as session, session.cache.only_stored():
+                try:
+                    packing = pack_domains(data, set_thresholds(data, session), session)
+                except NotStored as first:
+                    progress.say(f"first training to run: {first}")
+                else:
+                    adapters = "; ".join(", ".join(adapter) for adapter in packing.adapters)
+                    progress.say(f"nothing to train: every training is stored; adapters: {adapters}")
 
 
 def _check_folder(out: Path, *, continues: bool) -> None:

@@ -25,7 +25,7 @@ from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
 from fusion.plan.tasks import METRICS
 from fusion.training.checkpoint import Checkpoint, State
 from fusion.training.domain import Domain
-from fusion.training.fingerprint import hash_of_processing, identity_of
+from fusion.training.fingerprint import hash_of_processing, inputs_of
 from fusion.training.frozen_base import FrozenBase
 from fusion.training.run_cache import RunCache
 from fusion.training.trainer import LoraTrainer
@@ -227,10 +227,10 @@ class Bench:
         base = FrozenBase(load_model(EngineConfig(model=path, dtype="float32")), processor)
         self.domains = {plan.name: Domain(plan, self.splits[plan.name], base) for plan in self.plan.domains}
         self.trainer = LoraTrainer(base, self.domains, self.plan)
-        identity = identity_of(self.plan, self.splits, base.weights, hash_of_processing(processor), "cpu")
-        checkpoint = Checkpoint(folder, identity, resume=True)
-        self.rehearsing = RunCache(self.trainer, checkpoint, rehearsal=_REHEARSAL)
-        self.forgetting = RunCache(self.trainer, checkpoint, rehearsal=0.0)
+        inputs = inputs_of(self.plan, self.splits, base.weights, hash_of_processing(processor), "cpu")
+        checkpoint = Checkpoint(folder, resume=True)
+        self.rehearsing = RunCache(self.trainer, checkpoint, inputs, rehearsal=_REHEARSAL)
+        self.forgetting = RunCache(self.trainer, checkpoint, inputs, rehearsal=0.0)
 
     def tested(self, state: State, names: Sequence[str]) -> dict[str, float]:
         """Scores on test data, which no decision uses."""

@@ -55,6 +55,15 @@ def starts_with_all(num_domains: int, paid: bool) -> bool:
     return paid or num_domains <= _FEW
 
 
+class Former(NamedTuple):
+    """An adapter of an earlier run, with its domains that are still packed. trained: None if its training no longer has
+    the same inputs."""
+
+    history: History
+    names: Adapter
+    trained: TrainingResult | None
+
+
 class _Held(NamedTuple):
     """An adapter and the domains that stay in it, in the plan's order."""
 
@@ -71,6 +80,7 @@ def pack_guided(
     trained_alone: Collection[str] = (),
     say: Callable[[str], None] = lambda _: None,
     run_ahead: Callable[[Sequence[Adapter]], None] = lambda _: None,
+    former: Sequence[Former] = (),
 ) -> Packing:
     """Pack domains at a cost of at most `BUDGET` single-domain trainings per domain.
 
@@ -80,11 +90,16 @@ def pack_guided(
     Args:
         trained_alone: domains whose single-domain trainings exist already and cost nothing.
         run_ahead: may train these groups in parallel; each is then looked up by `together`.
+        former: begin with these adapters, without merging them: only domains that they do not serve are trained.
     """
     search = _Search(domains, thresholds, trainings, trained_alone, say)
-    search.train_groups(run_ahead)
+    if former:
+        search.continue_from(former)
+    else:
+        search.train_groups(run_ahead)
     search.join_the_rest()
-    search.merge()
+    if not former:
+        search.merge()
     adapters = {one.names: one.trained for one in search.in_order()}
     histories = {one.names: one.history for one in search.adapters}
     return Packing.of(adapters, search.steps, search.missed, thresholds, histories)
@@ -138,6 +153,33 @@ class _Search:
             run_ahead(groups)
         for group, below in [(group, self._train_group(group)) for group in groups]:
             self._divide(group, below)
+        self._train_the_groups()
+
+    def continue_from(self, former: Sequence[Former]) -> None:
+        """Keep the adapters of an earlier run, each with the domains that meet their thresholds; train those together
+        again of which the inputs have changed.
+        """
+        placed = {name for one in former for name in one.names}
+        changed = [self._sorted(one.names) for one in former if one.trained is None]
+        for history, names, trained in former:
+            below = {} if trained is None else below_threshold(trained.scores, self._thresholds)
+            if below and history == History(names):  # it misses its threshold alone, so no other adapter is tried
+                self._alone.update(names)
+                self._train_alone(names[0])
+            elif trained is not None:
+                if kept := self._sorted(set(names) - below.keys()):
+                    self._hold(_Held(history, kept, _scores_of(trained, kept)))
+                    self._say(f"kept: {format_scores(_scores_of(trained, kept).scores, self._thresholds)}")
+                self.left += sorted(below, key=lambda name: (self._thresholds[name] - below[name].lower, name))
+        for names in changed:
+            if len(names) > 1 and self._affords(len(names)):
+                self._divide(names, self._train_group(names))
+            else:
+                self.left += names
+        self.left += [name for name in self._domains if name not in placed]
+        self._train_the_groups()
+
+    def _train_the_groups(self) -> None:
         while self._groups:
             group = max(self._groups, key=len)
             self._groups.remove(group)

@@ -16,9 +16,8 @@ from fusion.phases.plan_checked import PlanChecked
 from fusion.plan.schema import Plan
 from fusion.progress.progress import Progress
 from fusion.training.activation import invocation_tokens
-from fusion.training.checkpoint import refuse_others
 from fusion.training.domain import Domain
-from fusion.training.fingerprint import hash_of_processing, identity_of
+from fusion.training.fingerprint import Inputs, hash_of_processing, inputs_of
 from fusion.training.frozen_base import FrozenBase
 from vlora.config import EngineConfig, Quantize
 from vlora.errors import BadConfig, BadPlan
@@ -32,34 +31,28 @@ from vlora.plan_files.errors import PlanErrors
 class DataReady:
     """The base model and the domains encoded for it, in the plan's order.
 
-    teacher_scores: validation score of each teacher, by domain. identity: names and values of everything that
-    determines the results of the run's trainings.
+    teacher_scores: validation score of each teacher, by domain. inputs: everything that the run's trainings depend on.
     """
 
     plan: Plan
     base: FrozenBase
     domains: Mapping[str, Domain]
     teacher_scores: Mapping[str, float]
-    identity: Mapping[str, str]
+    inputs: Inputs
 
 
-def prepare_data(checked: PlanChecked, out: Path, progress: Progress, *, device: str, resume: bool) -> DataReady:
+def prepare_data(checked: PlanChecked, out: Path, progress: Progress, *, device: str) -> DataReady:
     """Load the base model and encode all samples; image features are stored in OUT/features.
 
-    Args:
-        resume: the run will continue with the trainings in OUT/checkpoint.
-
     Raises:
-        BadPlan: those trainings have different inputs, or the base model cannot process a sample.
+        BadPlan: the base model cannot process a sample.
         BadConfig: a part of the base model is missing.
     """
     plan = checked.plan
     base = load_frozen_base(plan, device, progress, features=out / "features")
     splits = {name: data.splits for name, data in checked.data.items()}
-    identity = identity_of(plan, splits, base.weights, hash_of_processing(base.processor), device, progress)
-    if resume:  # refuse before any long work starts
-        refuse_others(out / "checkpoint", identity)
-    return DataReady(plan, base, encode_domains(checked, base), checked.teacher_scores, identity)
+    inputs = inputs_of(plan, splits, base.weights, hash_of_processing(base.processor), device, progress)
+    return DataReady(plan, base, encode_domains(checked, base), checked.teacher_scores, inputs)
 
 
 def load_frozen_base(plan: Plan, device: str, progress: Progress, *, features: Path | None = None) -> FrozenBase:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
-from fusion.packing.algorithm import Packing, Train, pack, pack_best, pack_in_sequence
-from fusion.packing.guided import pack_guided
+from fusion.packing.algorithm import Adapter, History, Packing, Step, Train, pack, pack_best, pack_in_sequence
+from fusion.packing.guided import Former, pack_guided
 from fusion.packing.joint import pack_jointly
 from fusion.packing.oracle import Bound, Optimum, Oracle
 from fusion.packing.orders import at_random, by_similarity, hardest_first
@@ -16,6 +17,7 @@ from fusion.phases.data_ready import DataReady
 from fusion.phases.session import Session
 from fusion.phases.thresholds import Thresholds
 from fusion.plan.schema import Order, Plan
+from fusion.training.checkpoint import NotStored
 from fusion.training.domain import Domain
 from fusion.training.parallel_jobs import RunAhead
 from fusion.training.run_cache import RunCache
@@ -29,17 +31,65 @@ class OracleResult:
     optimum: Optimum | None
 
 
+class _Stored(NamedTuple):
+    """A packing as it is stored for later runs of a changed plan."""
+
+    adapters: list[tuple[Adapter, History]]
+    steps: list[Step]
+
+
 def pack_domains(data: DataReady, thresholds: Thresholds, session: Session) -> Packing:
-    """Pack the domains as the plan says."""
-    return packing_of(
-        data.plan,
-        data.domains,
-        thresholds.values,
-        session.cache,
-        session.progress.say,
-        session.run_ahead,
-        trained_alone(data.plan, data.teacher_scores),
+    """Pack the domains as the plan says.
+
+    After an earlier run with another plan, `guided` begins with that run's adapters, unless stored trainings suffice
+    to pack from the beginning.
+    """
+    plan, cache, say = data.plan, session.cache, session.progress.say
+    pack = partial(packing_of, plan, data.domains, thresholds.values, cache)
+    alone = trained_alone(plan, data.teacher_scores)
+    stored = session.checkpoint.packing(_Stored) if plan.packing == "guided" else None
+    if stored is None:
+        return pack(say, session.run_ahead, alone)
+    said: list[str] = []
+    try:
+        with cache.only_stored():
+            packing = pack(said.append, alone=alone)
+    except NotStored:
+        former = _former(stored, tuple(data.domains), session)
+        if all(one.trained is None for one in former):
+            return pack(say, session.run_ahead, alone)
+        return _continued(former, stored.steps, tuple(data.domains), thresholds, session, alone)
+    for line in said:
+        say(line)
+    return packing
+
+
+def keep_packing(packing: Packing, session: Session) -> None:
+    """Store a packing for later runs of a changed plan."""
+    session.checkpoint.keep_packing(_Stored([*packing.histories.items()], [*packing.steps]))
+
+
+def _former(stored: _Stored, domains: Adapter, session: Session) -> list[Former]:
+    """The adapters of an earlier run that have domains of this one."""
+    left = [(history, tuple(name for name in adapter if name in domains)) for adapter, history in stored.adapters]
+    return [Former(history, names, session.cache.stored(history, names)) for history, names in left if names]
+
+
+def _continued(
+    former: Sequence[Former],
+    steps: Sequence[Step],
+    domains: Adapter,
+    thresholds: Thresholds,
+    session: Session,
+    alone: Sequence[str],
+) -> Packing:
+    """The packing of an earlier run, changed where domains, data or thresholds have changed, after its steps."""
+    packing = pack_guided(
+        domains, thresholds.values, session.cache, trained_alone=alone, say=session.progress.say, former=former
     )
+    kept = {name for one in former if one.trained is not None for name in one.names}
+    before = [step for step in steps if kept.issuperset(step.trained.scores)]
+    return dataclasses.replace(packing, steps=(*before, *packing.steps))
 
 
 def packing_of(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fusion.packing.algorithm import Adapter, Packing
 from fusion.phases.data_ready import DataReady
 from fusion.progress.progress import Progress
 from fusion.training.checkpoint import Checkpoint, State
+from fusion.training.fingerprint import ALL, Inputs
 from fusion.training.parallel_jobs import Job, RunAhead, one_thread, run_in_parallel
 from fusion.training.run_cache import RunCache
 from fusion.training.trainer import LoraTrainer
@@ -18,11 +19,12 @@ from fusion.training.trainer import LoraTrainer
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """cache: every training of the run. run_ahead: runs trainings in parallel, or does nothing with one worker.
-    jointly: the plan trains all domains of an adapter jointly."""
+    """cache: every training of the run, stored in checkpoint. run_ahead: runs trainings in parallel, or does nothing
+    with one worker. jointly: the plan trains all domains of an adapter jointly."""
 
     trainer: LoraTrainer
     cache: RunCache
+    checkpoint: Checkpoint
     run_ahead: RunAhead
     progress: Progress
     jointly: bool
@@ -58,7 +60,22 @@ def training_session(
     with one_thread() if parallel else contextlib.nullcontext():
         trainer = LoraTrainer(data.base, data.domains, plan, progress=progress)
         # Opened only now, so that a plan that is refused above deletes nothing.
-        checkpoint = Checkpoint(out / "checkpoint", data.identity, resume=resume)
+        checkpoint = Checkpoint(out / "checkpoint", resume=resume)
         on_cleared()
-        cache = RunCache(trainer, checkpoint, rehearsal=plan.training.rehearsal, progress=progress)
-        yield Session(trainer, cache, run_ahead, progress, jointly=plan.packing == "jointly")
+        if before := checkpoint.inputs():
+            for line in _reused(data.inputs, before):
+                progress.say(line)
+        cache = RunCache(trainer, checkpoint, data.inputs, rehearsal=plan.training.rehearsal, progress=progress)
+        yield Session(trainer, cache, checkpoint, run_ahead, progress, jointly=plan.packing == "jointly")
+
+
+def _reused(inputs: Inputs, before: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """Of which domains the stored trainings are reused, and why those of others are not."""
+    changes = inputs.changes(before)
+    if shared := changes.pop(ALL, None):
+        yield f"no stored training is reused: {', '.join(shared)} changed"
+        return
+    reused = [name for name in inputs.training if name not in (ALL, *changes)]
+    yield f"trainings are reused if all of their domains are of: {', '.join(reused) or 'none'}"
+    for name, changed in changes.items():
+        yield f"  not {name}: " + (f"{', '.join(changed)} changed" if name in before else "it is new")

@@ -19,7 +19,7 @@ _NAMES = ("adapters", "test", "report.html", _REPORT)
 _STAGED = "results.unfinished"
 _REPLACED = "replaced.json"  # in the staged results: the report of the results that they replace
 # Names of files and folders in a run's other folders.
-_TRAININGS = re.compile(rf"run\.json|[0-9a-f]{{24}}|{UNFINISHED}.*")
+_TRAININGS = re.compile(rf"packing\.json|[0-9a-f]{{24}}|{UNFINISHED}.*")
 _FEATURES = re.compile(r"[0-9a-f]{64}\.(safetensors|\d+)")
 
 

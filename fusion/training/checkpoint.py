@@ -1,7 +1,8 @@
-"""Finished trainings on disk, so that a run that was killed can be resumed.
+"""Finished trainings on disk, so that a run that was killed is resumed, and a run of a changed plan trains only what
+the change affects.
 
-FOLDER/run.json contains the run's identity; each FOLDER/KEY/ contains one training: state.safetensors and trained.json.
-Random draws depend on the seed and on what is trained, not on earlier draws, so no generator state is stored.
+Each FOLDER/KEY/ has one training: state.safetensors, trained.json, and a file for each value measured with it. Random
+draws depend on the seed and on what is trained, not on earlier draws, so no generator state is stored.
 """
 
 from __future__ import annotations
@@ -10,69 +11,75 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
+import msgspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from fusion.packing.algorithm import Score, TrainingResult
 from fusion.training.resume_hint import UNFINISHED
+from heads.storage import write_tensors
 from vlora.errors import BadPlan
 
-_MADE_OF = "run.json"
+Value = TypeVar("Value")
 State = dict[str, torch.Tensor]
+_PACKING = "packing.json"
+
+
+class Key(NamedTuple):
+    """A training. what: its domains, in which order and how. inputs: everything else that determines its result
+    (`fusion.training.fingerprint.Inputs`)."""
+
+    what: str
+    inputs: Mapping[str, Mapping[str, str]]
+
+    @property
+    def folder(self) -> str:
+        return _short_hash(json.dumps([self.what, self.inputs], sort_keys=True))
+
+
+class NotStored(Exception):
+    """A training that is needed is not stored, in a run that trains nothing."""
 
 
 class Checkpoint:
-    """Trainings by key. identity: names and values of everything that determines the result of a training."""
+    """Trainings, and values that were measured with them, by what they depend on."""
 
-    def __init__(self, folder: Path, identity: Mapping[str, str], *, resume: bool) -> None:
-        """Continue with the folder's trainings, or clear it. Raises BadPlan if they belong to another identity."""
+    def __init__(self, folder: Path, *, resume: bool) -> None:
+        """Continue with the folder's trainings, or delete them."""
         self._folder = folder
-        made_of = folder / _MADE_OF
-        if resume and made_of.exists():
-            refuse_others(folder, identity)
-        else:
+        if not resume:
             shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            temporary = folder / f"{UNFINISHED}{_MADE_OF}"
-            _write_through(temporary, json.dumps(dict(identity), indent=1).encode())
-            temporary.rename(made_of)
-            _sync(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f"{UNFINISHED}*"):  # by a process that was killed
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
-    def trained(self, key: str) -> TrainingResult | None:
-        """The result of a training, None if it is not stored."""
-        file = self._place(key) / "trained.json"
-        try:
-            found = json.loads(file.read_text())
-            scores = {name: Score(*score) for name, score in found["scores"].items()}
-            return TrainingResult(scores, found["seconds"], tuple(found["losses"]))
-        except FileNotFoundError:
-            return None
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise _damaged(file) from error
+    def trained(self, key: Key) -> tuple[float, tuple[float, ...]] | None:
+        """The seconds and the losses of a training, None if it is not stored."""
+        found = self._read(self._folder / key.folder / "trained.json", _Trained)
+        return None if found is None else (found.seconds, found.losses)
 
-    def state(self, key: str) -> State:
-        file = self._place(key) / "state.safetensors"
+    def state(self, key: Key) -> State:
+        file = self._folder / key.folder / "state.safetensors"
         try:
             return load_file(file)
         except (OSError, SafetensorError) as error:
             raise _damaged(file) from error
 
-    def keep(self, key: str, trained: TrainingResult, state: Mapping[str, torch.Tensor]) -> None:
+    def keep(self, key: Key, seconds: float, losses: Sequence[float], state: Mapping[str, torch.Tensor]) -> None:
         """Write a training atomically: if the process dies while writing, nothing is stored."""
-        place = self._place(key)
+        place = self._folder / key.folder
         # Other processes may store the same training; each writes into a folder of its own.
         temporary = self._folder / f"{UNFINISHED}{os.getpid()}-{place.name}"
         temporary.mkdir()
-        save_file({name: tensor.contiguous().cpu() for name, tensor in state.items()}, temporary / "state.safetensors")
+        stored = {name: tensor.contiguous().cpu() for name, tensor in state.items()}
+        write_tensors(stored, temporary / "state.safetensors")
         _sync(temporary / "state.safetensors")
-        content = {"key": key, "scores": trained.scores, "seconds": trained.seconds, "losses": trained.losses}
-        _write_through(temporary / "trained.json", json.dumps(content, indent=1).encode())
+        content = msgspec.json.encode(_Trained(key.what, key.inputs, seconds, tuple(losses)))
+        _write_through(temporary / "trained.json", msgspec.json.format(content, indent=1))
         _sync(temporary)
         try:
             temporary.rename(place)
@@ -82,39 +89,56 @@ class Checkpoint:
             shutil.rmtree(temporary)  # another process stored it first, and training is deterministic
         _sync(self._folder)
 
-    def _place(self, key: str) -> Path:
-        return self._folder / hashlib.sha256(key.encode()).hexdigest()[:24]
+    def measured(self, key: Key, what: str, kind: type[Value]) -> Value | None:
+        """A value that was measured with a training, None if it is not stored. what: all that it depends on."""
+        return self._read(self._folder / key.folder / f"{_short_hash(what)}.json", kind)
+
+    def keep_measured(self, key: Key, what: str, value: object) -> None:
+        self._write(self._folder / key.folder / f"{_short_hash(what)}.json", value)
+
+    def packing(self, kind: type[Value]) -> Value | None:
+        """The packing of the last run that finished, None before the first one."""
+        return self._read(self._folder / _PACKING, kind)
+
+    def keep_packing(self, value: object) -> None:
+        self._write(self._folder / _PACKING, value)
+
+    def inputs(self) -> dict[str, Mapping[str, str]]:
+        """The inputs of the latest training with each domain."""
+        files = sorted(self._folder.glob("*/trained.json"), key=lambda file: file.stat().st_mtime)
+        stored = [found for file in files if (found := self._read(file, _Trained)) is not None]
+        return {name: values for one in stored for name, values in one.inputs.items()}
+
+    def _read(self, file: Path, kind: type[Value]) -> Value | None:
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=kind)
+        except FileNotFoundError:
+            return None
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise _damaged(file) from error
+
+    def _write(self, file: Path, value: object) -> None:
+        temporary = self._folder / f"{UNFINISHED}{os.getpid()}-{file.name}"
+        _write_through(temporary, msgspec.json.encode(value))
+        temporary.rename(file)
+        _sync(file.parent)
 
 
-def refuse_others(folder: Path, identity: Mapping[str, str]) -> None:
-    """Raise BadPlan, with the differences, if the folder belongs to another identity or its identity is unreadable."""
-    made_of = folder / _MADE_OF
-    try:
-        before = json.loads(made_of.read_text())
-    except FileNotFoundError:
-        return
-    except ValueError as error:
-        raise _damaged(made_of) from error
-    if not isinstance(before, dict):
-        raise _damaged(made_of)
-    changed = [name for name in {**before, **identity} if before.get(name) != identity.get(name)]
-    if changed:
-        changes = "\n".join(
-            f"  {name}: was {_short(before.get(name))}, is {_short(identity.get(name))}" for name in changed
-        )
-        raise BadPlan(
-            f"{made_of.parent} belongs to a run with different inputs, so it cannot be resumed:\n{changes}\n"
-            "undo the change, or give --restart instead of --resume to start over"
-        )
+class _Trained(msgspec.Struct):
+    what: str
+    inputs: Mapping[str, Mapping[str, str]]
+    seconds: float
+    losses: tuple[float, ...]
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def _damaged(file: Path) -> BadPlan:
-    """A run writes atomically, even if it is killed, so a damaged file was changed by another program."""
+    """A run writes atomically, even if it is killed, so a damaged file was changed by another program, or is of another
+    version."""
     return BadPlan(f"{file} is damaged, so the run cannot be resumed; give --restart instead of --resume")
-
-
-def _short(value: str | None) -> str:
-    return "absent" if value is None else value if len(value) <= 40 else f"{value[:37]}..."
 
 
 def _write_through(file: Path, content: bytes) -> None:

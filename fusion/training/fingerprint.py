@@ -1,12 +1,14 @@
-"""A run's identity as hashes: the base model, the plan and the data. Runs with the same identity train identically."""
+"""What trainings depend on: the base model, fields of the plan, and the data, as hashes. With the same inputs, the same
+training has the same result.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,31 +18,64 @@ from fusion.progress.progress import Progress
 from heads.storage import FORMAT
 from vlora.models import InputProcessor
 
+ALL = ""  # in place of a domain's name
 
-def identity_of(
+
+class Inputs(NamedTuple):
+    """What the results of a run depend on, as names and values.
+
+    training: of each training that a domain takes part in, by domain; those of every training under `ALL`. validation:
+    by domain, of its scores.
+    """
+
+    training: Mapping[str, Mapping[str, str]]
+    validation: Mapping[str, Mapping[str, str]]
+
+    def of_training(self, domains: Collection[str]) -> dict[str, Mapping[str, str]]:
+        """Everything that the result of a training with these domains depends on."""
+        return {name: self.training[name] for name in sorted({ALL, *domains})}
+
+    def changes(self, since: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
+        """By domain, or `ALL`, the names of values that differ from earlier ones. All names for a new domain."""
+        changed = {
+            name: [one for one, value in values.items() if since.get(name, {}).get(one) != value]
+            for name, values in self.training.items()
+        }
+        return {name: names for name, names in changed.items() if names}
+
+
+def inputs_of(
     plan: Plan,
     splits: Mapping[str, Splits],
     base: str,
     processing: str,
     device: str,
     progress: Progress | None = None,
-) -> dict[str, str]:
-    """Fields of the plan by dotted name, hashes of each domain's data, the base's weights and its processing, and the
-    format of stored heads, which tells their layers.
+) -> Inputs:
+    """Fields of the plan, hashes of each domain's data, of the base's weights and of its processing, and the format of
+    stored heads, which tells their layers.
 
     Args:
         progress: display for reading all pictures.
     """
-    fields = {f"plan's {name}": value for name, value in _fields(plan.model_dump(mode="json"))}
-    data = {f"data of {name}": _hash_of_data(name, own, progress or Progress()) for name, own in splits.items()}
-    return {
-        **fields,
-        **data,
+    fields = plan.model_dump(mode="json", include={"seed", "quantize", "lora", "training"})
+    del fields["training"]["rehearsal"]  # part of the names of those trainings that rehearse
+    training: dict[str, Mapping[str, str]] = {}
+    validation = {}
+    for domain in plan.domains:
+        name, own = domain.name, splits[domain.name]
+        used = domain.model_dump(mode="json", include={"question", "task", "labels", "metric", "head"})
+        learned, scored = _hashes_of_data(name, own, progress or Progress())
+        training[name] = {"training data": learned, **{field: repr(value) for field, value in used.items()}}
+        validation[name] = {"validation data": scored, "confidence": repr(plan.confidence)}
+    training[ALL] = {
+        **dict(_fields(fields)),
         "weights of the base": base,
         "processing of the base": processing,
         "format of heads": str(FORMAT),
         "device": device,
     }
+    return Inputs(training, validation)
 
 
 def hash_of_weights(named: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -63,20 +98,21 @@ def hash_of_processing(processor: InputProcessor) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _hash_of_data(name: str, splits: Splits, progress: Progress) -> str:
-    digest = hashlib.sha256(f"{splits.task} {splits.labels}".encode())
-    parts = (splits.train, splits.validation, splits.test)
+def _hashes_of_data(name: str, splits: Splits, progress: Progress) -> tuple[str, str]:
+    """Of the training and of the validation samples."""
+    parts, hashes = (splits.train, splits.validation), []
     done = 0
     with progress.work(f"reading the pictures of {name}", sum(map(len, parts)), "samples") as update:
         for part in parts:
-            digest.update(f"part of {len(part)}".encode())
+            digest = hashlib.sha256(f"{splits.task} {splits.labels} {len(part)}".encode())
             for sample in part:
                 digest.update(f"{sample.target} {sample.question} {sample.group}".encode())
                 for frame in sample.frames:
                     digest.update(f"{frame.shape}".encode())
                     digest.update(frame.tobytes())
                 update(done := done + 1)
-    return digest.hexdigest()
+            hashes.append(digest.hexdigest())
+    return hashes[0], hashes[1]
 
 
 def _fields(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -30,6 +30,8 @@ from fusion.training.image_head import HIDDEN_UNITS, ImageHead, stored_head
 from fusion.training.objectives import HeadObjective
 from fusion.training.scoring import Evaluator
 from heads import HeadSpec, save_heads
+from heads.storage import give_usual_mode
+from vlora.adapter_files import WEIGHTS_FILE
 from vlora.errors import BadPlan
 
 _WARM_UP_STEPS = 10
@@ -91,6 +93,7 @@ class LoraTrainer:
         self.adapter = TrainableAdapter(base, domains, plan)
         self.evaluator = Evaluator(self.adapter, plan.confidence, self.progress)
         self.domains = self.adapter.domains
+        self._trained_heads: dict[str, tuple[State, list[float]]] = {}
 
     def train(self, domain: str, beside: Sequence[str], *, rehearsal: float | None = None) -> tuple[float, ...]:
         """Train one more domain into the adapter, which holds the domains in `beside`.
@@ -200,6 +203,7 @@ class LoraTrainer:
         """Write an adapter in PEFT's format with its heads."""
         self.adapter.restore(state)
         self.adapter.model.save_pretrained(str(folder))
+        give_usual_mode(folder / WEIGHTS_FILE)
         heads = {}
         for name, head in self.adapter.heads.items():
             domain, served = self.domains[name], self.evaluator.calibrated(name)
@@ -239,8 +243,21 @@ class LoraTrainer:
             if domain not in self.adapter.heads:
                 self.adapter.add_head(domain)
         independent = [name for name in job.new if self.adapter.is_independent(name)]
-        losses = [loss for name in independent for loss in self._train_image_head(name, int(not job.trains_lora))]
+        losses = [loss for name in independent for loss in self._independent_head(name, int(not job.trains_lora))]
         return self._run_lora(job) if job.trains_lora else _curve(losses)
+
+    def _independent_head(self, domain: str, trainings: int) -> list[float]:
+        """Train a head by itself, once for all adapters; return its losses."""
+        if domain in self._trained_heads:
+            state, losses = self._trained_heads[domain]
+            self.adapter.heads[domain].load_state_dict(state)
+            self.progress.count_stored(f"the head of {domain}", trainings)
+        else:
+            self.adapter.add_head(domain)  # also where an earlier training has left one
+            losses = self._train_image_head(domain, trainings)
+            state = {name: value.clone() for name, value in self.adapter.heads[domain].state_dict().items()}
+            self._trained_heads[domain] = (state, losses)
+        return losses
 
     def _train_image_head(
         self, domain: str, trainings: int, *, samples: int | None = None, steps: int | None = None

@@ -20,6 +20,7 @@ from fusion.embedded.processor import build_processor
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
 from fusion.progress.progress import Progress, ProgressCallback
 from fusion.training.domain import Domain
+from fusion.training.fingerprint import ALL, Inputs
 from fusion.training.frozen_base import FrozenBase
 from fusion.training.trainer import LoraTrainer
 from heads import Box
@@ -30,6 +31,11 @@ from vlora.models.loading import load_model
 from vlora.types import HeadAnswer, Request, RequestOutput
 
 COLORS = ("red", "green", "blue")
+
+
+def inputs(*names: str, **shared: str) -> Inputs:
+    """Of trainings that depend on nothing else than their domains."""
+    return Inputs({ALL: shared, **{name: {} for name in names}}, {name: {} for name in names})
 
 
 def build_small() -> LlavaForConditionalGeneration:
@@ -112,10 +118,13 @@ class StepsReported(Progress):
 
     def __init__(self) -> None:
         super().__init__()
+        self.started: list[str] = []
         self.steps: list[int] = []
 
     @contextlib.contextmanager
     def work(self, what: str, total: int, unit: str, *, trainings: int = 0) -> Iterator[ProgressCallback]:
+        self.started.append(what)
+
         def update(done: int, facts: str = "", share: float | None = None) -> None:
             if trainings:
                 self.steps.append(done)

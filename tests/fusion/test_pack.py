@@ -40,7 +40,7 @@ from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold
 from fusion.training.checkpoint import Checkpoint
 from fusion.training.run_cache import RunCache
 from tests.example_counts import scaled
-from tests.fusion.small import COLORS, color_splits, plan_of, trainer_of
+from tests.fusion.small import COLORS, color_splits, inputs, plan_of, trainer_of
 
 THRESHOLDS = dict.fromkeys("abcdefgh", 0.8)
 
@@ -610,8 +610,8 @@ def trainings(base: str, tmp_path_factory: pytest.TempPathFactory) -> RunCache:
 
     plan = plan_of(base, ("colors", "copy", "contrary"), steps=50, batch_size=10, learning_rate=4e-3)
     splits = {"colors": in_words(), "copy": in_words(), "contrary": in_words({0: 1, 1: 2, 2: 0})}
-    made = Checkpoint(tmp_path_factory.mktemp("made"), {}, resume=False)
-    return RunCache(trainer_of(plan, splits), made, rehearsal=0.5)
+    made = Checkpoint(tmp_path_factory.mktemp("made"), resume=False)
+    return RunCache(trainer_of(plan, splits), made, inputs(*splits), rehearsal=0.5)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +22,12 @@ from fusion.commands import fuse
 from fusion.data.samples import Sample, Splits
 from fusion.embedded.model import build_model
 from fusion.embedded.processor import build_processor
-from fusion.packing.algorithm import Score, TrainingResult
+from fusion.packing.algorithm import Score
 from fusion.plan.schema import DomainPlan, Plan
 from fusion.report import results
 from fusion.report.results import refuse_foreign, refuse_to_overwrite, replace_results
-from fusion.training.checkpoint import Checkpoint
-from fusion.training.fingerprint import hash_of_processing, identity_of
+from fusion.training.checkpoint import Checkpoint, Key
+from fusion.training.fingerprint import ALL, Inputs, hash_of_processing, inputs_of
 from fusion.training.resume_hint import UNFINISHED, ResumeHint, same_command
 from tests.fusion.small import write_base, write_folders
 from tests.processes import until
@@ -57,7 +58,7 @@ def finish(out: Path, *names: str) -> None:
     for name in names:
         (out / "checkpoint" / name).mkdir(parents=True)
         (out / "checkpoint" / name / "trained.json").write_text("{}")
-    (out / "checkpoint" / "run.json").write_text("{}")
+    (out / "checkpoint" / "packing.json").write_text("{}")
 
 
 ONE, TWO = f"{1:024x}", f"{2:024x}"
@@ -184,83 +185,110 @@ def test_a_second_process_is_refused_until_the_first_ends(tmp_path: Path) -> Non
 
 # -- finished trainings ------------------------------------------------------------------------------------------------
 
-TRAINED = TrainingResult({"a": Score(0.1 + 0.2, 1 / 3)}, 1.5, (2.0, 0.1))
+KEY, OTHER = (Key(what, {"": {"seed": "1"}, "a": {}}) for what in ("a, b", "a"))
+LOSSES = (2.0, 0.1 + 0.2)
 STATE = {"lora.x": torch.randn(3, 4), "head.a.weight": torch.randn(4, 2).t()}
+SCORE = Score(0.1 + 0.2, 1 / 3)
 
 
-def opened(folder: Path, *, resume: bool = True) -> Checkpoint:
-    return Checkpoint(folder, {"plan": "1"}, resume=resume)
+def kept(folder: Path) -> Checkpoint:
+    checkpoint = Checkpoint(folder, resume=True)
+    checkpoint.keep(KEY, 1.5, LOSSES, STATE)
+    checkpoint.keep_measured(KEY, "score of a", SCORE)
+    checkpoint.keep_packing([SCORE])
+    return checkpoint
 
 
 def test_a_stored_training_is_found_by_the_next_process_that_resumes(tmp_path: Path) -> None:
     for _ in range(2):  # a training may be stored twice; the folder may be new
-        opened(tmp_path).keep("a, b", TRAINED, STATE)
-    again = opened(tmp_path)
-    assert again.trained("a, b") == TRAINED and again.trained("a") is None
-    assert all(torch.equal(value, STATE[name]) for name, value in again.state("a, b").items())
+        kept(tmp_path)
+    again = Checkpoint(tmp_path, resume=True)
+    assert again.trained(KEY) == (1.5, LOSSES) and again.trained(OTHER) is None
+    assert again.measured(KEY, "score of a", Score) == SCORE and again.measured(KEY, "score of b", Score) is None
+    assert again.packing(list[Score]) == [SCORE] and again.inputs() == KEY.inputs
+    assert all(torch.equal(value, STATE[name]) for name, value in again.state(KEY).items())
     assert len(list(tmp_path.iterdir())) == 2
-    assert opened(tmp_path, resume=False).trained("a, b") is None
+    empty = Checkpoint(tmp_path, resume=False)
+    assert empty.trained(KEY) is None and empty.packing(list[Score]) is None
 
 
 def test_a_process_that_dies_while_writing_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed before the last rename: for the next process the training does not exist."""
-    checkpoint = opened(tmp_path, resume=False)
+    checkpoint = Checkpoint(tmp_path, resume=False)
 
     def die(self: Path, target: Path) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", die)
-        checkpoint.keep("a", TRAINED, STATE)
-    assert opened(tmp_path).trained("a") is None
-    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
+        for keep in (lambda: checkpoint.keep(KEY, 1.5, LOSSES, STATE), lambda: checkpoint.keep_packing(SCORE)):
+            with pytest.raises(KeyboardInterrupt):
+                keep()
+    assert Checkpoint(tmp_path, resume=True).trained(KEY) is None and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["run.json", "trained.json", "state.safetensors"])
+@pytest.mark.parametrize("name", ["trained.json", "state.safetensors", "packing.json", "score"])
 def test_files_damaged_by_other_programs_are_refused_by_name(tmp_path: Path, name: str) -> None:
-    for place, text in enumerate(("", "[]", "{", '{"scores": [1]}')):
+    for place, text in enumerate(("", "[1]", "{", '{"losses": [1]}')):
         folder = tmp_path / str(place)
-        opened(folder, resume=False).keep("a", TRAINED, STATE)
-        (file,) = folder.rglob(name)
+        kept(folder)
+        named = ("trained.json", "state.safetensors", "packing.json")
+        (file,) = (
+            one for one in folder.rglob("*.*") if one.name == name or (name == "score" and one.name not in named)
+        )
         file.write_text(text)
-        with pytest.raises(BadPlan, match=rf"{file} is damaged|cannot be resumed"):
-            again = opened(folder)
-            again.trained("a")
-            again.state("a")
+        with pytest.raises(BadPlan, match=rf"{file} is damaged"):
+            again = Checkpoint(folder, resume=True)
+            again.trained(KEY)
+            again.state(KEY)
+            again.measured(KEY, "score of a", Score)
+            again.packing(list[Score])
 
 
-def splits(value: int) -> Splits:
-    sample = Sample((np.full((4, 4, 3), value, np.uint8),), 0)
-    return Splits("classification", ("x", "y"), [sample], [sample], [sample], real=False)
+def splits(*values: int) -> Splits:
+    train, validation, test = ([Sample((np.full((4, 4, 3), value, np.uint8),), 0)] for value in values)
+    return Splits("classification", ("x", "y"), train, validation, test, real=False)
 
 
-def test_a_changed_plan_or_changed_data_is_refused_by_name(tmp_path: Path) -> None:
-    plan = Plan(domains=(DomainPlan(name="signs", source="made", question="what?", threshold=0.8),))
+def test_a_training_depends_on_what_it_learns_with_and_from_and_on_nothing_else() -> None:
+    domain = DomainPlan(name="signs", source="made", question="what?", threshold=0.8)
+    plan = Plan(domains=(domain,))
 
-    def identity(
-        value: int = 0, base: str = "w", processing: str = "p", device: str = "cpu", **plans: object
-    ) -> dict[str, str]:
-        return identity_of(plan.model_copy(update=plans), {"signs": splits(value)}, base, processing, device)
+    def made(
+        *,
+        data: tuple[int, int, int] = (0, 0, 0),
+        base: str = "w",
+        processing: str = "p",
+        device: str = "cpu",
+        **plans: Any,
+    ) -> Inputs:
+        one = plans.pop("domain", {})
+        changed = plan.model_copy(update={**plans, "domains": (domain.model_copy(update=one),)})
+        return inputs_of(changed, {"signs": splits(*data)}, base, processing, device)
 
-    Checkpoint(tmp_path, identity(), resume=False).keep("a", TRAINED, STATE)
-    for changed, message in (
-        (identity(1), "data of signs: was"),
-        (identity(training=plan.training.model_copy(update={"steps": 7})), "plan's training.steps: was 300, is 7"),
-        (identity(lora=plan.lora.model_copy(update={"blocks": 2})), "plan's lora.blocks: was 1, is 2"),
-        (identity(seed=1), "plan's seed: was 0, is 1"),
-        (identity(base="other"), "weights of the base: was w, is other"),
-        (identity(processing="other"), "processing of the base: was p, is other"),
-        (identity(device="cuda"), "device: was cpu, is cuda"),
-        (identity() | {"format of heads": "4"}, "format of heads: was 3, is 4"),
+    before = made()
+    for changed, where, names in (
+        (made(data=(1, 0, 0)), "signs", ["training data"]),
+        (made(domain={"question": "which?"}), "signs", ["question"]),
+        (made(domain={"head": "words"}), "signs", ["head"]),
+        (made(training=plan.training.model_copy(update={"steps": 7})), ALL, ["training.steps"]),
+        (made(lora=plan.lora.model_copy(update={"blocks": 2})), ALL, ["lora.blocks"]),
+        (made(seed=1), ALL, ["seed"]),
+        (made(quantize="int8"), ALL, ["quantize"]),
+        (made(base="other"), ALL, ["weights of the base"]),
+        (made(processing="other"), ALL, ["processing of the base"]),
+        (made(device="cuda"), ALL, ["device"]),
     ):
-        with pytest.raises(BadPlan, match="cannot be resumed") as refused:
-            Checkpoint(tmp_path, changed, resume=True)
-        assert message in str(refused.value)
-        assert len(str(refused.value).splitlines()) == 3  # only this difference
-    assert Checkpoint(tmp_path, identity(), resume=True).trained("a") == TRAINED
-    # `only`, the labels that a teacher chooses, is newer than trainings that can be resumed.
-    cascade = DomainPlan(name="a", source="x", question="q", threshold=0.5, teacher={"kind": "cascade"})  # type: ignore[arg-type]
-    assert not any("only" in field for field in identity_of(Plan(domains=(cascade,)), {}, "w", "p", "cpu"))
+        assert changed.changes(before.training) == {where: names}
+        assert changed.of_training(["signs"]) != before.of_training(["signs"])
+    for scored in (made(data=(0, 1, 0)), made(confidence=0.6)):
+        assert scored.training == before.training and scored.validation != before.validation
+    for same in (
+        *(made(data=(0, 0, 1)), made(domain={"threshold": 0.1}), made(packing="jointly"), made(order=("random",))),
+        made(training=plan.training.model_copy(update={"rehearsal": 0.25})),
+    ):
+        assert same == before
+    assert before.changes({}).keys() == {ALL, "signs"}
 
 
 def test_other_processing_of_pictures_is_another_base(tmp_path: Path) -> None:

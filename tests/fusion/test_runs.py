@@ -40,7 +40,7 @@ from fusion.training.scoring import Evaluator
 from heads import Answer, load_heads
 from tests.fusion.made import load_plan, picture, video, write_plan
 from tests.fusion.mixed_plan import served_scores, write_mixed_plan
-from tests.fusion.small import COLORS, plan_of, value_of, write_folders
+from tests.fusion.small import COLORS, inputs, plan_of, value_of, write_folders
 from tests.server.served import ROOT, served
 from vlora.cli import main
 from vlora.config import EngineConfig
@@ -133,7 +133,7 @@ def pack(folder: Path, packing: str, die_at: int | None = None, places: Path | N
     if die_at is not None or places is not None:
         sys.addaudithook(on_event)
     trainer: Any = Counting(plan)
-    cache = RunCache(trainer, Checkpoint(folder, {}, resume=True), rehearsal=0.5)
+    cache = RunCache(trainer, Checkpoint(folder, resume=True), inputs(*NAMES), rehearsal=0.5)
     found = packing_of(plan, trainer.domains, dict.fromkeys(NAMES, 0.5), cache, lambda line: None)
     if places is not None:
         places.write_text(str(count))
@@ -175,7 +175,7 @@ def test_trainings_in_parallel_give_the_packing_of_those_in_sequence(tmp_path: P
     order = {"order": ("given", "random", "random"), "seed": 1} if packing == "first_fit" else {}
     plan = plan_of("x", NAMES).model_copy(update={"packing": packing, **order})
     trainer: Any = Counting(plan)
-    cache = RunCache(trainer, Checkpoint(tmp_path / "together", {}, resume=True), rehearsal=0.5)
+    cache = RunCache(trainer, Checkpoint(tmp_path / "together", resume=True), inputs(*NAMES), rehearsal=0.5)
 
     def run_ahead(jobs: Sequence[Job]) -> None:
         sizes.append(len(jobs))
@@ -197,14 +197,14 @@ def test_trainings_in_parallel_give_the_packing_of_those_in_sequence(tmp_path: P
 # -- a real run in processes that are killed ---------------------------------------------------------------------------
 
 
-def write_killed_plan(folder: Path, base: str, steps: int) -> Path:
+def write_killed_plan(folder: Path, base: str) -> Path:
     domains = {"colors": ("what color ?", 0.05), "others": ("what is it ?", 0.05), "chance": ("which one ?", 0.95)}
     rows = (
         f'  - {{name: {name}, source: {name}, question: "{question}", threshold: {threshold}}}\n'
         for name, (question, threshold) in domains.items()
     )
     (folder / "plan.yaml").write_text(
-        f"base: {base}\npacking: first_fit\nconfidence: null\ntraining: {{steps: {steps}, batch_size: 4}}\n"
+        f"base: {base}\npacking: first_fit\nconfidence: null\ntraining: {{steps: 12, batch_size: 4}}\n"
         f"lora: {{rank: 2}}\ndomains:\n{''.join(rows)}"
     )
     return folder / "plan.yaml"
@@ -268,8 +268,8 @@ def num_trained(out: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_killed_run_gives_the_same_adapters_and_refuses_other_inputs(made: Path, base: str) -> None:
-    plan, whole, out = write_killed_plan(made, base, 12), made / "whole", made / "killed"
+def test_a_killed_run_gives_the_same_adapters(made: Path, base: str) -> None:
+    plan, whole, out = write_killed_plan(made, base), made / "whole", made / "killed"
     finished(plan, whole, "--oracle")
     assert num_trained(whole) == 6  # four to pack; one more alone and one together for the oracle
     with started(plan, out, "--oracle", "--resume") as (process, _):
@@ -285,9 +285,7 @@ def test_a_killed_run_gives_the_same_adapters_and_refuses_other_inputs(made: Pat
     optimum = {"optimum": [["colors", "others"], ["chance"]], "lower_bound": 2}
     assert report_of(out)["oracle"] == {"missed": ["chance"], "conflicts": [], **optimum}
     assert "others" in (out / "adapters" / "colors-others" / "README.md").read_text()
-    with pytest.raises(BadPlan, match=r"plan's training.steps: was 12, is 13"):
-        fuse(write_killed_plan(made, base, 13), out, resume=True)
-    good = write_killed_plan(made, base, 12).read_text()
+    good = plan.read_text()
     with pytest.raises(BadConfig, match="--restart"):
         fuse(plan, out)
     for asked, instead, message in (
@@ -298,11 +296,6 @@ def test_a_killed_run_gives_the_same_adapters_and_refuses_other_inputs(made: Pat
         with pytest.raises(BadPlan, match=message):
             fuse(plan, out, restart=True)
         assert num_trained(out) == 6, "a refused plan deletes nothing of an earlier run"
-    plan.write_text(good)
-    next((made / "colors" / "train" / "red").glob("*.png")).unlink()
-    with pytest.raises(BadPlan, match=r"data of colors: was") as refused:
-        fuse(plan, out, resume=True)
-    assert "data of others" not in str(refused.value)
 
 
 # -- user data ---------------------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from vlora.errors import BadConfig, BadPlan
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for adapters and report.")
 @click.option("--device", default=EngineConfig.device, show_default=True, help="Device to train on: cpu or cuda.")
 @click.option("--check", is_flag=True, help="Explain the plan and report all errors in it, without training.")
-@click.option("--resume", is_flag=True, help="Resume an interrupted run from the results in --out.")
+@click.option("--dry-run", is_flag=True, help="Show which trainings in --out are reused, and what is trained first.")
+@click.option("--resume", is_flag=True, help="Reuse the trainings in --out, of an interrupted run or another plan.")
 @click.option("--restart", is_flag=True, help="Train everything again; delete the results of an earlier run in --out.")
 @click.option("--oracle", is_flag=True, help="Also find the minimum number of adapters; requires many more trainings.")
 @click.option(
@@ -36,6 +37,7 @@ def fuse(
     out: Path | None,
     device: str,
     check: bool,
+    dry_run: bool,
     resume: bool,
     restart: bool,
     oracle: bool,
@@ -48,10 +50,13 @@ def fuse(
         vlora fuse plan.yaml --check
         vlora fuse plan.yaml --out out
         vlora fuse plan.yaml --out out --resume
+        vlora fuse changed.yaml --out out --dry-run
         vlora fuse demo --out demo
 
     Ctrl-C and a termination signal end the run immediately. Finished trainings are kept; the last line printed is the
     command that resumes the run.
+
+    With a changed plan, --resume keeps the adapters of the earlier run and trains only what the change affects.
     """
     import warnings
 
@@ -68,6 +73,11 @@ def fuse(
         commands.explain(file, device=device, json_out=as_json)
     elif out is None:
         raise click.UsageError("--out is missing: a folder for adapters and report (or --check, to train nothing)")
+    elif dry_run:
+        with _loading():
+            from fusion import commands
+
+        commands.preview(file, out, device=device)
     elif resume and restart:
         raise click.UsageError("--resume and --restart exclude each other; give one of them")
     else:

@@ -1,0 +1,206 @@
+"""A plan that changes between runs: what is trained again, and that all else is reused."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from rich.console import Console
+
+from fusion.commands import fuse, preview
+from fusion.training.checkpoint import Checkpoint
+from tests.fusion.small import COLORS, write_base, write_folders
+from vlora.errors import BadAdapter
+from vlora.lora.peft_format import read_config
+
+Plan = dict[str, object]
+DOMAIN = '  - {{name: {name}, source: {folder}/{source}, question: "{question}", threshold: {threshold}}}\n'
+ONE = {"name": "colors", "source": "colors", "question": "what color ?", "threshold": 0.05}
+OTHER = {"name": "others", "source": "others", "question": "what is it ?", "threshold": 0.05}
+NEW = {"name": "new", "source": "new", "question": "which one ?", "threshold": 0.05}
+TOGETHER = "together: colors, others"
+JOINED = f"{TOGETHER}; rehearsal 0.5: new into colors, others"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data, and the run `out` of a plan with two domains in one adapter."""
+    folder = tmp_path_factory.mktemp("changed")
+    write_base(folder / "base")
+    write_folders(folder / "colors")
+    write_folders(folder / "others", tuple(reversed(COLORS)))
+    write_folders(folder / "new", by_chance=True)
+    run(folder, folder / "out", [ONE, OTHER])
+    return folder
+
+
+def write_plan(folder: Path, domains: list[Plan], steps: int = 4, confidence: str = "null") -> Path:
+    file = folder / "plan.yaml"
+    file.write_text(
+        f"base: {folder}/base\nconfidence: {confidence}\nlora: {{rank: 2}}\n"
+        f"training: {{batch_size: 4, steps: {steps}}}\ndomains:\n"
+        + "".join(DOMAIN.format(folder=folder, **domain) for domain in domains)
+    )
+    return file
+
+
+def run(folder: Path, out: Path, domains: list[Plan], *settings: Any) -> str:
+    """What a resumed run prints."""
+    console = Console(file=io.StringIO(), width=200)
+    fuse(write_plan(folder, domains, *settings), out, resume=True, console=console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def trainings(out: Path) -> dict[str, str]:
+    """By folder, what was trained."""
+    return {
+        file.parent.name: json.loads(file.read_text())["what"] for file in (out / "checkpoint").glob("*/trained.json")
+    }
+
+
+def adapters(out: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(out)): file.read_bytes() for file in sorted((out / "adapters").rglob("*.safetensors"))}
+
+
+def relabel(folder: Path, source: str, part: str) -> None:
+    picture = min((folder / source / part).rglob("*.png"))
+    other = max(one for one in (folder / source / part).iterdir() if one != picture.parent)
+    picture.rename(other / f"moved-{picture.name}")
+
+
+class Change(NamedTuple):
+    """A changed plan, or an edit of its data. trained: what is trained for it. said: which line gives the reason.
+    measured: the number of scores that are measured again, if the adapters stay.
+    """
+
+    domains: list[Plan]
+    trained: set[str]
+    said: str = ""
+    steps: int = 4
+    confidence: str = "null"
+    edit: Callable[[Path], None] | None = None
+    measured: int | None = None
+
+
+CHANGES = {
+    "nothing": Change([ONE, OTHER], set(), measured=0),
+    "thresholds": Change([ONE | {"threshold": 0.01}, OTHER | {"threshold": 0.06}], set(), measured=0),
+    "order": Change([OTHER, ONE], set()),
+    "confidence": Change([ONE, OTHER], set(), confidence="0.6", measured=2),
+    "removed": Change([OTHER], set()),
+    "added": Change([ONE, OTHER, NEW], {JOINED}, "not new: it is new"),
+    "added, unfit": Change([ONE, OTHER, NEW | {"threshold": 1.0}], {JOINED, "alone: new"}),
+    "renamed": Change([ONE, NEW | {"source": "others"}], {f"{TOGETHER}; rehearsal 0.5: new into colors"}),
+    "question": Change([ONE, OTHER | {"question": "which is it ?"}], {TOGETHER}, "not others: question changed"),
+    "setting": Change([ONE, OTHER], {TOGETHER}, "no stored training is reused: training.steps changed", steps=5),
+    "training label": Change(
+        [ONE, OTHER],
+        {TOGETHER},
+        "not others: training data changed",
+        edit=lambda folder: relabel(folder, "others", "train"),
+    ),
+    "validation label": Change(
+        [ONE, OTHER], set(), edit=lambda folder: relabel(folder, "others", "validation"), measured=1
+    ),
+}
+SOON = ("thresholds", "added, unfit", "training label", "validation label")
+
+
+@pytest.mark.parametrize(
+    "change", [one if one in SOON else pytest.param(one, marks=pytest.mark.exhaustive) for one in CHANGES]
+)
+def test_only_what_a_change_affects_is_trained(made: Path, tmp_path: Path, change: str) -> None:
+    domains, trained, reason, steps, confidence, edit, measured = CHANGES[change]
+    shutil.copytree(made, folder := tmp_path / "made")
+    if edit is not None:
+        edit(folder)
+    out = folder / "out"
+    before, weights, scores = trainings(out), adapters(out), len([*out.glob("checkpoint/*/*.json")])
+    said = run(folder, out, domains, steps, confidence)
+    assert {what for key, what in trainings(out).items() if key not in before} == trained, said
+    assert reason in said
+    if measured is not None:
+        assert adapters(out) == weights
+        assert len([*out.glob("checkpoint/*/*.json")]) == scores + measured
+
+
+def test_a_domain_that_missed_its_threshold_is_not_tried_again(made: Path, tmp_path: Path) -> None:
+    out, unfit = tmp_path / "out", NEW | {"threshold": 1.0}
+    shutil.copytree(made / "out", out)
+    run(made, out, [ONE, OTHER, unfit])
+    before = trainings(out)
+    run(made, out, [ONE | {"question": "which color ?"}, OTHER, unfit])
+    assert [what for key, what in trainings(out).items() if key not in before] == [TOGETHER]
+
+
+def test_a_changed_run_that_is_killed_ends_with_the_same_adapters(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    domains = [ONE, OTHER, NEW | {"threshold": 1.0}]
+    for out in (whole, killed):
+        shutil.copytree(made / "out", out)
+    run(made, whole, domains)
+    keep, lives = Checkpoint.keep, [0, 1, 5]
+
+    def keep_or_die(*args: Any) -> None:
+        if lives[0] == 0:
+            raise KeyboardInterrupt
+        lives[0] -= 1
+        keep(*args)
+
+    monkeypatch.setattr(Checkpoint, "keep", keep_or_die)
+    while lives:
+        with contextlib.suppress(KeyboardInterrupt):
+            run(made, killed, domains)
+        lives.pop(0)
+    assert adapters(killed) == adapters(whole) != adapters(made / "out")
+    assert (
+        json.loads((killed / "report.json").read_text())["adapters"]
+        == json.loads((whole / "report.json").read_text())["adapters"]
+    )
+
+
+def test_a_dry_run_says_what_is_reused_and_trained_first(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "out", out := tmp_path / "out")
+    files = {file: file.read_bytes() for file in out.rglob("*") if file.is_file() and file.name != "in-use"}
+    said = {}
+    for name, domains in {"same": [ONE, OTHER], "more": [ONE, OTHER, NEW]}.items():
+        console = Console(file=io.StringIO(), width=200)
+        preview(write_plan(made, domains), out, console=console)
+        assert isinstance(console.file, io.StringIO)
+        said[name] = console.file.getvalue()
+    assert "nothing to train: every training is stored; adapters: colors, others" in said["same"]
+    assert "domains are of: colors, others" in said["more"] and "not new: it is new" in said["more"]
+    assert "first training to run: training new into colors, others" in said["more"]
+    assert {file: file.read_bytes() for file in files} == files
+
+
+def test_others_can_read_what_a_run_writes(made: Path) -> None:
+    os.umask(umask := os.umask(0))
+    assert {file.stat().st_mode & 0o777 for file in (made / "out").rglob("*") if file.is_file()} == {0o666 & ~umask}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act for another user")
+def test_an_adapter_that_another_user_keeps_to_himself_is_refused_by_that_reason() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        file = Path(name) / "adapter_config.json"
+        file.touch(0o600)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(
+                BadAdapter, match="permission denied to user 65534: it belongs to user 0, with mode 0600"
+            ):
+                read_config(Path(name))
+        finally:
+            os.seteuid(0)
