@@ -94,7 +94,7 @@ def test_weights_with_scales_by_group_are_rounded_by_at_most_one_step(kind: Grou
     assert held.float()[0, 5].eq(0).all(), "a row of zeros"
 
 
-@pytest.mark.parametrize(("kind", "share"), [(FP8, 0.52), (INT8, 0.52), (FOUR, 5 / 16)], ids=str)
+@pytest.mark.parametrize(("kind", "share"), [(FP8, 0.52), (INT8, 0.52), (FOUR, 5 / 16)], ids=("fp8", "int8", "four"))
 def test_bytes_of_weights_and_scales(kind: WeightFormat, share: float) -> None:
     weight = random(2, 256, 512, dtype=torch.bfloat16)
     held = quantized(weight, kind)
