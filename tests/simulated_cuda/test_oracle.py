@@ -21,7 +21,7 @@ SELECTED = " or ".join([LEFT, *(family for family in FAMILIES if family != FAST)
 @pytest.mark.timeout(600)
 def test_modes_that_change_give_the_reference_answers() -> None:
     """What `make test` runs on the simulated device: every mode of one family."""
-    passes(f"{LORA}[modes_change:shadow-{FAST}]")
+    passes(f"{LORA}[lora-modes_change:shadow-{FAST}]")
 
 
 @pytest.mark.gpu_sim

@@ -27,7 +27,7 @@ _FILES = (
     "tests/engine/test_reuse.py",
     "tests/engine/test_switching.py",
 )
-_SMALL_TESTS = ("tests/engine/test_answers.py::test_lora[unmerged-llava]",)
+_SMALL_TESTS = ("tests/engine/test_answers.py::test_lora[lora-unmerged-llava]",)
 _WORKERS = 8
 _MOST_FAILURES = 20
 _RESERVE_S = 5.0
