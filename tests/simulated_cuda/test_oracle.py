@@ -14,7 +14,7 @@ ANSWERS = f"{ENGINE}/test_answers.py"
 LORA = f"{ANSWERS}::test_lora"
 FAST = "qwen2_vl"  # its fast tests run apart from the others
 LEFT = f"{FAST} and (chunks or evicted)"
-SELECTED = " or ".join([LEFT, *(family for family in FAMILIES if family != FAST)])
+QWEN = " or ".join([LEFT, *(family for family in FAMILIES if "qwen" in family and family != FAST)])
 
 
 @pytest.mark.slow
@@ -34,13 +34,14 @@ def test_one_family_gives_the_reference_answers_within_the_limits_of_a_step() ->
 # Families share a process, and modules share one: to start one takes as long as a third of a family's tests.
 @pytest.mark.gpu_sim
 @pytest.mark.timeout(600)
-def test_every_family_gives_the_reference_answers_in_every_mode() -> None:
+@pytest.mark.parametrize("families", ("llava", QWEN), ids=("llava", "qwen"))
+def test_every_family_gives_the_reference_answers_in_every_mode(families: str) -> None:
     """Unmerged, merged and mixed, mode switches, chunked prompts, preemption, adapters loaded by threads, video.
 
     Of the tests that differ only by the merged adapter or the policy, one runs.
     """
     alike = ["patterned16", "narrow4", "everywhere64", "paper", "rewriting"]
-    passes(LORA, "-k", f"({SELECTED}) and not ({' or '.join(alike)})")
+    passes(LORA, "-k", f"({families}) and not ({' or '.join(alike)})")
 
 
 @pytest.mark.gpu_sim
