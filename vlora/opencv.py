@@ -29,6 +29,7 @@ _ASSUMED_RATE = 30.0  # of frames without time stamps in a video without a decla
 _RESTART_S = 1.0  # time stamps that go back by more start again, as in files that were joined
 _LOST_S = 100.0  # stamps of a camera that fall behind by more are no times; stalls of 40 s occur
 _OPENING_S, _FAST_S = 5.0, 0.01  # frames of a camera are skipped for at most the first time, if read in the second
+_PARSED = {cv2.VideoWriter.fourcc(*name) for name in ("h264", "H264", "avc1", "hevc", "HEVC", "hvc1", "hev1")}
 _DRIFT = 2e-4  # seconds per second by which a camera's clock may be slower
 
 
@@ -38,8 +39,9 @@ class Video:
     The time in a file counts from its first frame, by the container's time stamps: declared rates and numbers of frames
     are wrong if frames have different durations. A frame without a stamp follows the one before at the declared rate.
     The time of a camera's frame is its stamp too, as frames may arrive in bursts, counted from the frame that arrived
-    with the least delay; or when it arrives, if the camera sends no stamps: for those of MJPEG over HTTP and of devices
-    OpenCV assumes a rate. Frames that waited while it was opened are left out. Times never decrease.
+    with the least delay (of H.264 and H.265, from the arrival of the next one); or when it arrives, if the camera sends
+    no stamps: for those of MJPEG over HTTP and of devices OpenCV assumes a rate. Frames that waited while it was opened
+    are left out. Times never decrease.
 
     Attributes:
         rate: declared frames per second, often an average; None if there is none.
@@ -54,7 +56,11 @@ class Video:
         try:
             if isinstance(address, str):
                 address.encode()  # OpenCV aborts on others
-            self._capture = cv2.VideoCapture(address)
+            if isinstance(address, str) and since is not None and "://" in address:
+                # Several threads decode several frames at once: each would arrive frames later, seconds at night.
+                self._capture = cv2.VideoCapture(address, cv2.CAP_ANY, [cv2.CAP_PROP_N_THREADS, 1])
+            else:
+                self._capture = cv2.VideoCapture(address)
         except UnicodeEncodeError as error:
             raise BadImage("its name is not UTF-8; rename it") from error
         except cv2.error as error:  # a number that is no C int
@@ -64,11 +70,15 @@ class Video:
             raise BadImage("it is not a video that this machine can decode")
         declared = self._capture.get(cv2.CAP_PROP_FPS)
         self.rate = declared if 0 < declared < 1000 else None
-        mjpeg = self._capture.get(cv2.CAP_PROP_FOURCC) == cv2.VideoWriter.fourcc(*"MJPG")
+        codec = int(self._capture.get(cv2.CAP_PROP_FOURCC))
+        mjpeg = codec == cv2.VideoWriter.fourcc(*"MJPG")
         endless = self._capture.get(cv2.CAP_PROP_FRAME_COUNT) <= 0
         self._since = since
         self._by_clock = since is not None and (endless or not isinstance(address, str))  # no file behind a URL
-        self._stamped = isinstance(address, str) and (address.startswith("rtsp") or not (mjpeg and self._by_clock))
+        rtsp = isinstance(address, str) and address.startswith("rtsp")
+        self._stamped = isinstance(address, str) and (rtsp or not (mjpeg and self._by_clock))
+        # FFmpeg's parsers know the end of such a frame by the beginning of the next one.
+        self._one_behind = rtsp and codec in _PARSED
 
     def __enter__(self) -> Video:
         return self
@@ -92,7 +102,9 @@ class Video:
                 time_s = max(time_s, read_s)
             else:
                 if self._by_clock:  # some frames travel longer
-                    shift = min(shift + _DRIFT * (read_s - before), read_s - stamp)
+                    passed_on = self._one_behind and read_s - before < _RESTART_S  # and did not wait for a stall's end
+                    arrived = before if passed_on else read_s
+                    shift = min(shift + _DRIFT * (read_s - before), arrived - stamp)
                 late = self._by_clock and read_s - stamp - shift > _LOST_S
                 if late or stamp + shift < time_s - _RESTART_S:
                     shift = read_s - stamp

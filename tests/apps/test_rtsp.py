@@ -55,8 +55,8 @@ def clock_of(jpeg: bytes) -> float:
 
 @pytest.mark.parametrize("codec", ["h264", pytest.param("mjpeg", marks=pytest.mark.exhaustive)])
 def test_frames_have_the_times_of_the_camera_s_clock(codec: str) -> None:
-    """At each rate, while it freezes, after a stall, and on the next connection: a picture's delay on its way is the
-    only difference, and varies by less than half an interval between frames.
+    """At each rate, while it freezes, after a stall, and on the next connection: within half an interval, also where a
+    picture is passed on when the next one arrives.
     """
     said: list[str] = []
     stop = threading.Event()
@@ -80,5 +80,5 @@ def test_frames_have_the_times_of_the_camera_s_clock(codec: str) -> None:
         usual = statistics.median(delays)
         differences = sorted(abs(delay - usual) for delay in delays)
         # Until a picture has travelled without other load, all are late by as much as the fastest one was.
-        assert 0 <= usual < 1 and differences[len(delays) * 3 // 4] < 0.02 and differences[-1] < 0.5
+        assert 0 <= usual < 0.04 and differences[len(delays) * 3 // 4] < 0.02 and differences[-1] < 0.5
     assert any(other[0] - one[0] > 2 for one, other in itertools.pairwise(moving[:lost])), "the stall"

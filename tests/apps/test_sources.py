@@ -247,7 +247,7 @@ class Capture:
         self._known = {cv2.CAP_PROP_FPS: rate, cv2.CAP_PROP_FRAME_COUNT: count}
         self._known[cv2.CAP_PROP_FOURCC] = cv2.VideoWriter.fourcc(*fourcc)
 
-    def __call__(self, address: Any) -> Capture:
+    def __call__(self, address: Any, *options: Any) -> Capture:
         return self
 
     def clock(self) -> float:
@@ -271,17 +271,20 @@ NOW = range(6)
 CAMERAS: dict[str, tuple[list[float], list[float], str, int, list[float]]] = {
     # arrival, time stamp, codec, declared number of frames, the right times
     "a file over HTTP": ([0.1, 0.1, 0.1, 93.2], [7, 8, 9, 10], "h264", 300, [0.1, 1.1, 2.1, 3.1]),
-    "stamps of the camera": ([0.1, 1.4, 2.1, 3.3], [7, 8, 9, 10], "h264", 0, [0.1, 1.1, 2.1, 3.1]),
-    "frames that waited": ([1.1, 1.1, 1.1, 2.1], [7, 7.5, 8, 9], "h264", 0, [1.1, 1.1, 1.1, 2.1]),
+    "stamps of the camera": ([0.1, 1.4, 2.1, 3.3], [7, 8, 9, 10], "VP80", 0, [0.1, 1.1, 2.1, 3.1]),
+    "H.264, passed on a frame later": ([0.2, 0.6, 1.1, 1.6], [7, 7.5, 8, 8.5], "h264", 0, [0.2, 0.2, 0.6, 1.1]),
+    "H.264 of another reader": ([0.1, 0.2, 10.2, 10.3], [5, 5.1, 15.1, 15.2], "h264", 0, [0.1, 0.1, 10.1, 10.2]),
+    "H.265 at night": ([0.14, 0.18, 0.38, 0.58], [7, 7.04, 7.08, 7.28], "hevc", 0, [0.1, 0.14, 0.18, 0.38]),
+    "frames that waited": ([1.1, 1.1, 1.1, 2.1], [7, 7.5, 8, 9], "VP80", 0, [1.1, 1.1, 1.1, 2.1]),
     "MJPEG over RTSP": ([0.5, 0.7, 0.8, 0.8], [5, 5.1, 5.2, 5.3], "MJPG", 0, [0.5, 0.6, 0.7, 0.8]),
     "MJPEG over HTTP": ([0.5, 0.6, 0.7, 0.8], [0, 0.04, 0.08, 0.12], "MJPG", 0, [0.5, 0.6, 0.7, 0.8]),
-    "no stamps": ([0.5, 0.6, 0.7, 0.8], [0, 0, 0, 0], "h264", -1, [0.5, 0.6, 0.7, 0.8]),
-    "a stall": ([0, 0.1, 10.1, 10.2], [5, 5.1, 15.1, 15.2], "h264", 0, [0, 0.1, 10.1, 10.2]),
-    "a burst after a long stall": ([0, 40, 40, 40.1], [5, 5.1, 45, 45.1], "h264", 0, [0, 0.1, 40, 40.1]),
-    "a burst after a stall": ([0, 10, 10, 10, 10.1], [5, 5.1, 9, 14.9, 15.1], "h264", 0, [0, 0.1, 4, 9.9, 10.1]),
-    "started again": ([0, 1, 2, 3], [50, 51, 0.1, 1.1], "h264", 0, [0, 1, 2, 3]),
-    "a camera clock that is set": ([0, 1, 2, 3], [50, 51, 9052, 9053], "h264", 0, [0, 1, 2, 3]),
-    "stamps too slow": ([0, 100, 200, 300], [1, 11, 21, 31], "h264", 0, [0, 10, 200, 210]),
+    "no stamps": ([0.5, 0.6, 0.7, 0.8], [0, 0, 0, 0], "VP80", -1, [0.5, 0.6, 0.7, 0.8]),
+    "a stall": ([0, 0.1, 10.1, 10.2], [5, 5.1, 15.1, 15.2], "VP80", 0, [0, 0.1, 10.1, 10.2]),
+    "a burst after a long stall": ([0, 40, 40, 40.1], [5, 5.1, 45, 45.1], "VP80", 0, [0, 0.1, 40, 40.1]),
+    "a burst after a stall": ([0, 10, 10, 10, 10.1], [5, 5.1, 9, 14.9, 15.1], "VP80", 0, [0, 0.1, 4, 9.9, 10.1]),
+    "started again": ([0, 1, 2, 3], [50, 51, 0.1, 1.1], "VP80", 0, [0, 1, 2, 3]),
+    "a camera clock that is set": ([0, 1, 2, 3], [50, 51, 9052, 9053], "VP80", 0, [0, 1, 2, 3]),
+    "stamps too slow": ([0, 100, 200, 300], [1, 11, 21, 31], "VP80", 0, [0, 10, 200, 210]),
 }
 
 
