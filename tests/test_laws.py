@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TOPS = ("vlora", "atmm", "heads", "fusion", "apps")
+TOPS = ("vlora", "atmm", "heads", "fusion", "apps", "tools")
 
 # Package -> the packages of this project that it may import. A later level may import an earlier one; packages of one
 # level do not import each other unless listed.
@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fusion": BASE
     | own("adapter_files confidence config lora models engine opencv parallel plan_files")
     | {"atmm", "heads"},
+    "tools": {"fusion"},
     "apps": own("client errors opencv types plan_files"),
 }
 

@@ -23,6 +23,7 @@ _ALSO = {
     "tests/simulated_cuda": {"atmm", "vlora.models", "vlora.lora", "vlora.memory", "vlora.engine"},
     "tests/qwen_vl": {"vlora.models"},
     "tests/hub": {"vlora.models", "vlora.server", "vlora.engine"},
+    "tests/fusion": {"tools"},
 }
 """Packages with tests in another folder than the one of their name."""
 _SHARED = re.compile(r"Makefile|pyproject\.toml|vlora/__init__\.py|tests/(?!test_)\w+\.py")

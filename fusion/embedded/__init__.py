@@ -1,4 +1,4 @@
-"""The default model: a small LMM of a standard architecture that ships with the package, and its training code."""
+"""The default model: a small LMM of a standard architecture that ships with the package (made in `tools`)."""
 
 from __future__ import annotations
 

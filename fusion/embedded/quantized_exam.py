@@ -53,7 +53,7 @@ def compare(
     """Compare answers per skill and overall.
 
     Args:
-        checkpoint: A folder in the format of `fusion.embedded.train`.
+        checkpoint: A folder with a model and a processor.
         quantize: The format.
         quantize_head: Whether the output head has it, too.
         seeds: Seeds of the pictures.

@@ -15,8 +15,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from fusion.embedded import checkpoint_path
-from fusion.embedded.model import build_model
 from tests.cli.conftest import Vlora
+from tools.embedded_model.model import build_model
 from vlora.config import EngineConfig, Quantize
 from vlora.engine import LocalEngine
 from vlora.errors import BadConfig, OverCapacity

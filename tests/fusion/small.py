@@ -15,8 +15,6 @@ from transformers import LlavaForConditionalGeneration
 
 from fusion.data.samples import Sample, Splits, Target
 from fusion.embedded.drawing import SIZE
-from fusion.embedded.model import model_config
-from fusion.embedded.processor import build_processor
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
 from fusion.progress.progress import Progress, ProgressCallback
 from fusion.training.domain import Domain
@@ -24,6 +22,8 @@ from fusion.training.fingerprint import ALL, Inputs
 from fusion.training.frozen_base import FrozenBase
 from fusion.training.trainer import LoraTrainer
 from heads import Box
+from tools.embedded_model.model import model_config
+from tools.embedded_model.processor import build_processor
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.models import InputProcessor

@@ -10,8 +10,6 @@ import pytest
 from click.testing import CliRunner
 
 import fusion
-from fusion.embedded.model import build_model
-from fusion.embedded.processor import build_processor
 from fusion.phases.plan_checked import check_plan, lora_size, shapes_of
 from fusion.plan.plan_file import read_plan_file
 from fusion.plan.schema import LoraPlan, Plan
@@ -19,6 +17,8 @@ from fusion.plan.summary import summarize
 from fusion.teachers.labelling import threshold_before_training
 from tests.fusion.made import picture, write_plan
 from tests.fusion.mixed_plan import write_mixed_plan
+from tools.embedded_model.model import build_model
+from tools.embedded_model.processor import build_processor
 from vlora.cli import cli, main
 from vlora.errors import BadPlan
 from vlora.plan_files.errors import PlanErrors, PlanText

@@ -12,13 +12,14 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from fusion.data.samples import Sample, Splits
-from fusion.embedded import contact_sheet, exam, quantized_exam, unlearned_words, world
-from fusion.embedded import train as training
+from fusion.embedded import exam, quantized_exam, world
 from fusion.embedded.evaluate import accuracy_by_skill
-from fusion.embedded.probes import Probes
-from fusion.embedded.train import Budget, Trainer, train
 from fusion.synthetic.sources import BUILT_IN, load_source
 from tests.fusion.small import write_base
+from tools.embedded_model import contact_sheet, unlearned_words
+from tools.embedded_model import train as training
+from tools.embedded_model.probes import Probes
+from tools.embedded_model.train import Budget, Trainer, train
 from vlora.config import EngineConfig, Quantize
 
 pytestmark = pytest.mark.slow

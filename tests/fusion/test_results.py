@@ -20,8 +20,6 @@ import torch
 from fusion import commands
 from fusion.commands import fuse
 from fusion.data.samples import Sample, Splits
-from fusion.embedded.model import build_model
-from fusion.embedded.processor import build_processor
 from fusion.packing.algorithm import Score
 from fusion.plan.schema import DomainPlan, Plan
 from fusion.report import results
@@ -31,6 +29,8 @@ from fusion.training.fingerprint import ALL, Inputs, hash_of_processing, inputs_
 from fusion.training.resume_hint import UNFINISHED, ResumeHint, same_command
 from tests.fusion.small import write_base, write_folders
 from tests.processes import until
+from tools.embedded_model.model import build_model
+from tools.embedded_model.processor import build_processor
 from vlora.errors import BadConfig, BadPlan
 from vlora.models import InputProcessor
 from vlora.plan_files.run_lock import lock_folder

@@ -14,15 +14,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from fusion.embedded import checkpoint_path, object_names, unlearned_words, world
-from fusion.embedded.conversations import Conversations
+from fusion.embedded import checkpoint_path, object_names, world
 from fusion.embedded.drawing import SIZE
 from fusion.embedded.evaluate import as_pixels
-from fusion.embedded.model import IMAGE_TOKENS
 from fusion.embedded.object_names import NUMBERS
-from fusion.embedded.probes import DIRECTIONS, GIST_FEATURES, PATCH_FEATURES, SCALES, gist, patch_spectra
-from fusion.embedded.processor import build_processor, build_tokenizer
-from fusion.embedded.unlearned_words import learned_tokens, separate_unlearned
 from fusion.embedded.world import texture
 from fusion.synthetic.road_signs import ACTIONS, render_stream
 from fusion.synthetic.searched_videos import (
@@ -39,6 +34,12 @@ from fusion.synthetic.searched_videos import (
 )
 from fusion.synthetic.sources import BUILT_IN, COLUMNS, STREAMS, load_source
 from fusion.synthetic.streets import SIDES, Street, Thing, draw_street, look_for_person
+from tools.embedded_model import unlearned_words
+from tools.embedded_model.conversations import Conversations
+from tools.embedded_model.model import IMAGE_TOKENS
+from tools.embedded_model.probes import DIRECTIONS, GIST_FEATURES, PATCH_FEATURES, SCALES, gist, patch_spectra
+from tools.embedded_model.processor import build_processor, build_tokenizer
+from tools.embedded_model.unlearned_words import learned_tokens, separate_unlearned
 
 
 def scenes(count: int, seed: int = 0) -> list[world.Scene]:

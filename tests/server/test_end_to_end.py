@@ -31,8 +31,6 @@ from PIL import Image
 from transformers import AutoConfig
 
 import atmm
-from fusion.embedded.model import build_model as build_embedded
-from fusion.embedded.processor import build_processor
 from heads import HeadSpec, TaskHead, save_heads
 from tests.engine.served_base import config as base_config
 from tests.engine.served_base import plain_model
@@ -43,6 +41,8 @@ from tests.processors import write_checkpoint
 from tests.server.served import Caller, Served, call, children, last_code, served, until_alive
 from tests.split.test_equality import WITHIN, apart, losses
 from tests.training.beside import Case, adapter_of, losses_of, settle
+from tools.embedded_model.model import build_model as build_embedded
+from tools.embedded_model.processor import build_processor
 from vlora.client import Client
 from vlora.client.values import FrameResult
 from vlora.config import EngineConfig, ServedBase, Token

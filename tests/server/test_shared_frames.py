@@ -9,10 +9,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from fusion.embedded.model import build_model
-from fusion.embedded.processor import build_processor
 from heads import HeadSpec, TaskHead, save_heads
 from tests.server.running import png
+from tools.embedded_model.model import build_model
+from tools.embedded_model.processor import build_processor
 from vlora.client.values import FrameResult, StreamOptions, TextQuestion
 from vlora.config import EngineConfig, ServerConfig
 from vlora.engine import LocalEngine

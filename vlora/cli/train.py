@@ -295,7 +295,7 @@ def model_eval(
             from_pretrained(AutoProcessor, checkpoint)
         except (OSError, ValueError) as error:
             raise BadConfig(
-                f"--checkpoint {checkpoint} has no model and processor in the format of fusion.embedded.train: {error}"
+                f"--checkpoint {checkpoint} has no model and processor that transformers reads: {error}"
             ) from error
     if quantize_head and quantize is None:
         raise BadConfig("--quantize-head needs a format; set --quantize too")

@@ -34,7 +34,6 @@ import torch.nn.functional as F
 from PIL import Image
 
 from fusion.embedded import checkpoint_path
-from fusion.embedded.processor import build_tokenizer
 from fusion.plan.schema import DomainPlan, Plan, TrainingPlan
 from fusion.synthetic.road_signs import ACTIONS
 from fusion.synthetic.sources import load_source
@@ -215,7 +214,7 @@ def median_answer_tokens() -> int:
     """Median over the built-in domain of actions: the tokens of its labels in the embedded model, with the end token;
     of two middle values the shorter, which favours text.
     """
-    tokenizer = build_tokenizer()
+    tokenizer = InputProcessor.from_pretrained(checkpoint_path()).tokenizer
     ids = tokenizer(list(ACTIONS), add_special_tokens=False)["input_ids"]
     return statistics.median_low(len(own) + 1 for own in ids)
 

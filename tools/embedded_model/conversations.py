@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from fusion.embedded import object_names, world
-from fusion.embedded.model import IMAGE_TOKENS
+from tools.embedded_model.model import IMAGE_TOKENS
 
 IGNORED = -100
 """Label of tokens that are excluded from the loss."""

@@ -1,4 +1,4 @@
-"""Draw samples of the rendered world on one page: `python -m fusion.embedded.contact_sheet FILE.jpg`."""
+"""Draw samples of the rendered world on one page: `python -m tools.embedded_model.contact_sheet FILE.jpg`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _write(canvas: np.ndarray, text: str, place: tuple[int, int], color: tuple[i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m fusion.embedded.contact_sheet", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.embedded_model.contact_sheet", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--seed", type=int, default=7)
     arguments = parser.parse_args()

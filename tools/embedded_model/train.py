@@ -1,4 +1,4 @@
-"""Train the embedded model from scratch: `python -m fusion.embedded.train --out DIR --minutes N`.
+"""Train the embedded model from scratch: `python -m tools.embedded_model.train --out DIR --minutes N`.
 
 A run has three stages:
 
@@ -39,13 +39,13 @@ from torch.nn import functional
 from transformers import LlavaForConditionalGeneration
 
 from fusion.embedded import world
-from fusion.embedded.conversations import IGNORED, Conversations, TokenRows
 from fusion.embedded.evaluate import accuracy_by_skill, as_pixels, format_accuracy
-from fusion.embedded.model import IMAGE_TOKENS, build_model
-from fusion.embedded.probes import Probes, gist, normed, patch_spectra
-from fusion.embedded.processor import build_processor
-from fusion.embedded.unlearned_words import learned_tokens, separate_unlearned
 from fusion.training.precision import mixed_precision
+from tools.embedded_model.conversations import IGNORED, Conversations, TokenRows
+from tools.embedded_model.model import IMAGE_TOKENS, build_model
+from tools.embedded_model.probes import Probes, gist, normed, patch_spectra
+from tools.embedded_model.processor import build_processor
+from tools.embedded_model.unlearned_words import learned_tokens, separate_unlearned
 
 VISION_SHARE = 0.15
 """Share of the run in which only the vision tower trains."""
@@ -360,7 +360,7 @@ def _positive(kind: type[int] | type[float]) -> Callable[[str], int | float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m fusion.embedded.train", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.embedded_model.train", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint and the run's state")
     length = parser.add_mutually_exclusive_group()
     length.add_argument(

@@ -6,7 +6,7 @@ import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from fusion.embedded.drawing import SIZE
-from fusion.embedded.processor import CONTEXT, IMAGE_TOKEN, PATCH, VOCAB_SIZE, vocabulary
+from tools.embedded_model.processor import CONTEXT, IMAGE_TOKEN, PATCH, VOCAB_SIZE, vocabulary
 
 IMAGE_TOKENS = (SIZE // PATCH) ** 2
 

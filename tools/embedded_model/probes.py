@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional
 
 from fusion.embedded import object_names, world
-from fusion.embedded.conversations import IGNORED
-from fusion.embedded.model import IMAGE_TOKENS
-from fusion.embedded.processor import PATCH
+from tools.embedded_model.conversations import IGNORED
+from tools.embedded_model.model import IMAGE_TOKENS
+from tools.embedded_model.processor import PATCH
 
 DIRECTIONS, SCALES = 4, 4
 PATCH_FEATURES = DIRECTIONS * SCALES + 1

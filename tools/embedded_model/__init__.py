@@ -1,0 +1,1 @@
+"""The maker of the embedded model's weights; not installed."""
