@@ -24,7 +24,6 @@ class LaneRun(NamedTuple):
     sign: float
 
     def continues_with(self, lane: LaneRun) -> bool:
-        """Whether `lane`, a run of one lane, can be appended to this run."""
         return (
             (self.length, self.rank, self.sign) == (lane.length, lane.rank, lane.sign)
             and self.start + self.num_lanes * self.length == lane.start

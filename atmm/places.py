@@ -43,7 +43,6 @@ class Places(NamedTuple):
     rows: Tensor
 
     def of_site(self, index: int) -> Places:
-        """The places from this site of the group on."""
         return self if index == 0 else Places(self.origin, self.rows[:, index:])
 
 
@@ -185,7 +184,6 @@ class FactorTable:
             self.version += 1
 
     def serves(self, keys: Iterable[str]) -> bool:
-        """Whether all adapters have a slot."""
         return self.slots.keys() >= set(keys)
 
     def layout(self, site: Site, keys: Iterable[str]) -> Layout:
@@ -207,7 +205,6 @@ class FactorTable:
         return self._places[self._first_of[site]]
 
     def _resize(self, num_slots: int) -> None:
-        """Move the table to memory for this many slots."""
         self.generation += 1
         assert num_slots * self._template.size < 2**31, "kernels compute the places of a slot in 32 bits"
         rows = torch.from_numpy(self._template).to(self.device).repeat(num_slots, 1, 1)

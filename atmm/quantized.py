@@ -122,7 +122,6 @@ class QuantizedWeight:
 
 
 def quantized_bytes(weight_format: WeightFormat, shape: Sequence[int]) -> int:
-    """Bytes of the values and scales of weights of a shape."""
     *rows, width = shape
     per_row = width // weight_format.weights_per_value * weight_format.value_dtype.itemsize
     return math.prod(rows) * (per_row + 4 * weight_format.num_scales(width))

@@ -27,7 +27,6 @@ class HeldWeight(NamedTuple):
 
     @property
     def stored(self) -> StoredWeight:
-        """The weight that products use."""
         return self.parameter if self.quantized is None else self.quantized
 
 

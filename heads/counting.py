@@ -47,7 +47,6 @@ class Counting(Classification):
         return super().loss(logits, values, grids) + ranked
 
     def decode(self, logits: torch.Tensor, grids: Sequence[Grid] = ()) -> Answer:
-        """The most probable count."""
         answer = super().decode(logits)
         return dataclasses.replace(answer, count=answer.label_id, label_id=None)
 

@@ -127,7 +127,6 @@ def boxes_of(value: Value) -> tuple[Box, ...]:
 
 
 def num_outputs(num_labels: int) -> int:
-    """Number of rows of a detection head."""
     return 1 + num_labels + 4
 
 

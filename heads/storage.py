@@ -34,7 +34,6 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], file: Path, metadata: dic
 
 
 def give_usual_mode(file: Path) -> None:
-    """Give a file the permissions that a new file in its folder has."""
     new = file.with_name(f".{file.name}-{os.getpid()}")
     new.touch()
     file.chmod(new.stat().st_mode & 0o777)

@@ -147,7 +147,6 @@ def _built(compiler: str) -> Path:
 
 
 def _compiled(compiler: str, folder: Path) -> Path:
-    """Compile the shared library in the folder."""
     here = Path(__file__).parent
     objects = [str(folder / f"{Path(name).stem}.o") for name in _SOURCES]
     for name, made in zip(_SOURCES, objects, strict=True):

@@ -9,7 +9,6 @@ from atmm.cpu import library
 
 
 def serves_attention(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels exist for this device and type."""
     kernels = library() if device.type == "cpu" else None
     return kernels is not None and dtype in kernels.attend
 

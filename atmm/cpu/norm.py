@@ -9,13 +9,11 @@ from atmm.cpu import library
 
 
 def serves_norm(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel exists for this device and type."""
     kernels = library() if device.type == "cpu" else None
     return kernels is not None and dtype in kernels.normalize
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """`atmm.rms_norm` on a CPU."""
     kernels = library()
     assert kernels is not None, "the compiled kernels are not available"
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

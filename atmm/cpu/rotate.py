@@ -9,13 +9,11 @@ from atmm.cpu import library
 
 
 def serves_rotation(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel exists for this device and type."""
     kernels = library() if device.type == "cpu" else None
     return kernels is not None and dtype in kernels.rotate
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """`atmm.rotate` on a CPU."""
     kernels = library()
     assert kernels is not None, "the compiled kernels are not available"
     num_tokens, head_dim = cos.shape

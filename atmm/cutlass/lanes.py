@@ -110,7 +110,6 @@ class Grouped(SharedShrink):
         return dict.fromkeys(self._live, self._hidden)
 
     def _shrink_all(self, stream: int) -> None:
-        """Shrink the input that the arguments point to."""
         _check(self._shrink(self._arguments.data_ptr(), self._count, self._shrink_tiles, stream))
 
 
@@ -122,7 +121,6 @@ def _aligned(rows: Tensor) -> Tensor:
 
 
 def _stream(device: torch.device) -> int:
-    """The raw handle of torch's current stream."""
     return torch.cuda.current_stream(device).cuda_stream
 
 
@@ -181,7 +179,6 @@ def legal(stats: BatchStats) -> bool:
 
 
 def problems_of(stats: BatchStats) -> Problems:
-    """The problems of a legal plan."""
     layout = stats.layout
     starts = bt_starts(layout)
     problems: list[Problem] = []

@@ -26,7 +26,6 @@ class Tile(NamedTuple):
 
     @property
     def symbol(self) -> str:
-        """The name as a C identifier."""
         return f"m{self.block_m}_n{self.block_n}_k{self.block_k}_s{self.num_stages}"
 
     def num_tiles(self, m: int, n: int) -> int:

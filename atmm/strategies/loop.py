@@ -72,6 +72,5 @@ class Unpacked:
         self._loop(y, x, site, packed)
 
     def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
-        """Check the factors of all sites, then add all sites."""
         self._loop.check(group.sites, x)
         self._loop.add_all(y, x, group)

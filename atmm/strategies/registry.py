@@ -313,7 +313,6 @@ def served(name: str, stats: BatchStats) -> str:
 
 
 def prepare(name: str, plan: SegmentPlan, stats: BatchStats) -> Strategy:
-    """The strategy with a known name for packed adapters, prepared for a plan."""
     name = served(name, stats)
     if name.startswith("grouped "):
         return grouped.Grouped(stats, name)

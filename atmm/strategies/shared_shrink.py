@@ -69,5 +69,4 @@ class SharedShrink:
         return share
 
     def _compute(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
-        """The shares of all sites, by site."""
         raise NotImplementedError

@@ -155,7 +155,6 @@ def usual(itemsize: int, d_in: int, longest: int, num_programs: int) -> Tiling:
 
 
 def all_usual(itemsize: int) -> Iterator[Tiling]:
-    """Every tiling that `usual` may return."""
     splits = [2**power for power in range(_MOST_SPLIT.bit_length())]
     for block_m, split_k in itertools.product((16, 32, 64), splits):
         tiling = Tiling(block_m, 128, _usual_block_k(itemsize), split_k, 3)
@@ -164,7 +163,6 @@ def all_usual(itemsize: int) -> Iterator[Tiling]:
 
 
 def merge_blocks(itemsize: int) -> tuple[int, int]:
-    """Outputs and inputs of one block of a merge."""
     return (64, 64) if itemsize == 4 else (64, 128)
 
 

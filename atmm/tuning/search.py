@@ -80,8 +80,6 @@ SHAPES = (
 
 
 class Case(NamedTuple):
-    """The representative of one bucket in the search."""
-
     shape: Shape
     rank: int
     dtype: str
@@ -91,7 +89,6 @@ class Case(NamedTuple):
 
     @classmethod
     def of(cls, bucket: Bucket) -> Case:
-        """A case that falls into the bucket."""
         d_out = bucket.d_out // bucket.num_sites
         return cls(
             Shape(bucket.d_in, (d_out,) * bucket.num_sites),
@@ -114,7 +111,6 @@ class Case(NamedTuple):
         return SegmentPlan(tokens, lanes, strategy)
 
     def group(self, device: str) -> SiteGroup:
-        """Packed sites with random adapters."""
         dtype = getattr(torch, self.dtype)
         group = SiteGroup([Site(str(index), self.shape.d_in, d_out) for index, d_out in enumerate(self.shape.d_outs)])
         keys = [str(key) for key in range(self.num_adapters)]
@@ -203,7 +199,6 @@ def search(cases: Sequence[Case], device: str, journal: Path, seconds: float) ->
 
 
 def measure(case: Case, group: SiteGroup, device: str) -> Finding:
-    """Time every candidate of a case."""
     assert group.packed is not None
     stats = BatchStats(case.plan(), group.packed.layout)
     x, outputs = case.input(device)
@@ -388,7 +383,6 @@ def compile_kernels(samples: Sequence[KernelSample], device: str) -> None:
 
 
 def launch(samples: Sequence[KernelSample], device: str) -> int:
-    """Launch the samples in this process; returns their number."""
     with torch.inference_mode():
         for sample in samples:
             x = torch.zeros(2, sample.d_in, dtype=getattr(torch, sample.dtype), device=device)

@@ -131,8 +131,6 @@ def _same_labels(domain: Domain, head: TaskHead) -> None:
 
 
 class _AdapterPair:
-    """Both adapters on one base model."""
-
     def __init__(self, base: FrozenBase, original: AdapterHeader, converted: Path, *, bfloat16: bool) -> None:
         self._base = base
         self._peft = PeftModel.from_pretrained(base.model, str(original.path), adapter_name=_ORIGINAL)

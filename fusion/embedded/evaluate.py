@@ -84,7 +84,6 @@ def _answer(model: Any, processor: Any, part: Sequence[tuple[world.Scene, world.
 
 
 def processor_tokens(processor: Any) -> int:
-    """Placeholder tokens of one image."""
     size = processor.image_processor.size
     return (size["height"] // processor.patch_size) * (size["width"] // processor.patch_size)
 

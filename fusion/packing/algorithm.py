@@ -252,7 +252,6 @@ def _hash(adapter: Adapter) -> str:
 
 
 def below_threshold(scores: Mapping[str, Score], thresholds: Mapping[str, float]) -> dict[str, Score]:
-    """The domains with a lower bound below their threshold."""
     return {name: score for name, score in scores.items() if score.lower < thresholds[name]}
 
 

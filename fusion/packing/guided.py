@@ -244,7 +244,6 @@ class _Search:
         return below
 
     def _divide(self, group: Adapter, below: Mapping[str, Score]) -> None:
-        """Make groups of the domains that a trained group leaves below their thresholds."""
         nearest = sorted(below, key=lambda name: (self._thresholds[name] - below[name].lower, name))
         if len(nearest) > 1:
             self._measure_conflicts(History(tuple(sorted(group))))

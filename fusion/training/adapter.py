@@ -110,7 +110,6 @@ class TrainableAdapter:
         return isinstance(task, HeadObjective) and task.task.reads_images
 
     def snapshot(self) -> State:
-        """Copy of the current adapter and heads."""
         state = {f"lora.{name}": p.detach().clone() for name, p in self.lora.items()}
         for domain, head in self.heads.items():
             state |= {f"head.{domain}.{name}": p.detach().clone() for name, p in head.named_parameters()}
@@ -118,7 +117,6 @@ class TrainableAdapter:
 
     @torch.no_grad()
     def restore(self, state: State) -> None:
-        """Restore a snapshot."""
         for name, parameter in self.lora.items():
             parameter.copy_(state[f"lora.{name}"])
         self.heads.clear()

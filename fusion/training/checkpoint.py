@@ -49,7 +49,6 @@ class Checkpoint:
     """Trainings, and values that were measured with them, by what they depend on."""
 
     def __init__(self, folder: Path, *, resume: bool) -> None:
-        """Continue with the folder's trainings, or delete them."""
         self._folder = folder
         if not resume:
             shutil.rmtree(folder, ignore_errors=True)
@@ -104,7 +103,6 @@ class Checkpoint:
         self._write(self._folder / _PACKING, value)
 
     def inputs(self) -> dict[str, Mapping[str, str]]:
-        """The inputs of the latest training with each domain."""
         files = sorted(self._folder.glob("*/trained.json"), key=lambda file: file.stat().st_mtime)
         stored = [found for file in files if (found := self._read(file, _Trained)) is not None]
         return {name: values for one in stored for name, values in one.inputs.items()}

@@ -88,7 +88,6 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _forward(hf_model: HFModel, samples: Sequence[EncodedSample], features: Sequence[torch.Tensor]) -> ForwardOutputs:
-    """One forward, padded to the longest sample."""
     device = hf_model.device
     rows, positions, wanted, last = [], [], [], []
     for sample, seen in zip(samples, features, strict=True):
@@ -147,5 +146,4 @@ def without_language_model(
 
 
 def _boxes(value: object) -> tuple[Box, ...]:
-    """The boxes of a value; empty for any other value."""
     return tuple(each for each in value if isinstance(each, Box)) if isinstance(value, tuple) else ()

@@ -99,7 +99,6 @@ def hash_of_processing(processor: InputProcessor) -> str:
 
 
 def _hashes_of_data(name: str, splits: Splits, progress: Progress) -> tuple[str, str]:
-    """Of the training and of the validation samples."""
     parts, hashes = (splits.train, splits.validation), []
     done = 0
     with progress.work(f"reading the pictures of {name}", sum(map(len, parts)), "samples") as update:

@@ -216,7 +216,6 @@ def greedy(hf_model: HFModel, prompts: Sequence[Prompt], limit: int) -> list[tup
 
 
 def _decode_one_length(hf_model: HFModel, prompts: Sequence[Prompt], limit: int) -> list[tuple[int, ...]]:
-    """Decode prompts of one length."""
     arguments = batch_arguments([prompt.input for prompt in prompts])
     places = torch.stack([prompt.positions for prompt in prompts], 1).to(hf_model.device)
     following = places[:, :, -1:] + 1  # as `Positions` of the engine; after an image this is not the number of tokens

@@ -25,7 +25,6 @@ class ImageHead(nn.Module):
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
-        """Draw new weights."""
         for layer, deviation in ((self.hidden, self.in_features**-0.5), (self.output, 0.02)):
             layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator) * deviation)
             layer.bias.zero_()
@@ -36,14 +35,12 @@ class ImageHead(nn.Module):
 
 
 def stored_head(spec: HeadSpec, head: nn.Linear | ImageHead) -> TaskHead:
-    """A trained head for its adapter's file."""
     layers = (head.output, head.hidden) if isinstance(head, ImageHead) else (head,)
     (weight, bias), *hidden = ((each.weight.detach().float(), each.bias.detach().float()) for each in layers)
     return TaskHead(spec, weight, bias, hidden[0] if hidden else None)
 
 
 def trainable_head(head: TaskHead, device: torch.device) -> nn.Linear | ImageHead:
-    """A stored head as a module, for an objective."""
     outputs, inputs = head.weight.shape
     if head.hidden is None:
         module: nn.Linear | ImageHead = nn.Linear(inputs, outputs, device=device)

@@ -47,7 +47,6 @@ class ForwardOutputs(NamedTuple):
         )
 
     def select(self, rows: Sequence[int]) -> ForwardOutputs:
-        """The outputs of some of the samples."""
         return ForwardOutputs(
             self.last[rows],
             [self.images[row] for row in rows],

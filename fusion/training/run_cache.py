@@ -83,7 +83,6 @@ class RunCache:
         return self._load_or_train(self._key_together(names), names, joint_training_title(names), len(names), train)
 
     def join(self, before: History, beside: Adapter, domain: str) -> TrainingResult:
-        """Train a domain into an adapter, of which only the domains in `beside` stay."""
         names = (*beside, domain)
 
         def train() -> tuple[float, ...]:
@@ -125,7 +124,6 @@ class RunCache:
         return _with_heads_of(self._checkpoint.state(self._key_of(history)), names)
 
     def state(self, adapter: Adapter) -> State:
-        """Weights of a trained adapter."""
         return self._checkpoint.state(self._key(adapter))
 
     def state_together(self, domains: Collection[str]) -> State:

@@ -133,7 +133,6 @@ class Evaluator:
 
     @torch.no_grad()
     def held_back_loss(self, domains: Sequence[str]) -> float:
-        """Mean over domains of the loss on held-back samples."""
         self.adapter.model.eval()
         total = 0.0
         for domain in domains:
@@ -147,13 +146,11 @@ class Evaluator:
     def forward(
         self, domain: str, samples: Sequence[EncodedSample]
     ) -> Iterator[tuple[Sequence[EncodedSample], ForwardOutputs]]:
-        """The samples in parts, each with its outputs."""
         return self._in_parts(samples, lambda part: self.adapter.forward([(domain, sample) for sample in part]))
 
     def _in_parts(
         self, samples: Sequence[EncodedSample], compute: Callable[[Sequence[EncodedSample]], Result]
     ) -> Iterator[tuple[Sequence[EncodedSample], Result]]:
-        """Process samples in parts as large as memory allows."""
         first = 0
         while first < len(samples):
 

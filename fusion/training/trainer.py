@@ -247,7 +247,6 @@ class LoraTrainer:
         return self._run_lora(job) if job.trains_lora else _curve(losses)
 
     def _independent_head(self, domain: str, trainings: int) -> list[float]:
-        """Train a head by itself, once for all adapters; return its losses."""
         if domain in self._trained_heads:
             state, losses = self._trained_heads[domain]
             self.adapter.heads[domain].load_state_dict(state)

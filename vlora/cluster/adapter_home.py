@@ -95,7 +95,6 @@ class AdapterHome:
         return [await self.files.send(wanted) if wanted.version else wanted.path for wanted in adapters]
 
     async def register(self, adapters: Mapping[str, DesiredAdapter]) -> None:
-        """Register folders, all or none."""
         async with self._change():
             await self._keep()
             paths = await self.send(adapters.values())
@@ -103,7 +102,6 @@ class AdapterHome:
             await self._hold()
 
     async def load(self, name: str, wanted: DesiredAdapter) -> AdapterStatus:
-        """Load a folder."""
         async with self._change():
             await self._keep()
             [path] = await self.send([wanted])
@@ -117,14 +115,12 @@ class AdapterHome:
             return status
 
     async def unload(self, name: str, *, drain: bool) -> None:
-        """Unload an adapter, if the replica has it."""
         async with self._change():
             await self._keep()
             await self._unload(name, drain=drain)
             await self._hold()
 
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
-        """Pin an adapter, or unpin it."""
         async with self._change():
             return await self._pin(name, pinned)
 
@@ -235,7 +231,6 @@ class AdapterHome:
         return self.files.progress.get(wanted.version if wanted else "", "its files are to be sent")
 
     def close(self) -> None:
-        """The replica is gone."""
         for task in (self._following, self._sending):
             if task is not None:
                 task.cancel()
@@ -262,7 +257,6 @@ class AdapterHome:
         return goal.adapters.get(name) == wanted and (self._following is None or name not in goal.busy)
 
     def _is_content(self, name: str, version: str) -> bool:
-        """Whether an adapter is still to have this content."""
         wanted = self._goal().adapters.get(name)
         return wanted is not None and wanted.version == version
 
@@ -332,7 +326,6 @@ class AdapterHome:
         )
 
     async def _try_register(self, adapters: Mapping[str, DesiredAdapter]) -> None:
-        """Register those that can be registered, of the ones that are still to be so."""
         paths = await self._find({name: wanted for name, wanted in adapters.items() if self._is_still(name, wanted)})
         adapters = {name: adapters[name] for name in paths if self._is_still(name, adapters[name])}
         if not adapters:
@@ -404,7 +397,6 @@ class AdapterHome:
                 self.wake([name])
 
     async def _hold(self) -> None:
-        """Name the received contents in use."""
         if self.files is not None:
             goal = self._goal()
             kept = (version for versions in goal.kept.values() for version in versions)

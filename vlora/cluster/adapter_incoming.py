@@ -104,7 +104,6 @@ class IncomingFiles:
             raise BadAdapter(f"{self._waiting[0].name} has not arrived in full; the files are dropped")
 
     def discard(self) -> None:
-        """Nothing is written any more."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

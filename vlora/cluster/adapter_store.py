@@ -158,7 +158,6 @@ class AdapterStore:
             self._drop(version, incoming.lock)
 
     def abort_all(self) -> None:
-        """The front end is gone."""
         for version in tuple(self._incoming):
             self.abort(version)
 
@@ -170,7 +169,6 @@ class AdapterStore:
             os.close(self._held.pop(version))
 
     def close(self) -> None:
-        """Use nothing any more."""
         self.abort_all()
         self.hold(())
 
@@ -251,7 +249,6 @@ class AdapterStore:
             os.close(lock)
 
     def _folders(self) -> list[Path]:
-        """Of contents, and of parts."""
         return [path for path in self.root.iterdir() if _VERSION.fullmatch(path.name.removesuffix(PART))]
 
     def _remove(self, name: str) -> None:

@@ -76,7 +76,6 @@ class ReplicatedAdapters:
         self._flushing: asyncio.Task[None] | None = None
 
     def __contains__(self, adapter: object) -> bool:
-        """Whether an adapter, or each one of a composition, is in the desired state."""
         names = parts_of(adapter) if isinstance(adapter, str) else ()
         return bool(names) and all(name in self.state for name in names)
 
@@ -119,7 +118,6 @@ class ReplicatedAdapters:
         self._compositions.pop(name, None)
 
     def seen(self, replica: str, contents: Mapping[str, str]) -> None:
-        """A replica has read these contents of adapters, by name."""
         home = self.homes.get(replica)
         for name, version in contents.items():
             wanted = self.state.adapters.get(name)
@@ -142,7 +140,6 @@ class ReplicatedAdapters:
             self._adopt(name, version)
 
     def refused(self, replica: str, adapter: str, error: ErrorValue) -> None:
-        """A replica cannot serve an adapter of a request."""
         self._usable(replica, adapter, False)
         if adapter in self.state and replica in self.homes:
             self.homes[replica].fail(adapter, error)
@@ -170,7 +167,6 @@ class ReplicatedAdapters:
         return _of_replica(*causes[0]) if causes else None
 
     def num_failed(self, replica: str) -> int:
-        """The number of adapters that a replica cannot serve."""
         home = self.homes.get(replica)
         if home is None:
             return 0
@@ -272,7 +268,6 @@ class ReplicatedAdapters:
         return tuple(merged_status(found[name]) for name in sorted(found))
 
     async def by_replica(self) -> dict[str, tuple[AdapterStatus, ...]]:
-        """The statuses of each replica that answers."""
         homes = tuple(self.homes.values())
         results = await asyncio.gather(*(home.statuses() for home in homes), return_exceptions=True)
         found: dict[str, tuple[AdapterStatus, ...]] = {}

@@ -106,7 +106,6 @@ class Autoscaler:
                 log.exception("automatic scaling failed once; it goes on")
 
     async def tick(self) -> None:
-        """Look once, and act."""
         scaled, now = self._scaled, self._clock()
         if not self.automatic or scaled.in_operation:
             return
@@ -136,7 +135,6 @@ class Autoscaler:
             self._starting[place] = now
 
     def set_by_operator(self, number: int) -> None:
-        """An operator has set the number, which holds from now on."""
         if self.automatic or number != self._scaled.number:
             self._note(Decision(number, _OPERATOR, "set by an operator"))
         self.automatic = False
@@ -153,7 +151,6 @@ class Autoscaler:
 
     @property
     def status(self) -> ScalingStatus:
-        """For operators."""
         return ScalingStatus(
             automatic=self.automatic,
             number=self._scaled.number,

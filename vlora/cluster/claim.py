@@ -36,7 +36,6 @@ class RunningReplica(msgspec.Struct, frozen=True):
 
 
 def digest(*settings: Any) -> str:
-    """Of settings that two processes compare."""
     return hashlib.sha256(msgspec.msgpack.encode(settings, order="deterministic")).hexdigest()
 
 

@@ -187,11 +187,9 @@ class Cluster:
 
     @property
     def desired_adapters(self) -> dict[str, DesiredAdapter]:
-        """The adapters that every replica should serve."""
         return self._adapters.state.adapters
 
     async def adapter_places(self) -> tuple[AdapterPlace, ...]:
-        """Every adapter on every replica."""
         return await _places_of(self._adapters, self.members)
 
     async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
@@ -304,7 +302,6 @@ class Cluster:
         self._flights.send(self._router.report(member.name, report))
 
     def _left(self, member: Member, *, died: bool = True) -> None:
-        """Resubmit the requests of a replica that has died or was removed."""
         if not clients(self.members):
             self._absent_since = self._loop.time()
         self.events.num_deaths += died
@@ -348,7 +345,6 @@ class Cluster:
 
 
 async def _places_of(adapters: ReplicatedAdapters, members: Mapping[str, Member]) -> tuple[AdapterPlace, ...]:
-    """Where each desired adapter is on each replica, by adapter and then by replica."""
     by_replica = await adapters.by_replica()
     found = []
     for replica, member in sorted(members.items()):

@@ -89,7 +89,6 @@ class Inbox:
         self._messages.put_nowait(data)
 
     def end(self, closed: asyncio.Future[None]) -> None:
-        """The line has ended."""
         closed.cancelled() or closed.exception()  # the reader raises Disconnected
         self._messages.put_nowait(None)
 

@@ -77,7 +77,6 @@ class Flight:
 
     @property
     def attempt_id(self) -> str:
-        """The request id of the current attempt."""
         return self.request.request_id if self._attempt <= 1 else f"{self.request.request_id}#{self._attempt}"
 
     def begin(self, replica: str) -> Request | None:
@@ -109,7 +108,6 @@ class Flight:
         )
 
     def receive(self, output: RequestOutput) -> None:
-        """Pass an output of the current attempt on to the caller."""
         self._take(output)
         if output.finished:
             output = msgspec.structs.replace(
@@ -133,7 +131,6 @@ class Flight:
             self._add(last.timings)
 
     def fail(self, error: ErrorValue, reason: str = "error") -> None:
-        """End the request with an error of the cluster."""
         assert reason in ("error", "cancelled")
         self._attempt += 1  # outputs of the current attempt are not expected any more
         timings = self._timings(None)
@@ -158,7 +155,6 @@ class Flight:
         return bound_s is not None and self._clock() - self.began_s > bound_s
 
     def deadline_missed(self) -> DeadlineMissed:
-        """The error of a request that has expired."""
         return DeadlineMissed(
             f"request {self.request.request_id!r} exceeded its max_latency_s of {self.request.max_latency_s:g} s: "
             f"{len(self.tokens)} tokens were generated in {self._clock() - self.began_s:.3f} s"
@@ -193,7 +189,6 @@ class Flight:
         self.tokens += output.token_ids
 
     def _add(self, timings: Timings) -> None:
-        """Count an attempt's times and steps."""
         self._queue_s += timings.queue_s
         self._num_preemptions += timings.num_preemptions
         self._steps.update(timings.steps_by_mode)
@@ -236,7 +231,6 @@ class Flight:
         )
 
     def _error(self, error: ErrorValue | None) -> ErrorValue | None:
-        """An attempt's error in terms of the request."""
         if error is None or self._attempt <= 1:
             return error
         if error.code == DeadlineMissed.code and self.request.max_latency_s is not None:

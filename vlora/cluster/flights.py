@@ -135,7 +135,6 @@ class Flights:
             self._end(flight)
 
     def fail_all(self, error: VLoraError, reason: str = "error") -> None:
-        """End all requests with an error."""
         for flight in tuple(self.open.values()):
             self._fail(flight, error, reason)
 
@@ -286,7 +285,6 @@ class Flights:
             self._submit(flight)
 
     def _start(self, flight: Flight, name: str) -> None:
-        """Begin an attempt on a replica."""
         client = self._client_of(name)
         if client is None or client.cause is not None:
             return  # the replica has died, and `replica_left` follows
@@ -369,7 +367,6 @@ class Flights:
             self._go_on(flight, None)
 
     def _go_on(self, flight: Flight, last: RequestOutput | None) -> None:
-        """Leave a replica, and continue where the router has the request by now."""
         self._detach(flight)
         flight.leave(last)
         if flight.cancelled:
@@ -412,7 +409,6 @@ class Flights:
         return others and (flight.version is not None or flight.request.adapter in self._adapters)
 
     def _note_content(self, flight: Flight) -> None:
-        """From now on the answer needs the content with which it began."""
         adapter, version, name = flight.request.adapter, flight.version, flight.replica
         if adapter is None or version is None or name is None:
             return

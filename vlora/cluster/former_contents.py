@@ -46,7 +46,6 @@ class FormerContents:
 
     @property
     def kept(self) -> dict[str, tuple[str, ...]]:
-        """The contents by name that replicas keep."""
         found: dict[str, tuple[str, ...]] = {}
         for (name, version), former in self._contents.items():
             if former.kept:
@@ -76,7 +75,6 @@ class FormerContents:
             self._on_end(name, version)
 
     def request_ended(self, request_id: str) -> None:
-        """A request needs nothing any more."""
         if self._contents:
             for former in self._contents.values():
                 former.users.discard(request_id)

@@ -49,8 +49,6 @@ class Challenge(msgspec.Struct, frozen=True, tag=True):
 
 
 class Proof(msgspec.Struct, frozen=True, tag=True):
-    """The client's proof."""
-
     digest: bytes
 
 

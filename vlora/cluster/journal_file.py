@@ -78,7 +78,6 @@ class JournalFile:
             self.close()
 
     def close(self) -> None:
-        """End the record."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
@@ -119,7 +118,6 @@ def _set_aside(path: str) -> None:
 
 
 def _numbers(path: str) -> list[int]:
-    """Of the records of earlier starts."""
     folder, name = os.path.split(path)
     found = re.compile(rf"{re.escape(name)}\.([1-9][0-9]{{0,8}})")
     return [int(match[1]) for match in map(found.fullmatch, os.listdir(folder or ".")) if match is not None]

@@ -100,7 +100,6 @@ class Member:
         await self._joined.wait()
 
     async def close(self) -> None:
-        """Close the line for good."""
         self._is_closed = True
         if self._serving is not None:
             self._serving.cancel()
@@ -176,7 +175,6 @@ async def _first_sign(client: EngineClient) -> None:
 
 
 def clients(members: Mapping[str, Member]) -> dict[str, EngineClient]:
-    """The engines of the replicas that can be used, by name."""
     return {name: member.client for name, member in sorted(members.items()) if member.client is not None}
 
 

@@ -38,7 +38,6 @@ class LivePlacement:
         self._replan_s = self._rebalance_s = self._clock()
 
     def ended(self) -> None:
-        """A request has been answered."""
         self._num_ended += 1
 
     def tick(self) -> None:

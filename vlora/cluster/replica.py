@@ -65,7 +65,6 @@ class AdapterReceiver:
         self._answering: asyncio.Task[None] | None = None
 
     def receive(self, call: FilesCall, send: Callable[[bytes], object]) -> None:
-        """Answer a call after those before it. send: sends the answer."""
         if self._calls.qsize() >= MAX_WAITING:
             error = Aborted(f"{MAX_WAITING} messages about files wait on this machine; its disk may hang")
             send(encode(FilesReply(call_id=call.call_id, error=ErrorValue.of(error))))
@@ -218,7 +217,6 @@ class Replica:
 
     @property
     def port(self) -> int:
-        """Of the door."""
         assert self._door is not None
         return self._door.port
 
@@ -227,7 +225,6 @@ class Replica:
         return self._ready.pid
 
     async def wait_ended(self) -> None:
-        """Wait for the end of the engine."""
         await asyncio.wait({self._engine.closed})
 
     async def wait_alone(self, alone_s: float) -> None:
@@ -238,7 +235,6 @@ class Replica:
         log.warning("there has been no front end for %g s; this replica ends", alone_s)
 
     async def close(self) -> None:
-        """Close the door and end the engine."""
         if self._door is not None:
             self._door.close()
         if self._peer is not None:

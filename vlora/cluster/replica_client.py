@@ -24,7 +24,6 @@ class ReplicaClient(EngineClient):
 
     @property
     def next_file_id(self) -> int:
-        """The id of the next call about files."""
         return next(self._file_ids)
 
     def call_files(self, call: FilesCall) -> asyncio.Future[FilesReply]:

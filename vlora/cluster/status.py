@@ -20,7 +20,6 @@ class Events:
 def status_of(
     members: Mapping[str, Member], router: Router, events: Events, adapters: ReplicatedAdapters
 ) -> ClusterStatus:
-    """The present status."""
     return ClusterStatus(
         replicas=tuple(_replica(member, router, adapters) for _, member in sorted(members.items())),
         num_waiting=router.num_waiting,

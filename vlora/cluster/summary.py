@@ -53,7 +53,6 @@ def failed_status(name: str, error: str) -> AdapterStatus:
 
 
 def merged_status(statuses: Iterable[AdapterStatus]) -> AdapterStatus:
-    """One adapter's status over the replicas that have it."""
     found = list(statuses)
     read = next((status for status in found if status.loaded), found[0])
     return msgspec.structs.replace(

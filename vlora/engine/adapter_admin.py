@@ -176,7 +176,6 @@ class AdapterAdmin:
 
     @property
     def pending(self) -> tuple[Future[Any], ...]:
-        """Futures that the current call waits for."""
         if not self._queue:
             return ()
         reading = self._queue[0].reading
@@ -223,7 +222,6 @@ class AdapterAdmin:
         _check_fits(self._room, name, num_bytes)
 
     def close(self) -> None:
-        """End all calls with Aborted."""
         self._abort("the engine was closed")
 
     def _advance_load(self, call: _Load) -> AdapterStatus | None:
@@ -349,7 +347,6 @@ class AdapterAdmin:
         self.pinned[name] = run
 
     def _abort(self, reason: str, name: str | None = None, kind: type[_Call] = _Call) -> bool:
-        """Abort the calls of a kind on one name, or on all names; returns whether there were any."""
         ended = [call for call in self._queue if isinstance(call, kind) and name in (None, call.name)]
         for call in ended:
             self._queue.remove(call)

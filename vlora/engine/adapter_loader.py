@@ -99,7 +99,6 @@ class AdapterLoader:
 
     @property
     def available(self) -> frozenset[str]:
-        """Adapters on the device, or needed and on their way to it."""
         return self._pool.resident | self._loading()
 
     def load_needed(self) -> None:
@@ -140,7 +139,6 @@ class AdapterLoader:
             self.wait_s += time.perf_counter() - started
 
     def is_mergeable(self, key: str) -> bool:
-        """Whether the adapter was read and may be merged."""
         adapter = self._registry.known(key).adapter
         return adapter is not None and adapter.can_merge and adapter.merge_fidelity >= self._merge_fidelity_floor
 

@@ -72,7 +72,6 @@ class AdapterVersions:
         self._unread: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
-        """Register a request that was just checked."""
         if request.adapter is None:
             return
         registration = self._adapters.get(request.adapter, request.adapter_version)
@@ -88,7 +87,6 @@ class AdapterVersions:
         return None if registration is None or registration.adapter is None else registration.adapter.version
 
     def waits(self, request_id: str) -> bool:
-        """Whether a request is held for the content of its adapter."""
         return request_id in self._unread
 
     def release_read(self) -> list[RequestOutput]:

@@ -68,7 +68,6 @@ class EngineExecutor(BaseExecutor):
     def __init__(
         self, layers: Mapping[str, nn.Module], *, name: str, promise: LatencyPromise, clock: Callable[[], float]
     ) -> None:
-        """clock: the engine's."""
         super().__init__(layers, name=name)
         self.wake: Callable[[], None] = lambda: None
         self.attend: Callable[[], bool] = lambda: True

@@ -99,7 +99,6 @@ class BaseService:
 
     @property
     def stats(self) -> Mapping[str, Any]:
-        """Fields of `EngineStats`."""
         assert self._server is not None
         return {
             "num_base_clients": self._server.num_clients,

@@ -383,7 +383,6 @@ def _build_scheduler(
 
 
 def token_thresholds(hf_model: HFModel) -> TokenThresholds:
-    """The thresholds of the cost model for this model on its device."""
     thin = atmm.thin_batches(hf_model.lm_head.weight)
     short_lane = atmm.longest_short_lane(hf_model.device, hf_model.dtype)
     return TokenThresholds(short_lane, thin.hidden_tokens, thin.max_tokens)

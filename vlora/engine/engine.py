@@ -182,7 +182,6 @@ class Engine:
     # -- internal -----------------------------------------------------------------------------------------------------
 
     def _fail_users(self, key: str, error: VLoraError) -> tuple[RequestOutput, ...]:
-        """End all requests of an adapter with an error."""
         value = ErrorValue.of(error)
         failed = [self._scheduler.fail(request_id, value) for request_id in tuple(self._loader.users.get(key, ()))]
         return self._released(output for output in failed if output is not None)

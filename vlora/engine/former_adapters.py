@@ -36,7 +36,6 @@ class FormerAdapters:
 
     @property
     def held(self) -> dict[str, tuple[str, ...]]:
-        """Those of the contents to keep that this engine has, by name."""
         return {
             name: tuple(found for found in map(_version, self._candidates(name)) if found in wanted)
             for name, wanted in self._wanted.items()
@@ -66,7 +65,6 @@ class FormerAdapters:
         return None
 
     def _candidates(self, name: str) -> list[Registration]:
-        """The registrations of a name, the current one first."""
         keys = {*self._loader.kept, *self._loader.users}
         former = [each for each in map(self._registry.known, keys) if each.name == name]
         current = [self._registry.get(name)] if name in self._registry else []

@@ -27,7 +27,6 @@ class GrammarCache:
 
     @property
     def pending(self) -> tuple[Future[Grammar], ...]:
-        """Futures that requests wait for."""
         return tuple(self._waiting.values())
 
     def compile_for(self, request_id: str, grammar: str) -> None:
@@ -52,7 +51,6 @@ class GrammarCache:
                 yield request_id, BadRequest(f"the grammar cannot be used: {type(error).__name__}: {error}")
 
     def waits(self, request_id: str) -> bool:
-        """Whether a request waits for its grammar."""
         return request_id in self._waiting
 
     def forget(self, request_id: str) -> None:
@@ -65,7 +63,6 @@ class GrammarCache:
             future.cancel()
 
     def close(self) -> None:
-        """Stop compiling."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 

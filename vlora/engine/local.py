@@ -25,7 +25,6 @@ class LocalEngine:
     """`EngineInterface` without a socket. Use either `run` or the asyncio calls at a time, not both."""
 
     def __init__(self, config: EngineConfig, *, model: object | None = None, executor: Executor | None = None) -> None:
-        """model, executor: see Engine."""
         self.engine = Engine(config, model=model, executor=executor)
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._streams: dict[str, Callable[[RequestOutput], None]] = {}

@@ -116,7 +116,6 @@ class Monitor:
         )
 
     def stats(self) -> EngineStats:
-        """The counters of all parts."""
         block_bytes = self._device.limits.block_pages * PAGE_BYTES
         vision, loader = self._device.vision, self._loader
         return msgspec.structs.replace(
@@ -143,7 +142,6 @@ class Monitor:
         )
 
     def load(self) -> EngineLoad:
-        """The current load."""
         queue, resident = self._scheduler.queue, self._pool.resident
         blocks = self._block_manager
         num_running = sum([t.status is RequestStatus.RUNNING for t in queue.admitted.values()])
@@ -253,7 +251,6 @@ class Rates:
         self._rates: dict[str, tuple[float, float]] = {}  # the rate and its time
 
     def count(self, name: str) -> None:
-        """Count one request."""
         now = self._clock()
         self._rates[name] = self._rate(name, now) + 1 / self.WINDOW_S, now
 

@@ -31,7 +31,6 @@ class OutputStream:
         self._outputs.put_nowait(output)
 
     def close(self) -> None:
-        """Stop the timer."""
         if self._late is not None:
             self._late.cancel()
 

@@ -35,7 +35,6 @@ class PiecePrices:
         )
 
     def num_measured(self, kind: Hashable) -> int:
-        """Pieces of a kind that the price is learned from."""
         return len(self._recent.get(kind, ()))
 
     def expected_s(self, piece: Piece) -> float:

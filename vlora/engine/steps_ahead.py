@@ -44,7 +44,6 @@ class StepsAhead:
         return self._in_flight is not None
 
     def add(self, request: Request) -> None:
-        """Register a request."""
         sampling = request.sampling
         if (
             request.head is None

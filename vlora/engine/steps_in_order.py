@@ -29,7 +29,6 @@ class StepsInOrder:
         self._runner, self._scheduler, self._on_step = runner, scheduler, on_step
 
     def run(self, batch: Batch | None) -> tuple[RequestOutput, ...]:
-        """Run a step and record its result. Returns its outputs."""
         assert batch is not None, "no step is pending"
         try:
             result = self._runner.run(batch)
@@ -40,6 +39,5 @@ class StepsInOrder:
 
 
 def failed(batch: Batch, error: StepFailed) -> StepResult:
-    """The result of a step that failed as a whole."""
     value = ErrorValue.of(error)
     return StepResult(errors={item.request_id: value for item in batch.items})

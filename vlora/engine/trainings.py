@@ -162,7 +162,6 @@ class Trainings:
             return False
 
     def _run_piece(self, loop: TrainingLoop) -> bool:
-        """As `advance`."""
         piece = loop.upcoming
         if piece is None:
             self.waits = False
@@ -189,11 +188,9 @@ class Trainings:
         return self.promise.quiet_in_s if self.waits else None
 
     def add_request(self, request: Request) -> None:
-        """A request was admitted."""
         self.promise.add(request.request_id)
 
     def begin_step(self) -> tuple[RequestOutput, ...]:
-        """A step begins. Returns no outputs."""
         self._marked_s = self._clock()
         return ()
 
@@ -249,7 +246,6 @@ class Trainings:
             submission.done.set_result(tuple(job.status() for job in jobs))
 
     def _admit(self, jobs: list[TrainingJob], *, reopen: bool) -> None:
-        """Begin trainings, all or none."""
         try:
             self._begin(jobs, reopen=reopen)
         finally:

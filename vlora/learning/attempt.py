@@ -24,7 +24,6 @@ class Attempt:
     """A training in a folder of its own. number: counts them."""
 
     def __init__(self, folder: Path, adapter: str, number: int) -> None:
-        """folder: Of the learning adapter."""
         self.number = number
         self.name = f"{adapter}.training-{number}"
         self._folder = folder / f"{_PREFIX}{number}"
@@ -99,7 +98,6 @@ class Attempt:
         part.rename(self.plan)
 
     def remove(self) -> None:
-        """Remove all files."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -115,7 +115,6 @@ class Learner:
 
     @property
     def present_folder(self) -> Path:
-        """The files of the served version."""
         return self._versions.files.path(self._versions.present)
 
     async def check(self) -> None:
@@ -359,7 +358,6 @@ class Learner:
     # -- state --------------------------------------------------------------------------------------------------------
 
     async def status(self) -> LearningStatus:
-        """The present state."""
         return await self._in_thread(self._status)
 
     def _status(self) -> LearningStatus:

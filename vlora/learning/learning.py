@@ -84,7 +84,6 @@ class Learning:
 
     @property
     def folders(self) -> dict[str, str]:
-        """Name -> the folder of the version to serve."""
         return {name: str(one.present_folder) for name, one in self.learners.items()}
 
     async def start(self) -> None:
@@ -227,7 +226,6 @@ class Learning:
         return self.learners[name]
 
     async def statuses(self) -> tuple[LearningStatus, ...]:
-        """Every learning adapter."""
         return tuple([await one.status() for one in self.learners.values()])
 
     # -- internal -----------------------------------------------------------------------------------------------------

@@ -256,7 +256,6 @@ class LiveStore:
         return [ServedCount(*row) for row in rows]
 
     def size(self) -> StoreSize:
-        """Numbers of records."""
         # All of it is in the index, so that pictures are not read.
         found = self._one(
             "SELECT count(*), count(*) - coalesce(sum(label IS NULL), 0), coalesce(sum(num_bytes), 0) FROM records", ()
@@ -268,7 +267,6 @@ class LiveStore:
         return int(self._fact(name) or 0)
 
     def set_fact(self, name: str, value: int) -> None:
-        """Keep a number under a name."""
         with self._transaction():
             self._set_fact(name, value)
 

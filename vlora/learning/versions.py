@@ -34,14 +34,12 @@ class VersionFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        """folder: It is created."""
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._remove(folder / _PART)
 
     @property
     def versions(self) -> list[str]:
-        """The hashes, by time."""
         found = [one for one in self._folder.iterdir() if one.is_dir() and one.name != _PART]
         return [one.name for one in sorted(found, key=lambda one: one.stat().st_mtime_ns)]
 
@@ -78,7 +76,6 @@ class VersionFolder:
         return version
 
     def is_intact(self, version: str) -> bool:
-        """Whether the files have the content of their name."""
         try:
             return self.path(version).is_dir() and content_hash(self.path(version)) == version
         except OSError:

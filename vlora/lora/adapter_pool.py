@@ -144,12 +144,10 @@ class AdapterPool:
 
     @property
     def loading(self) -> frozenset[str]:
-        """Adapters that are being loaded."""
         return frozenset(self._loading)
 
     @property
     def pending(self) -> tuple[Future[None], ...]:
-        """Running copies."""
         copies = (copy for loading in self._loading.values() for copy in loading.copies)
         return tuple(copy for copy in copies if not copy.done())
 
@@ -200,11 +198,9 @@ class AdapterPool:
         return True
 
     def loads_of(self, key: str) -> int:
-        """Number of loads of an adapter to the device."""
         return self._loads[key]
 
     def detach_evicted(self) -> None:
-        """Detach the adapters that were evicted to reuse their pages."""
         for evicted in self._adapter_cache.drain_evicted():
             self._detach(evicted)
 
@@ -257,14 +253,12 @@ class AdapterPool:
             self._detach(key)
 
     def close(self) -> None:
-        """Stop loading adapters."""
         self._transfer.close()
 
     def head(self, key: str, name: str) -> TaskHead:
         return self._residents[key].heads[name]
 
     def factors(self, key: str, site: str) -> HostFactors:
-        """The factors of one layer in the arena."""
         return self._residents[key].factors[site]
 
     def is_plain(self, key: str) -> bool:

@@ -34,7 +34,6 @@ def aligned(num_bytes: int) -> int:
 
 
 def run_bytes(shapes: Mapping[str, FactorShape], dtype: torch.dtype) -> int:
-    """Bytes of a run with factors of these shapes, by layer."""
     return _layout(tuple(shapes.values()), dtype).num_bytes
 
 
@@ -51,8 +50,6 @@ def carve(run: torch.Tensor, shapes: Mapping[str, FactorShape], dtype: torch.dty
 
 
 class _Place(NamedTuple):
-    """A tensor in a run; offset in values."""
-
     size: tuple[int, int]
     stride: tuple[int, int]
     offset: int

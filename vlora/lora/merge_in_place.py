@@ -100,7 +100,6 @@ class InPlaceSwitcher:
         self._torn = False
 
     def _layers(self, key: str | None) -> set[str]:
-        """The layers that an adapter changes."""
         return set() if key is None else self._pool.shapes(key).keys() & self._slabs.slots.keys()
 
     def _rescales(self, key: str | None) -> bool:

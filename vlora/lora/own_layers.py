@@ -51,7 +51,6 @@ class OwnLayer:
         self._tokens: dict[str, tuple[Tensor, Tensor]] = {}  # token ids [n] and their weights [n, d_in]
 
     def __bool__(self) -> bool:
-        """Whether any adapter has a weight or factors for this layer."""
         return bool(self._weights or self._factors or self._tokens)
 
     def attach(self, key: str, shape: FactorShape, factors: tuple[Tensor, Tensor]) -> None:

@@ -86,7 +86,6 @@ class AdapterHeader:
 
     @functools.cached_property
     def has_blocks(self) -> bool:
-        """Whether any factor is block-diagonal."""
         return any(target.blocks is not None for target in self.targets)
 
     @property
@@ -96,7 +95,6 @@ class AdapterHeader:
 
     @property
     def shapes(self) -> dict[str, FactorShape]:
-        """The factors' shapes by site."""
         return {target.site: target.cut.shape for target in self.targets}
 
     def num_bytes(self, dtype: torch.dtype) -> int:

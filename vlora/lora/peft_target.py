@@ -96,7 +96,6 @@ class TargetHeader:
 
     @property
     def is_of_tokens(self) -> bool:
-        """Whether the adapter has weights of some tokens."""
         return self.cut.shape.kind == "tokens"
 
     @property

@@ -53,13 +53,11 @@ class Registration:
 
     @property
     def content(self) -> HostAdapter:
-        """The content of an adapter that was read."""
         assert self.adapter is not None, "the adapter was not read yet"
         return self.adapter
 
     @property
     def folder_header(self) -> AdapterHeader:
-        """The header of an adapter with a folder."""
         assert isinstance(self.header, AdapterHeader), "a composition has no folder"
         return self.header
 
@@ -190,7 +188,6 @@ class AdapterRegistry:
         return self._current[registration.name]
 
     def enter(self, registration: Registration) -> None:
-        """Make a registration the current one of its name."""
         self._current[registration.name] = self._known[registration.key] = registration
 
     def get(self, name: str) -> Registration:
@@ -237,12 +234,10 @@ class AdapterRegistry:
     # -- content ------------------------------------------------------------------------------------------------------
 
     def is_current(self, key: str) -> bool:
-        """Whether this registration is the current one of its name."""
         known = self._known.get(key)
         return known is not None and (self._current.get(known.name) or self._composed.get(known.name)) is known
 
     def known(self, key: str) -> Registration:
-        """The registration of a known key."""
         return self._known[key]
 
     def fetch(self, key: str) -> HostAdapter | None:
@@ -279,7 +274,6 @@ class AdapterRegistry:
 
     @property
     def pending(self) -> tuple[Future[HostAdapter], ...]:
-        """Running and queued reads."""
         return tuple(self._reading.values())
 
     def forget(self, key: str) -> None:
@@ -289,7 +283,6 @@ class AdapterRegistry:
             reading.cancel()  # a running read completes, and its result is discarded
 
     def close(self) -> None:
-        """Stop reading adapters."""
         for executor in (self._executor, self._loader):
             executor.shutdown(wait=False, cancel_futures=True)
 

@@ -82,8 +82,6 @@ class GatheredSites:
 
 
 class GatheredLayer:
-    """One layer of `GatheredSites`."""
-
     def __init__(self, sites: GatheredSites, index: int) -> None:
         self._sites = sites
         self._index = index

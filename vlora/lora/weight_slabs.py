@@ -77,7 +77,6 @@ class WeightSlabs:
 
     @property
     def shapes(self) -> frozenset[tuple[int, int]]:
-        """The layers' shapes (out, in)."""
         return frozenset((slab.shape[1], slab.shape[2]) for slab in self.base)
 
     def entry(self, name: str) -> Any:

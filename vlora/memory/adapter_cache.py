@@ -40,7 +40,6 @@ class AdapterCache:
 
     @property
     def num_pages(self) -> int:
-        """Pages held by adapters and reservations."""
         return sum(run.num_pages for run in (*self._runs.values(), *self._reserved))
 
     def run(self, name: str) -> PageRun:
@@ -99,7 +98,6 @@ class AdapterCache:
         return run
 
     def release(self, run: PageRun) -> None:
-        """Free reserved pages."""
         self._reserved.remove(run)
         self._room = None
         self.allocator.free_run(run)
@@ -148,7 +146,6 @@ class AdapterCache:
 
     @property
     def _fixed_runs(self) -> set[PageRun]:
-        """Runs that may be neither moved nor evicted."""
         return {*self._reserved, *(self._runs[name] for name in self.pinned)}
 
     def _make_room(self, num_pages: int) -> int | None:

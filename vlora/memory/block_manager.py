@@ -49,7 +49,6 @@ class BlockManager:
 
     @property
     def holders(self) -> frozenset[str]:
-        """Requests that hold blocks."""
         return frozenset(self._tables)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -59,11 +58,9 @@ class BlockManager:
         return self._tables.get(request_id, ())
 
     def num_users(self, block: int) -> int:
-        """The number of requests that hold a block."""
         return self._num_users[block]
 
     def num_own(self, request_id: str) -> int:
-        """The number of blocks that only this request holds."""
         table = self.table(request_id)
         if self._prefix is None:
             return len(table)
@@ -93,7 +90,6 @@ class BlockManager:
 
     @property
     def reuses(self) -> bool:
-        """Whether prefix caching is enabled."""
         return self._prefix is not None
 
     @property

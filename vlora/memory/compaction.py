@@ -71,8 +71,6 @@ def plan_compaction(
 
 
 class _Item(NamedTuple):
-    """A run in the arena, or the block with the given number."""
-
     run: PageRun
     block: int | None
     movable: bool

@@ -35,8 +35,6 @@ def make_transfer(device: torch.device, executor: Executor | None = None) -> Tra
 
 
 class HostTransfer:
-    """Copies into an arena in host memory."""
-
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 

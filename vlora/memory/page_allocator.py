@@ -118,12 +118,10 @@ class PageAllocator:
         self._mark(self.pages_of(block), _CACHED)
 
     def reuse_cached_block(self, block: int) -> None:
-        """Allocate a given cached block and keep its content."""
         self.free_cached_block(block)
         self._own(block)
 
     def free_cached_block(self, block: int) -> None:
-        """Discard the content of a cached block and make it a free block."""
         del self._cached[block]
         self._blocks[block] = _FREE
         self._mark(self.pages_of(block), _FREE)
@@ -178,7 +176,6 @@ class PageAllocator:
         return bytearray(self._pages)
 
     def pages_of(self, block: int) -> PageRun:
-        """The pages that a block number covers."""
         return PageRun(block * self.pages_per_block, self.pages_per_block)
 
     def on_block_moved(self, callback: Callable[[int, int], None]) -> None:
@@ -207,7 +204,6 @@ class PageAllocator:
             callback(block, target)
 
     def evict_block(self, block: int) -> None:
-        """Evict a cached block."""
         self.free_cached_block(block)
         self._on_evict(block)
 

@@ -42,7 +42,6 @@ class TokenChain:
         ]
 
     def append(self, token: int) -> None:
-        """Append a sampled token."""
         self._answer.append(token)
 
     def may_find(self, place: int, device_len: int) -> bool:
@@ -125,12 +124,10 @@ class PrefixCache:
 
     @property
     def keys(self) -> Set[Key]:
-        """Keys of all known blocks."""
         return self._blocks.keys()
 
     @property
     def blocks(self) -> Set[int]:
-        """All known blocks."""
         return self._known.keys()
 
     def find(self, key: Key) -> int | None:
@@ -155,7 +152,6 @@ class PrefixCache:
             self._known[target] = known
 
     def blocks_of(self, adapter: str) -> list[int]:
-        """Blocks computed with one version of an adapter."""
         return [block for block, known in self._known.items() if known.adapter == adapter]
 
     def check_integrity(self) -> None:

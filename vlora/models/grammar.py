@@ -105,8 +105,6 @@ class Grammar:
 
 
 class Cursor:
-    """One answer's position in its grammar."""
-
     def __init__(self, matcher: Any, num_tokens: int, never_next: np.ndarray | None = None) -> None:
         self._matcher = matcher
         self._num_tokens = num_tokens

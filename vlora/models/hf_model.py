@@ -91,7 +91,6 @@ class HFModel:
         self._fuse_layers()
 
     def move(self, device: torch.device) -> None:
-        """Move the whole model to a device."""
         self.model.to(device)
         self.device = self.embed.weight.device
         self._replace_vision_attention()

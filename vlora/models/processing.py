@@ -126,7 +126,6 @@ class InputProcessor:
 
     @functools.cached_property
     def takes_tools(self) -> bool:
-        """Whether the chat template writes tools."""
         turn = {"role": "user", "content": [{"type": "text", "text": "question"}]}
         try:
             return _PROBE in self.template([turn], [_PROBE_TOOL])
@@ -220,7 +219,6 @@ class InputProcessor:
             )
 
     def _fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether pixel values of this shape are the vision tower's input."""
         vision = self.config.vision_config
         if not self.family.mrope:
             return shape[-2:] == (vision.image_size, vision.image_size) and (len(shape) == 5) == self.family.tiles
@@ -342,7 +340,6 @@ class InputProcessor:
         return item, self.image_token * item.num_tokens
 
     def _expanded_clips(self, clips: Sequence[Clip]) -> Iterator[tuple[VisionInput, str]]:
-        """Each video with the text of its placeholders."""
         try:
             processed = [self._videos.process(clip) for clip in clips]
         except (ValueError, TypeError, OSError) as error:

@@ -180,7 +180,6 @@ class ModelRunner:
         return hidden, packed
 
     def _answer(self, hidden: torch.Tensor | None, packed: ForwardBatch, step: LaunchedStep) -> None:
-        """Sample the tokens of a step, and read its heads."""
         if hidden is not None and packed.text:
             picked, head = hidden.index_select(0, packed.text_index), self._hf_model.lm_head
             packed.logits = linear(picked, head.stored, head.bias).float().contiguous()

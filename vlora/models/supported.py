@@ -34,7 +34,6 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def unsupported_family(config: Any, families: Iterable[str]) -> UnsupportedModel:
-    """The error for a config of an unsupported model type."""
     model_type = getattr(config, "model_type", None)
     text = getattr(config, "text_config", config)
     why = _WHY_NOT.get(str(model_type)) or _experts(text) or "its layers have not been checked against this engine"

@@ -78,7 +78,6 @@ class Costs(NamedTuple):
 
     @property
     def thresholds(self) -> TokenThresholds:
-        """The thresholds of these costs."""
         return TokenThresholds(self.short_lane, self.hidden_tokens, self.thin_tokens)
 
     @property
@@ -103,7 +102,6 @@ class Costs(NamedTuple):
         return self.adapter_s * num_lanes + self.lane_s * num_tokens
 
     def step_s(self, size: StepSize) -> float:
-        """Seconds of a step, excluding merging."""
         tokens_s = self.merged_s(size.num_tokens, size.num_context) if size.num_tokens else 0.0
         return tokens_s + sum(map(self.lanes_s, size.lanes)) + self.patch_s * size.num_patches
 
@@ -186,7 +184,6 @@ class MergedAdapters(NamedTuple):
         )
 
     def after(self, batch: Batch, result: StepResult) -> MergedAdapters:
-        """The state after a step."""
         merged, shadow = batch.merged_adapter, self.shadow
         if result.switched and merged is not None and merged != shadow:
             shadow = None if result.in_place else merged
@@ -206,7 +203,6 @@ class CostModel:
     """
 
     def __init__(self, thresholds: TokenThresholds = _ALIKE) -> None:
-        """`thresholds`: of this machine."""
         self._thresholds = thresholds
         self._gram = [[0.0] * _NUM for _ in range(_NUM)]
         self._moment = [0.0] * _NUM
@@ -223,7 +219,6 @@ class CostModel:
 
     @property
     def costs(self) -> Costs:
-        """Current estimates."""
         return self._costs
 
     def observe(self, batch: Batch, result: StepResult, before: MergedAdapters) -> None:
@@ -268,7 +263,6 @@ class CostModel:
         self._expect()
 
     def observe_encoding(self, num_patches: float, seconds: float) -> None:
-        """Learn from the encoding of `num_patches` patches in `seconds`."""
         if num_patches > 0:
             self._patches = _FORGET * self._patches + num_patches
             self._encode_s = _FORGET * self._encode_s + measured_s(seconds)

@@ -86,7 +86,6 @@ class EncodeQueue:
             tracked.images.append(Image(index, key, max(1, item.num_patches), item.num_tokens, last))
 
     def remove(self, request_id: str) -> None:
-        """Remove a request that has ended."""
         self._vision_key.pop(request_id, None)
         self._ahead.pop(request_id, None)
         self._alone.discard(request_id)

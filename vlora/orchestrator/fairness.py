@@ -32,7 +32,6 @@ class FairShares:
         self._least = 0.0  # lower bound for the counter of the next arriving name
 
     def add(self, tracked: TrackedRequest) -> None:
-        """Add a request."""
         name = self._name_of(tracked)
         if not self._unfinished[name]:
             self._move_least()
@@ -46,7 +45,6 @@ class FairShares:
         self._unfinished[name] += 1
 
     def remove(self, tracked: TrackedRequest) -> None:
-        """Remove a request."""
         name = self._name_of(tracked)
         if self._unfinished[name] == 1:
             self._move_least()
@@ -57,7 +55,6 @@ class FairShares:
             self._unfinished[name] -= 1
 
     def count_service(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """Count tokens served to an unfinished request."""
         name = self._name_of(tracked)
         self._served[name] += num_tokens / self._weight(name)
 
@@ -100,7 +97,6 @@ def scheduling_order(requests: Sequence[TrackedRequest], shares: Sequence[FairSh
 
 
 def tenant_of(tracked: TrackedRequest) -> str | None:
-    """The tenant of a request."""
     return tracked.tenant
 
 

@@ -181,12 +181,10 @@ class LatencyPromise:
 
     @property
     def _full(self) -> int:
-        """Requests of a full batch."""
         return self._limit if self._clock() - self._limited_s < _WINDOW_S else self._max_batch_size
 
     @property
     def _stretch(self) -> float:
-        """The factor by which service may be stretched."""
         if math.isinf(self.slowdown):
             return 1.0  # the allowance is not used
         return self.slowdown / (1 + self.utilization * (self.slowdown - 1))

@@ -155,7 +155,6 @@ class TrackedRequest:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens to compute before the next answer."""
         return self.device_len - self.cached_len
 
     @property
@@ -170,7 +169,6 @@ class TrackedRequest:
         self.admitted_s = self.last_ran_s = now
 
     def enter(self, now: float) -> None:
-        """Enter the KV room."""
         self.entered = True
         self.last_ran_s = self.last_answer_s = now
 

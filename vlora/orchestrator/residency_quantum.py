@@ -38,5 +38,4 @@ class ResidencyQuantum:
             self._loading_since_s = {name: self._loading_since_s.get(name, now) for name in view.loading}
 
     def has_expired(self, name: str, now: float) -> bool:
-        """Whether an adapter has been resident for its full quantum."""
         return now - self._resident_since_s.get(name, now) >= _QUANTUM * self._load_s

@@ -223,7 +223,6 @@ class Scheduler:
         self.queue.add(request, self._clock(), held=held, vision_key=vision_key)
 
     def release(self, request_id: str) -> None:
-        """Allow a held request to run."""
         tracked = self.queue.get(request_id)
         assert tracked is not None
         tracked.held = False
@@ -257,12 +256,10 @@ class Scheduler:
 
     @property
     def costs(self) -> Costs:
-        """The learned costs of steps and switches."""
         return self._cost.costs
 
     @property
     def merged(self) -> MergedAdapters:
-        """The merged weights that are available."""
         return self._credits.merged
 
     def by_credit(self, most: int) -> list[tuple[TrackedRequest, float]]:
@@ -272,7 +269,6 @@ class Scheduler:
         return heapq.nlargest(most, zip(tracked, credits, strict=True), key=lambda pair: pair[1])
 
     def stats(self, model: str) -> EngineStats:
-        """Counters since the start, and the current state."""
         requests = self.queue.admitted.values()
         stats = self._counters.stats(
             model, requests, len(self.queue.outside), self.queue.num_waiting_for_kv, self._block_manager
@@ -287,7 +283,6 @@ class Scheduler:
     # -- parts of `schedule` ------------------------------------------------------------------------------------------
 
     def _fail_late(self, now: float) -> None:
-        """End the requests that have missed their deadline."""
         for tracked in self.queue.pop_missed(now):
             self._outputs.append(self._end(tracked, "error", now, error=deadline_missed(tracked, now)))
 
@@ -331,7 +326,6 @@ class Scheduler:
         now: float,
         merged: str | None,
     ) -> Batch | None:
-        """The batch with the images that can be encoded beside it."""
         # As with tokens: requests that waited longer than theta come first, then priority and fair shares.
         order = list(self.queue.in_order(to_encode))
         order.sort(key=lambda t: min(0.0, self._theta_s - (now - t.last_ran_s)))
@@ -396,7 +390,6 @@ class Scheduler:
         head: HeadAnswer | None = None,
         error: ErrorValue | None = None,
     ) -> RequestOutput:
-        """End a request and free its memory; return its finished output."""
         if error is None and tracked.expired(now):  # max_latency_s limits the whole request: a late answer is an error
             reason, head, error = "error", None, deadline_missed(tracked, now)
         tracked.status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED

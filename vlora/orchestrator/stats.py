@@ -31,7 +31,6 @@ class Counters:
         self._encode_s = 0.0
 
     def count_step(self, batch: Batch, result: StepResult) -> None:
-        """Count a step, and the switch before it."""
         self._num_steps += 1
         if batch.items:
             self._steps_by_mode[batch.mode] += 1
@@ -43,7 +42,6 @@ class Counters:
             self._switch_s += result.switch_s
 
     def count_request_step(self, tracked: TrackedRequest, mode: Mode) -> None:
-        """Count a request's step, in its own timings too."""
         if mode in tracked.steps_by_mode:
             tracked.steps_by_mode[mode] += 1
         else:
@@ -65,7 +63,6 @@ class Counters:
         self._num_reused += tracked.num_reused
 
     def count_preempted(self, num_requests: int) -> None:
-        """Count preempted requests."""
         self._num_preemptions += num_requests
 
     def count_ended(self, reason: FinishReason, failed: bool) -> None:
@@ -142,12 +139,10 @@ class WaitStats:
         return self._theta_s + -(-self._num_ready // self._max_batch_size) * self._step_s
 
     def record_decision(self, theta_s: float, num_ready: int) -> None:
-        """Record the inputs of a decision."""
         self._theta_s = max(self._theta_s, theta_s)
         self._num_ready = max(self._num_ready, num_ready)
 
     def record_wait(self, seconds: float) -> None:
-        """Record the wait of a request before its next step."""
         if seconds > self.longest_s:
             self.longest_s = seconds
 

@@ -65,7 +65,6 @@ class FactorShape(NamedTuple):
 
     @property
     def output_rows(self) -> tuple[RowKind, ...]:
-        """The further rows of bt."""
         return tuple(row for row in self.rows if row != "input")
 
     @property

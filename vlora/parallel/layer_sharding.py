@@ -100,7 +100,6 @@ class ShardPlan:
 
     @property
     def kv_heads(self) -> int:
-        """KV heads of this rank."""
         return max(1, self.num_kv_heads // self.size)
 
     def shard(self, name: str, d_in: int, d_out: int) -> LinearShard:

@@ -63,7 +63,6 @@ class PlanErrors:
         return part
 
     def add(self, message: str, *steps: int | str) -> None:
-        """Add an error at a field of this part, or at the part itself."""
         location = self._here if self._whole else (*self._here, *steps)
         self._record(f"{self._text.place(location)}: {message}")
 

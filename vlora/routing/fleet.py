@@ -54,7 +54,6 @@ class Fleet:
     # -- changes ------------------------------------------------------------------------------------------------------
 
     def add(self, standing: Standing) -> None:
-        """A replica has joined."""
         assert standing.name not in self.replicas, f"{standing.name} has joined before"
         self.replicas[standing.name] = standing
         insort(self._names, standing.name)
@@ -62,7 +61,6 @@ class Fleet:
         self._enter(standing)
 
     def remove(self, name: str) -> Standing:
-        """A replica has left."""
         standing = self.replicas.pop(name)
         del self._names[bisect_left(self._names, name)]
         self._exit(standing)
@@ -72,7 +70,6 @@ class Fleet:
         return standing
 
     def send(self, need: Need, standing: Standing) -> None:
-        """A request is sent to a replica."""
         self._exit(standing)
         adapter = need.adapter
         if adapter is not None and adapter not in standing.resident:
@@ -93,7 +90,6 @@ class Fleet:
         return need
 
     def report(self, name: str, report: Report) -> Standing:
-        """A replica has reported."""
         standing = self.replicas[name]
         self._exit(standing)
         before = standing.resident.keys()
@@ -172,7 +168,6 @@ class PrefixIndex:
         self._used[name] = {}
 
     def remove(self, name: str) -> None:
-        """A replica has left."""
         for key in self._used.pop(name):
             self._discard(key, name)
         del self._blocks[name], self._computed[name]

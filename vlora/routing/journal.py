@@ -65,7 +65,6 @@ class RecordedRouter:
 
     @property
     def as_router(self) -> Router:
-        """This object, which is called as a router is."""
         return cast(Router, self)
 
     def __getattr__(self, name: str) -> Any:

@@ -32,8 +32,6 @@ _MOST_RECALLED = 2  # that wait at a time: one for the next place, and one for t
 
 
 class Placed(NamedTuple):
-    """A request to send to a replica."""
-
     need: Need
     replica: str
 
@@ -129,7 +127,6 @@ class Router:
 
     @property
     def replicas(self) -> Mapping[str, Standing]:
-        """The replicas by name. Not to be changed by callers."""
         return self._fleet.replicas
 
     @property
@@ -179,7 +176,6 @@ class Router:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait here."""
         return len(self._queue)
 
     def where(self, request_id: str) -> str | None:
@@ -188,7 +184,6 @@ class Router:
         return None if standing is None else standing.name
 
     def is_waiting(self, request_id: str) -> bool:
-        """Whether a request waits here."""
         return request_id in self._queue
 
     def submit(self, need: Need) -> list[Placed]:

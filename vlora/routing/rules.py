@@ -46,7 +46,6 @@ class Rule:
         """Plan which replicas are homes of which adapters."""
 
     def homes(self, adapter: str) -> Iterable[str]:
-        """The planned replicas of an adapter."""
         return ()
 
 

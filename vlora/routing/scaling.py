@@ -104,7 +104,6 @@ class ScalingPolicy:
         return Decision(number, FAILED, why)
 
     def joined(self, now: float) -> None:
-        """An added replica serves."""
         self._pause_s = FIRST_PAUSE_S
         self.changed(now)
 

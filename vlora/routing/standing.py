@@ -133,7 +133,6 @@ class Standing:
         return not self.draining and self.size < self.capacity
 
     def takes(self, need: Need) -> bool:
-        """Whether there is room for a request now."""
         return (
             self.size < self.capacity
             and need.blocks <= self.free_blocks

@@ -98,7 +98,6 @@ class WaitingQueue:
         return (entry.need for entry in self._waiting.values())
 
     def add(self, need: Need) -> None:
-        """A request waits."""
         assert need.request_id not in self._waiting and need.request_id not in self._placed, need.request_id
         entry = self._waiting[need.request_id] = Entry(need)
         for shares in self._shares:
@@ -124,7 +123,6 @@ class WaitingQueue:
         self.place(self._first.request_id)
 
     def place(self, request_id: str) -> None:
-        """A waiting request is sent to a replica."""
         entry = self._waiting.pop(request_id)
         entry.removed = True
         self._first = None

@@ -69,5 +69,4 @@ class ClusterConfig:
 
     @property
     def routed(self) -> bool:
-        """Whether there may be more than one replica."""
         return max(self.replicas, self.max_replicas or 1) > 1

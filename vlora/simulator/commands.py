@@ -90,7 +90,6 @@ def repeat(journal: str) -> Replayed:
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """The result as text, one line per fact."""
     routing = found["routing"]
     yield (
         f"{found['trace']}, policy {found['policy']}, {found['replicas']} replica{'s' * (found['replicas'] != 1)}"

@@ -82,7 +82,6 @@ class ExactReplica:
         return ended
 
     def _end(self, outputs: Iterable[RequestOutput], now: float) -> list[Job]:
-        """The jobs of finished outputs."""
         ended = []
         for output in outputs:
             job = self._jobs.pop(output.request_id)

@@ -45,7 +45,6 @@ class Machine:
         self._shadow: str | None = None
 
     def copy(self, first_page: int, target: int, num_pages: int) -> None:
-        """Move pages between two steps."""
         self._clock.now += num_pages * self._move_s
 
     def switch(self, merged: str | None) -> tuple[bool, float]:
@@ -61,7 +60,6 @@ class Machine:
         return True, self.costs.merge_s
 
     def run(self, batch: Batch) -> StepResult:
-        """Run a batch and advance the clock."""
         errors: dict[str, ErrorValue] = {}
         encoded = None if batch.encode is None else self._encode(batch.encode, errors)
         encode_s = 0.0 if encoded is None else encoded.seconds

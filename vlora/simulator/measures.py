@@ -90,7 +90,6 @@ class Measures:
             self._tenants[arrival.tenant].num_unreachable += 1
 
     def close(self, totals: Sequence[Totals], end_s: float, tenant_shares: Mapping[str, float]) -> None:
-        """Add the replicas' counters at the end."""
         worst = max(totals, key=lambda each: each.longest_wait_s)
         self.longest_wait_s, self.wait_bound_s = worst.longest_wait_s, worst.wait_bound_s
         self._totals = list(totals)

@@ -63,7 +63,6 @@ class Loader:
         return True
 
     def collect(self) -> None:
-        """Make loaded adapters usable."""
         for name in [name for name, ready_s in self._ready_s.items() if ready_s <= self._clock()]:
             self._adapter_cache.unpin(name)
             del self._ready_s[name]
@@ -164,7 +163,6 @@ class Replica:
 
     @property
     def num_loads(self) -> int:
-        """Number of adapter loads."""
         return self._loader.num_loads
 
     def add(self, request_id: str, arrival: Arrival) -> float | None:

@@ -41,7 +41,6 @@ class Scaling:
         self._releasing: list[str] = []  # replicas that drain in order to end
 
     def follow(self, _periodic: None) -> None:
-        """Decide once, and act."""
         scaled, cluster = self._scaled, self._cluster
         now, router = scaled.now, scaled.router
         starting = [time_s for time_s in self._starting if time_s > now]

@@ -133,7 +133,6 @@ class QuickReplica:
     # -- stretches ----------------------------------------------------------------------------------------------------
 
     def _plan(self) -> None:
-        """Plan the stretch that begins at `_at`."""
         while True:
             if self._plan_prompts():
                 return

@@ -47,7 +47,6 @@ class ReplicaAccount:
 
     @property
     def size(self) -> int:
-        """Unfinished requests."""
         return self.taken - self.ended
 
 
@@ -114,7 +113,6 @@ class World:
         return self.measures
 
     def at(self, time_s: float, action: Callable[[Any], None], argument: Any) -> None:
-        """Call an action at a later time."""
         heapq.heappush(self._events, (time_s, next(self._numbers), action, argument))
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -204,7 +202,6 @@ class World:
     # -- reports ------------------------------------------------------------------------------------------------------
 
     def _report(self, account: ReplicaAccount, free_blocks: int) -> None:
-        """Report at once."""
         replica = account.replica
         num_adapters = replica.num_loads
         adapters = replica.adapters if num_adapters != account.num_reported else None
@@ -230,7 +227,6 @@ class World:
     # -- replicas -----------------------------------------------------------------------------------------------------
 
     def _start(self, _: None) -> None:
-        """A replica serves from now on."""
         name = f"{next(self._names):05d}"
         replica: SimulatedReplica
         if self._cluster.quick:
@@ -247,7 +243,6 @@ class World:
         self._send(self.router.join(name, room))
 
     def start_after(self, delay_s: float) -> None:
-        """Add a replica, which serves after a delay."""
         self.at(self.now + delay_s, self._start, None)
 
     def longest_wait_s(self) -> float:
@@ -258,7 +253,6 @@ class World:
         return max((self.now - job.arrival.time_s for job in waiting), default=0.0)
 
     def release(self, name: str) -> None:
-        """End an idle replica."""
         lost = self.router.leave(name)
         assert not lost
         account = self.replicas.pop(name)
@@ -267,7 +261,6 @@ class World:
             self._past.append(account.replica)
 
     def resume(self, name: str) -> None:
-        """Stop draining a replica."""
         self._send(self.router.drain(name, draining=False))
 
     def _fail(self, account: ReplicaAccount) -> None:
@@ -317,7 +310,6 @@ class World:
         return True
 
     def _take(self, job: Job, account: ReplicaAccount) -> None:
-        """Cancel a request on its replica."""
         account.replica.remove(job, self.now)
         account.ended += 1
         self.measures.num_recomputed += job.num_tokens

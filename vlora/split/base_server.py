@@ -92,7 +92,6 @@ class BaseServer:
         return len(self._peers)
 
     def listen(self, sock: socket.socket, greeter: Greeter) -> None:
-        """Accept the clients of a listening socket."""
         sock.setblocking(False)
         self._listeners[sock.fileno()] = _Listener(sock, greeter, threading.BoundedSemaphore(_MAX_GREETINGS))
         self._poll.register(sock, select.EPOLLIN)

@@ -116,7 +116,6 @@ class CallQueue(Generic[C]):
 
     @property
     def rows_served(self) -> Mapping[C, int]:
-        """Rows computed for each client."""
         return {client: progress.rows for client, progress in self._progress.items()}
 
     def join(self, client: C) -> None:
@@ -126,7 +125,6 @@ class CallQueue(Generic[C]):
         self._num_joined += 1
 
     def leave(self, client: C) -> None:
-        """Remove a client with its call."""
         self._calls.pop(client, None)
         self._progress.pop(client, None)
 
@@ -203,7 +201,6 @@ class CallQueue(Generic[C]):
         return [call for call in self._calls.values() if not self._is_large(call.client)]
 
     def _active(self, now: float) -> list[C]:
-        """The clients that have a call, or had one lately."""
         return [
             client
             for client, progress in self._progress.items()
@@ -264,7 +261,6 @@ class CallQueue(Generic[C]):
 
 
 def _average(averages: dict[K, float], key: K, value: float) -> None:
-    """Move an average towards a value."""
     before = averages.get(key, value)
     averages[key] = before + _SMOOTHING * (value - before)
 

@@ -173,7 +173,6 @@ class Base:
 
     @property
     def calls(self) -> LayerCalls:
-        """The products themselves."""
         return self._calls
 
     @property

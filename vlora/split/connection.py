@@ -203,7 +203,6 @@ class BaseConnection:
         return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
 
     def rows_per_call(self, direction: Direction, group: int, mask: int) -> int:
-        """Maximum rows of one call."""
         widest = max(map(sum, frames.widths(self.groups[group], direction, mask)))
         return max(1, min(self.welcome.max_rows, self.welcome.half_bytes // (widest * self.dtype.itemsize)))
 

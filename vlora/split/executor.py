@@ -82,7 +82,6 @@ class BaseExecutor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weights."""
         return sum(
             each.weight.nbytes + (0 if each.bias is None else each.bias.nbytes)
             for group in self._weights

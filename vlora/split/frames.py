@@ -99,7 +99,6 @@ Group = tuple[LayerInfo, ...]
 
 
 def selected(group: Group, mask: int) -> list[LayerInfo]:
-    """The layers of a group that the mask selects."""
     return [layer for index, layer in enumerate(group) if mask >> index & 1]
 
 

@@ -145,7 +145,6 @@ class Greeter:
         return Peer(sock, name, slot, 0, lambda: self._permits(token))
 
     def _permits(self, token: Token | None) -> bool:
-        """Whether a client that was admitted with this token may stay."""
         return token is None or (token in self.tokens and not challenge.has_expired(token))
 
     def _authenticate(self, origin: str | None, proof: Proof, hello: Hello, nonce: bytes) -> Token | None:

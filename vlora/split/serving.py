@@ -137,6 +137,5 @@ def serve_base(
 
 
 def address_of(sock: socket.socket) -> str:
-    """The address that a socket listens on, with its actual port."""
     name = sock.getsockname()
     return str(Address(name, "", 0) if isinstance(name, str) else Address("", *name[:2]))

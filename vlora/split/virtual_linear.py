@@ -125,7 +125,6 @@ class VirtualGroup:
     """
 
     def __init__(self, calls: LayerCalls, index: int, places: Sequence[int]) -> None:
-        """index: of the group at the base. places: of the virtual layers in the group."""
         self.calls = calls
         self.index = index
         self.places = tuple(places)
@@ -139,7 +138,6 @@ class VirtualGroup:
         return x.detach().reshape(-1, x.shape[-1]).to("cpu", self.calls.dtype)
 
     def output(self, place: int, x: torch.Tensor) -> torch.Tensor:
-        """The output of the layer at `place` of the group."""
         if x.numel() == 0:
             layer = self.calls.groups[self.index][place]
             return x.new_zeros(*x.shape[:-1], layer.d_out)
@@ -200,7 +198,6 @@ _CLASSES: Mapping[type, type] = {nn.Linear: VirtualLinear, Conv1D: VirtualConv1D
 
 
 def make_virtual(layer: nn.Module, group: VirtualGroup, place: int) -> None:
-    """Change a layer to a virtual one, and free its weights."""
     for name, old in list(layer.named_parameters(recurse=False)):
         device = torch.device("cpu") if old.is_meta else old.device
         setattr(layer, name, VirtualWeight.of(old.shape, old.dtype, device))

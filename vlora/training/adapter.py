@@ -201,7 +201,6 @@ class TrainableLora:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all parameters are."""
         return bool(self._parameters.isfinite().all())
 
     def state(self) -> dict[str, Any]:

@@ -93,7 +93,6 @@ class TrainedDecoderLayer:
     """One decoder layer of the model. num_weights: of its linear layers."""
 
     def __init__(self, module: torch.nn.Module, config: Any, index: int, linears: Mapping[str, TrainedLinear]) -> None:
-        """linears: of this layer, by name."""
         AttentionInterface.register(_ATTENTION, packed_attention)
         self._module = module
         self._config = config
@@ -102,7 +101,6 @@ class TrainedDecoderLayer:
         self.num_weights = sum(layer.weight.numel() for layer in self._linears)
 
     def trains(self, batch: PackedBatch) -> bool:
-        """Whether an adapter of the batch targets this layer."""
         return any(key in batch.plan.keys for layer in self._linears for key in layer.trained)
 
     def __call__(

@@ -106,7 +106,6 @@ class TrainingLoop:
         self._end(self.jobs[name], "cancelled")
 
     def fail(self, error: str) -> None:
-        """End all jobs."""
         for job in tuple(self.jobs.values()):
             self._end(job, "failed", error)
 
@@ -118,7 +117,6 @@ class TrainingLoop:
         return self._upcoming
 
     def run_piece(self) -> None:
-        """Compute the upcoming piece."""
         assert self.upcoming is not None, "no piece is ready"
         self._upcoming = next(self._work)
 

@@ -26,16 +26,13 @@ class RecordOrder:
 
     @property
     def num_train(self) -> int:
-        """Records of the training part that can be used."""
         return len(self._train) - len(self._bad)
 
     @property
     def num_held_out(self) -> int:
-        """Held-out records that can be used."""
         return len(self._held_out)
 
     def held_out(self, first: int, most: int) -> list[Record]:
-        """Held-out records that can be used, from the one with number `first` on."""
         return list(itertools.islice(self._held_out.values(), first, first + most))
 
     def usable(self, first: int) -> Iterator[int]:
@@ -46,17 +43,14 @@ class RecordOrder:
             first += 1
 
     def record(self, number: int) -> Record:
-        """The record with a number."""
         return self._train[self._place(number)]
 
     def set_aside(self, number: int) -> int:
-        """Leave a record out from now on. Returns its place."""
         place = self._place(number)
         self._bad.add(place)
         return place
 
     def set_held_out_aside(self, number: int) -> int:
-        """As `set_aside`, for a number of `held_out`."""
         place = next(itertools.islice(self._held_out, number, None))
         del self._held_out[place]
         return place

@@ -183,7 +183,6 @@ class SampleSource:
         return prepare(self._load_processor(), record)
 
     def is_prepared(self, record: Record) -> bool:
-        """Whether `get` returns at once."""
         return record in self._samples or self._preparing[record].done()
 
     def needs_encoding(self, record: Record) -> bool:
@@ -204,7 +203,6 @@ class SampleSource:
         return sample
 
     def close(self) -> None:
-        """Forget everything."""
         self.request(())
         self._samples.clear()
 

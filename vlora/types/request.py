@@ -180,7 +180,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def seed_of(request_id: str, params: SamplingParams) -> int:
-    """The request's seed, or one derived from its id."""
     if params.seed is not None:
         return params.seed
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")

@@ -46,7 +46,6 @@ class Encode(msgspec.Struct, frozen=True):
 
     @property
     def num_patches(self) -> float:
-        """Patches expected to be encoded in this step."""
         return min(self.budget, self.left)
 
 

@@ -28,7 +28,6 @@ _CLOCKS = datetime.timedelta(days=1)  # by which the clock of a machine may be b
 
 
 def own_addresses() -> tuple[str, ...]:
-    """All IP addresses of this machine."""
     families = (socket.AF_INET, socket.AF_INET6)
     found = (each for addresses in psutil.net_if_addrs().values() for each in addresses if each.family in families)
     return tuple(sorted({each.address.partition("%")[0] for each in found}))[:_MOST_ADDRESSES]

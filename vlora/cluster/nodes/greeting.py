@@ -150,7 +150,6 @@ class HeadDoor:
 
     @property
     def has_front_end(self) -> bool:
-        """Whether the cluster's front end is connected."""
         return self._front_end is not None
 
     def close(self) -> None:

@@ -67,14 +67,12 @@ def free_ports(facts: Facts, num_replicas: int) -> Ports:
 
 
 def new_folder(token: bytes) -> Folder:
-    """The files of a run of a machine."""
     return Folder.create(derived(token, "ray"), derived(token, "doors"))
 
 
 def write_files(
     folder: Folder, key: str, host: str, facts: Facts, machine: Machine, certificates: Certificates
 ) -> None:
-    """Write what Ray and the replicas on this machine need."""
     certificates.write(folder)
     site = Site(
         key=key,
@@ -129,7 +127,6 @@ class Membership:
             return found
 
     def close(self) -> None:
-        """Leave the head."""
         if self._line is not None:
             self._line.close()
         self._line = None

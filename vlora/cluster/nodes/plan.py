@@ -166,5 +166,4 @@ def read_cluster_plan(file: Path) -> ClusterPlan:
 
 
 def absolute_adapters(plan: ClusterPlan) -> dict[str, str]:
-    """Name -> absolute folder."""
     return {name: os.path.abspath(path) for name, path in plan.adapters.items()}

@@ -70,7 +70,6 @@ class Entry:
         self._run = Run(kind, address, os.getpid())
 
     def note(self, folder: Folder | None) -> None:
-        """Write the folder of the run."""
         self._run = msgspec.structs.replace(self._run, folder=folder)
         _write(self._file, self._run)
 
@@ -116,7 +115,6 @@ def registered(kind: str, address: str) -> Iterator[Entry]:
 
 
 def end_run(folder: Folder) -> None:
-    """End what is left of a run, and remove its files."""
     end_all(folder)
     folder.remove()
 
@@ -132,7 +130,6 @@ def running() -> list[Run]:
 
 
 def end(run: Run, timeout_s: float) -> bool:
-    """Ask for its end, and wait for it. Returns whether it has ended."""
     ends_s = time.monotonic() + timeout_s
     with contextlib.suppress(ProcessLookupError):
         os.kill(run.pid, signal.SIGTERM)

@@ -66,5 +66,4 @@ def read_token(file: Path) -> bytes:
 
 
 def derived(token: bytes, purpose: str) -> str:
-    """A secret for one purpose."""
     return hmac.digest(token, f"vlora cluster: {purpose}".encode(), "sha256").hex()

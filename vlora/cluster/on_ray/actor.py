@@ -193,7 +193,6 @@ class ReplicaActor:
         return found
 
     def end_after_replica(self) -> None:
-        """End this process after that of the replica."""
         claim.wait_released(self._settings.claim_file)
         os._exit(1)  # Ray starts the actor again
 
@@ -205,7 +204,6 @@ def _changed(changes: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def _on(site: Site, settings: ActorSettings) -> ActorSettings:
-    """The settings of a replica on a machine."""
     folder = Folder(site.folder)
     first, *others = settings.command
     return msgspec.structs.replace(

@@ -206,7 +206,6 @@ class LocalCluster(Cluster):
         return self.cause is not None
 
     def add_listener(self, listener: RestartListener) -> None:
-        """Notify the listener when requests can be answered again."""
         self._listeners.append(listener)
 
     async def scale(self, number: int | Literal["auto"], timeout_s: float) -> bool:
@@ -280,7 +279,6 @@ class LocalCluster(Cluster):
         return True
 
     def status(self) -> ClusterStatus:
-        """As that of `Cluster`, with the number of replicas."""
         return msgspec.structs.replace(super().status(), scaling=self._autoscaler.status)
 
     # -- of `Scaled` --------------------------------------------------------------------------------------------------
@@ -364,7 +362,6 @@ class LocalCluster(Cluster):
         kill_replica(self.folder, (pids.replica, pids.engine))
 
     def _hear(self, event: Any) -> None:
-        """An event of the keeper."""
         match event:
             case Located(name=name) | Failed(name=name) if name and name not in replica_names(self.num_replicas):
                 pass  # it was on its way when the number was reduced

@@ -87,7 +87,6 @@ def _remove_sessions(folder: Folder) -> None:
 
 
 def _end_with_parent() -> None:
-    """Let the system end this process when its parent has ended, in any way."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -75,7 +75,6 @@ class Keeper:
             threading.Thread(target=self._hold, args=(name, place), name=name, daemon=True).start()
 
     def stop(self) -> None:
-        """End the actors."""
         self._end(tuple(self._handles.values()))
 
     def scale(self, number: int) -> None:
@@ -174,7 +173,6 @@ class Keeper:
 
 
 def machines() -> list[Machine]:
-    """The machines in Ray that have a site."""
     found = []
     for node in ray.nodes():
         resources = node["Resources"]

@@ -19,8 +19,6 @@ KEY_PREFIX = "vlora-"
 
 
 class Resources(NamedTuple):
-    """The resources of a machine for replicas."""
-
     cpus: int
     gpus: int
 
@@ -30,7 +28,6 @@ class Resources(NamedTuple):
 
 
 def environment(folder: Folder, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of Ray's processes on a machine."""
     return {
         **settings.environment(folder, environ),
         SITE_VARIABLE: folder.site_file,

@@ -24,12 +24,10 @@ def ray_processes(folder: Folder) -> list[psutil.Process]:
 
 
 def replica_processes(folder: Folder) -> list[psutil.Process]:
-    """Replicas and their engines."""
     return _find(lambda process: _is_marked(process, RUN_VARIABLE, folder.path))
 
 
 def end_ray(folder: Folder) -> None:
-    """End what is left of Ray. Replicas serve on."""
     _end(lambda: ray_processes(folder))
 
 

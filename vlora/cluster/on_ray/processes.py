@@ -72,7 +72,6 @@ class Process:
         return self._process.pid
 
     def send(self, value: Any) -> None:
-        """Write a value to its stdin."""
         self._stdin.write(framing.pack(value))
 
     async def wait(self) -> int:
@@ -156,7 +155,6 @@ class RayNode:
             self.head.kill()
 
     async def close(self) -> None:
-        """End Ray."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait({self._running})

@@ -31,8 +31,6 @@ class HeadReport(msgspec.Struct, frozen=True):
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """The resources of one replica."""
-
     cpus: int
     gpus: int = 0
     memory_bytes: int = 0
@@ -78,8 +76,6 @@ Order = Scale | Restart
 
 
 class Located(msgspec.Struct, frozen=True, tag=True):
-    """A replica serves."""
-
     name: str
     at: Opened
 

@@ -143,7 +143,6 @@ def find_ports(num_replicas: int) -> Ports:
 
 
 def is_free(port: int) -> bool:
-    """Whether a program may listen on a port of all addresses."""
     with contextlib.suppress(OSError), socket.create_server(("", port)):
         return True
     return False
@@ -179,16 +178,13 @@ class Folder(NamedTuple):
 
     @property
     def token_file(self) -> str:
-        """Ray's token."""
         return f"{self.path}/token"
 
     @property
     def secret_file(self) -> str:
-        """The secret of the replicas' doors."""
         return f"{self.path}/secret"
 
     def claim_file(self, name: str) -> str:
-        """Of a replica."""
         return f"{self.path}/{name}"
 
     @property
@@ -198,12 +194,10 @@ class Folder(NamedTuple):
 
     @property
     def ray_log(self) -> str:
-        """Messages of Ray in the keeper."""
         return f"{self.path}/keeper.log"
 
     @property
     def log_pipe(self) -> str:
-        """A named pipe."""
         return f"{self.path}/log"
 
     @property

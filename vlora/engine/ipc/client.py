@@ -263,7 +263,6 @@ class EngineClient:
             self._fail_pending(ended.result() if ended.done() else None)
 
     def _receive(self, data: bytes) -> None:
-        """Pass a message to the call that waits for it."""
         self._handle(messages.decode_from_engine(data))
 
     def _handle(self, message: messages.FromEngine) -> None:

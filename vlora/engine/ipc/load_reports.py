@@ -37,7 +37,6 @@ class LoadReporter:
         self._num_taken = 0
 
     def count_request(self) -> None:
-        """Count a request that was added or refused."""
         self._num_taken += 1
 
     def watch(self, every_s: float) -> None:

@@ -96,7 +96,6 @@ class SupervisedEngine:
         return self.cause is not None and not self._gave_up
 
     def add_listener(self, listener: RestartListener) -> None:
-        """Notify the listener of the outcome of every restart from now on."""
         self._listeners.append(listener)
 
     # -- EngineInterface ----------------------------------------------------------------------------------------------

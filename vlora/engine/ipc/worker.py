@@ -158,7 +158,6 @@ class EngineWorker:
             self._stopping = True
 
     def _wake_on_alarm(self, alarm: int) -> None:
-        """Wake up an idle engine so that it checks its ranks."""
         os.read(alarm, 1)
         self._transport.wake()
 

@@ -141,7 +141,6 @@ class TensorParallelCoordinator:
             raise
 
     def close(self) -> None:
-        """End all ranks."""
         if self._closed:
             return
         self._closed = True
@@ -172,7 +171,6 @@ class TensorParallelCoordinator:
         self._send()
 
     def copy_pages(self, arena: Arena) -> Callable[[int, int, int], None]:
-        """`arena.copy` on all ranks."""
 
         def copy(first_page: int, target: int, num_pages: int) -> None:
             arena.copy(first_page, target, num_pages)

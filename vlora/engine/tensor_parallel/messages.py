@@ -50,8 +50,6 @@ class LoadShard(msgspec.Struct, frozen=True, tag=True):
 
 
 class CopyPages(msgspec.Struct, frozen=True, tag=True):
-    """Copy pages of the arena, regardless of their content."""
-
     first_page: int
     target: int
     num_pages: int
@@ -66,14 +64,10 @@ class MoveAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class EvictAdapter(msgspec.Struct, frozen=True, tag=True):
-    """The pages of an adapter are free."""
-
     key: str
 
 
 class PackAdapters(msgspec.Struct, frozen=True, tag=True):
-    """Keep packed copies of these adapters in these pages."""
-
     keys: tuple[str, ...]
     first_page: int
     num_pages: int
@@ -96,8 +90,6 @@ class SampledTokens(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunBatch(msgspec.Struct, frozen=True, tag=True):
-    """Run a step."""
-
     batch: Batch
 
 
@@ -133,8 +125,6 @@ class ModelLoaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterRead(msgspec.Struct, frozen=True, tag=True):
-    """An adapter was read, or the error."""
-
     key: str
     error: ErrorValue | None = None
 

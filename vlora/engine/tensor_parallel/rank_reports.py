@@ -80,7 +80,6 @@ class RankReports:
             self._reads.pop(key, None)
 
     def expect_end(self) -> None:
-        """From now on the end of a rank is no failure."""
         self._expects_end = True
 
     def close(self) -> None:

@@ -106,7 +106,6 @@ class DecodeGraphs:
         return True
 
     def _use_lanes(self, step: DecodeStep, lanes: Sequence[atmm.Lane]) -> bool:
-        """Whether the step's graphs can compute these lanes, which they then do."""
         if not all(self._pool.is_plain(lane.key) for lane in lanes):
             return False
         try:

@@ -10,8 +10,6 @@ import torch
 
 
 class StreamClock:
-    """Events on the current stream."""
-
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()

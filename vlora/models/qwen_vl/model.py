@@ -15,8 +15,6 @@ from vlora.models.qwen_vl.tower import QwenVLVisionTower
 
 
 class QwenVLPreTrainedModel(PreTrainedModel):
-    """The attributes that both classes share."""
-
     config_class = QwenVLConfig
     base_model_prefix = "model"
     _supports_sdpa = True
@@ -60,8 +58,6 @@ class QwenVLModel(QwenVLPreTrainedModel):
 
 
 class QwenVLForConditionalGeneration(QwenVLPreTrainedModel, GenerationMixin):
-    """The whole model."""
-
     def __init__(self, config: QwenVLConfig) -> None:
         super().__init__(config)
         self.model = QwenVLModel(config)

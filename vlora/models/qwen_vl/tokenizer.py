@@ -149,7 +149,6 @@ def build(ranks: dict[bytes, int]) -> Tokenizer:
 
 
 def _pairs(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """The pairs of tokens that are a token together, by its rank."""
     for token in sorted(ranks, key=ranks.__getitem__):
         halves = ((token[:place], token[place:]) for place in range(1, len(token)))
         found = [pair for pair in halves if pair[0] in ranks and pair[1] in ranks]

@@ -41,7 +41,6 @@ class VisionEncoder:
         return key in self._cache
 
     def encode(self, tasks: Sequence[VisionTask]) -> list[VisionFeatures]:
-        """Features of every task, in order."""
         found: dict[tuple[str, str | None], VisionFeatures] = {}
         missing: dict[tuple[str, str | None], VisionTask] = {}
         for task in tasks:

@@ -19,7 +19,6 @@ VISION_FLASH = "vlora_vision_flash"
 
 
 def register_vision_attention(device: torch.device) -> str:
-    """Register the vision tower's attention for a device with transformers. Returns its name."""
     on_gpu = device.type == "cuda"
     name = VISION_FLASH if on_gpu else VISION_ATTENTION
     AttentionInterface.register(name, flash_attention if on_gpu else paced_attention)

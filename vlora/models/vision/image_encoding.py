@@ -147,8 +147,6 @@ class ImageEncoding:
 
 
 class _Call:
-    """A running call of the vision tower."""
-
     def __init__(self, encode: Encode, states: Mapping[str, RequestState], vision: VisionEncoder) -> None:
         self.number = encode.number
         self.items = [(states[request_id], index) for request_id, index in encode.items if request_id in states]
@@ -157,7 +155,6 @@ class _Call:
         self.running: PacedCall[list[VisionFeatures]] = PacedCall(lambda: vision.encode(tasks))
 
     def alive(self) -> list[tuple[RequestState, int]]:
-        """The call's items with active requests."""
         return [(state, i) for state, i in self.items if self._states.get(state.request.request_id) is state]
 
 

@@ -14,8 +14,6 @@ from atmm.matmul import patch_products
 
 
 class _Patches(nn.Module):
-    """A mixin for the class of a convolution."""
-
     weight: torch.Tensor
     bias: torch.Tensor | None
 

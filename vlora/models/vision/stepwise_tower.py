@@ -93,7 +93,6 @@ class PacedCall(Generic[T]):
 
 
 def piece_flops(device: torch.device) -> float:
-    """Operations of one piece on a device."""
     return CPU_PIECE_FLOPS * torch.get_num_threads() if device.type == "cpu" else GPU_PIECE_FLOPS
 
 

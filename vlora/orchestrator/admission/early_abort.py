@@ -84,7 +84,6 @@ class Admission:
         self._num_arrived += 1
 
     def remove(self, request_id: str) -> None:
-        """Remove a request that has ended."""
         del self._waiting[request_id]
 
     @property

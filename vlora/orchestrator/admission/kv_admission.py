@@ -105,7 +105,6 @@ class KvAdmission:
 
     @property
     def entered_adapters(self) -> Set[str]:
-        """Adapters of entered requests."""
         return self._num_entered.keys()
 
     def add(self, tracked: TrackedRequest) -> None:
@@ -117,7 +116,6 @@ class KvAdmission:
         self._num_changes += 1
 
     def remove(self, tracked: TrackedRequest) -> None:
-        """Remove a request that has ended, waiting or entered."""
         self._waiting.pop(tracked.request_id, None)
         if tracked.entered:
             self._leave(tracked)
@@ -188,7 +186,6 @@ class KvAdmission:
                 del self._num_entered[tracked.adapter]
 
     def _under_way(self, tracked: Iterable[TrackedRequest], adapter_starves: bool) -> tuple[list[KvNeed], int]:
-        """The needs of each entered request, and the blocks available to all of them."""
         needs: list[KvNeed] = []
         own = 0
         for t in tracked:

@@ -127,7 +127,6 @@ class Load:
         return self._costs.patch_s > 0 or not (self._all_patches or self._patches_left(tracked))
 
     def add(self, tracked: TrackedRequest) -> None:
-        """Add an admitted request to the load."""
         self._num_accepted += 1
         self._num_bounded += 1
         self.num_pending += 1

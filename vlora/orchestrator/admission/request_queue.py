@@ -77,7 +77,6 @@ class RequestQueue:
         return len(self.admitted) + len(self._admission)
 
     def get(self, request_id: str) -> TrackedRequest | None:
-        """The unfinished request with this id."""
         return self.admitted.get(request_id) or self._admission.get(request_id)
 
     def add(self, request: Request, now: float, *, held: bool, vision_key: str | None) -> None:
@@ -181,14 +180,12 @@ class RequestQueue:
         self._admission.observe(tracked, now - tracked.admitted_s)
 
     def observe_answer_length(self, num_tokens: int, max_tokens: int) -> None:
-        """Learn from the length of a complete answer."""
         self._kv_admission.lengths.observe(num_tokens, max_tokens)
 
     # -- demand -------------------------------------------------------------------------------------------------------
 
     @property
     def entered_adapters(self) -> Set[str]:
-        """Adapters of entered requests."""
         return self._kv_admission.entered_adapters
 
     @property
@@ -204,12 +201,10 @@ class RequestQueue:
 
     @property
     def outside(self) -> Collection[TrackedRequest]:
-        """Requests that wait for admission."""
         return self._admission.waiting
 
     @property
     def num_waiting_for_kv(self) -> int:
-        """Admitted requests that wait for KV room."""
         return len(self._kv_admission)
 
     def check_integrity(self) -> None:
