@@ -64,7 +64,6 @@ def flash(
         longest_q: The largest number of queries of a sequence.
         longest_k: The largest number of keys of a sequence.
         causal: Whether queries attend earlier keys only.
-        scale: Factor of the scores.
 
     Returns:
         [sum of query counts, heads, head_dim], contiguous.

@@ -200,7 +200,6 @@ class SiteGroup:
         rank adjacent and sort batches in the same order.
 
         Args:
-            keys: adapter keys.
             buffer: one-dimensional uint8 tensor of at least `packed_bytes(keys)` bytes, aligned to 16; None allocates.
 
         Raises:

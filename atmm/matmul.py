@@ -164,7 +164,6 @@ class ThinBatches(NamedTuple):
 
     Attributes:
         hidden_tokens: the widest batch that takes little longer than one token, the time of reading the weights.
-        max_tokens: the widest batch.
     """
 
     hidden_tokens: int = 0

@@ -20,7 +20,6 @@ def merge_quantized(
 
     Args:
         out: The result, with scales of its own. May be `base`.
-        base: The weights.
         parts: The delta as blocks: the outputs and inputs of a block, its a [n, r, inputs] and bt [n, r, outputs].
     """
     blocks = list(parts)

@@ -40,8 +40,6 @@ def add_delta(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> None:
     Args:
         y: [T, d_out], T the plan's tokens; any strides; dtype and device of the site's factors.
         x: [T, d_in]; any strides; same dtype and device.
-        site: the layer of `y`.
-        plan: the lanes.
 
     Raises:
         ValueError: if x or y do not fit the plan, the site or its factors; raised before anything is computed.
@@ -69,8 +67,6 @@ def add_deltas(y: Tensor, x: Tensor, group: SiteGroup, plan: SegmentPlan) -> Non
         y: [T, sum of d_out], the sites' outputs side by side in the group's order; any strides on a CPU, contiguous
             rows elsewhere.
         x: [T, d_in], as for `add_delta`.
-        group: the sites of `y`.
-        plan: the lanes.
 
     Raises:
         ValueError, RuntimeError: as `add_delta`.
@@ -121,7 +117,6 @@ def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float = 1.0) 
         base: [n, o, i].
         a: [n, r, i].
         bt: [n, r, o].
-        scale: factor of the delta.
 
     Raises:
         ValueError: if shapes, dtypes or devices do not match; raised before anything is written.
@@ -160,7 +155,6 @@ def head_logits(h: Tensor, rows: Sequence[HeadRows]) -> list[Tensor]:
 
     Args:
         h: hidden states [T, hidden].
-        rows: the heads.
 
     Raises:
         ValueError: if a head does not fit h.

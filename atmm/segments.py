@@ -62,7 +62,6 @@ class SegmentPlan:
     one thread.
 
     Args:
-        num_tokens: tokens of the batch.
         lanes: in any order; empty lanes are dropped.
         strategy: the name of one of `atmm.STRATEGIES` to use for every site; None lets `atmm.dispatch` choose.
         room: the maximum number of lanes, at most two per token, for CUDA graphs. `refill` replaces the lanes of such a

@@ -27,7 +27,6 @@ def attend(
         places: int64 [D], rows of `q` and `out`.
         rows: int64 [sum of context lengths], cache rows, one context after the other.
         starts: int64 [D + 1], the offset of each context in `rows`, and their end; no context is empty.
-        scale: factor of the scores.
 
     Raises:
         ValueError: if shapes, types or layouts do not match, before anything is written. Indices are not checked.
@@ -51,7 +50,6 @@ def attend_chunk(
         places: int64 [n], rows of `q` and `out`.
         rows: int64 [context], its cache rows.
         seen: int64 [n], the numbers of tokens of the context that each one sees, ascending, at least 1.
-        scale: factor of the scores.
 
     Raises:
         ValueError: as `attend`.

@@ -96,8 +96,6 @@ def decode(
         block_table: int32 [batch, most blocks], entries adjacent; entries past a context are not read.
         lengths: int32 [batch], context lengths in tokens, at least 1 each.
         block_rows: Rows from the start of a block to the start of the next one.
-        block_size: Tokens of a block.
-        scale: Factor of the scores.
         places: int32 [batch], rows of `q` and `out`; default: 0 to batch - 1.
         out: [T, heads, head_dim], contiguous; rows that are not in `places` are not modified. Default: a new tensor.
         scratch: From `make_scratch` for this batch; default: new for this call.

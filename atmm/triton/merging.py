@@ -33,7 +33,6 @@ def merge_rows(
         base_scales: Their scales, [n, o, 1].
         a: [n, r, i].
         bt: [n, r, o].
-        largest: The value of a row's largest weight.
     """
     n, d_out, d_in = base.shape
     kernel, block_n, _ = _kernel("merge_rows", values, a, d_out, d_in)

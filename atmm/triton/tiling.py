@@ -133,7 +133,6 @@ def shrink_programs(lengths: Iterable[int], num_sites: int, rank: int) -> int:
     """Programs of a shrink at split_k 1, for tiles of 64 tokens.
 
     Args:
-        lengths: Tokens of each lane.
         num_sites: Sites with a lane's adapter.
         rank: The highest.
     """

@@ -51,7 +51,6 @@ def measure(weights: Sequence[Tensor], clock: Callable[[], float] = time.perf_co
 
     Args:
         weights: [d_out, d_in] of the layers of a model; weights that are not on the CPU are ignored.
-        clock: returns seconds.
     """
     name = f"products-{_machine()}.json"
     known = _read(name)

@@ -170,8 +170,6 @@ def search(cases: Sequence[Case], device: str, journal: Path, seconds: float) ->
     """Measure case by case until all are done or the time is up; yields None for a case with a known bucket.
 
     Args:
-        cases: the cases in order.
-        device: torch device to measure on.
         journal: findings so far, one JSON object per line; an interrupted search resumes from it.
         seconds: time limit.
     """

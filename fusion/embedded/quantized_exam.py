@@ -54,9 +54,6 @@ def compare(
 
     Args:
         checkpoint: A folder with a model and a processor.
-        quantize: The format.
-        quantize_head: Whether the output head has it, too.
-        seeds: Seeds of the pictures.
         num_scenes: Pictures per seed; a quarter as many clips are added.
         say: Called with each step's description.
     """

@@ -16,7 +16,6 @@ class HeldOutScores:
 
     Args:
         score: returns a domain's score, 0 to 1, on its first given number of validation samples.
-        domains: the adapter's domains.
         clock: returns seconds from any origin.
     """
 

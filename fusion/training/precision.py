@@ -14,7 +14,6 @@ def mixed_precision(device: torch.device, wanted: bool = True) -> torch.autocast
     products take ten times and twice as long as in float32.
 
     Args:
-        device: training device.
         wanted: whether bfloat16 is allowed.
     """
     fast = device.type != "cpu" or multiplies_bfloat16()

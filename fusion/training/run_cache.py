@@ -24,7 +24,6 @@ class RunCache:
     """`fusion.packing.algorithm.Train` and `fusion.packing.guided.Trainings` with one trainer.
 
     Args:
-        inputs: what the trainings depend on.
         rehearsal: share of each batch for domains already in the adapter.
         progress: notified of requested trainings that are already stored.
     """

@@ -35,7 +35,6 @@ class Evaluator:
 
     Args:
         confidence: of lower bounds; None for none.
-        progress: display for scoring.
     """
 
     def __init__(self, adapter: TrainableAdapter, confidence: float | None, progress: Progress) -> None:
@@ -180,7 +179,6 @@ def score_with_bound(
     Args:
         mean: whether the metric is the mean of its values on single samples.
         counts: of each sample, if the metric is `f1_of` counts; then resampled samples are not compared again.
-        seed: for resampling.
     """
     count = len(targets)
     if counts:

@@ -75,9 +75,6 @@ class LoraTrainer:
 
     The result of a training depends only on its initial state, the plan and the seed: random draws are seeded by what
     is trained.
-
-    Args:
-        progress: display for training and scoring.
     """
 
     def __init__(

@@ -13,7 +13,6 @@ class Failure:
     """Why a replica is not as desired with one adapter, and when that is tried again.
 
     Attributes:
-        error: The replica's.
         bars: Whether it gets no requests of the adapter because of it.
         due_s: The time of the next attempt, in the loop's clock.
         pause_s: The time between two attempts.

@@ -29,7 +29,6 @@ class Goal(NamedTuple):
     """What the replicas should be like now, and what is being changed.
 
     Attributes:
-        adapters: The desired ones by name.
         kept: Contents by name to keep when others replace them.
         busy: Names that an operator's change is at.
     """
@@ -43,9 +42,6 @@ class AdapterHome:
     """One replica from its line's opening to its end. Calls are made one after another.
 
     Attributes:
-        name: Of the replica.
-        client: Its engine.
-        failures: By adapter.
         files: Sends files that the replica's machine lacks; None: they have to be there.
         coming: Adapters that have failed because their files are not there yet, and are being sent.
     """
@@ -61,11 +57,8 @@ class AdapterHome:
         """Call nothing yet.
 
         Args:
-            name: Of the replica.
-            client: Its engine.
             goal: Returns the present goal. It may change while a call waits for the ones before it.
             on_usable: Called with the replica, an adapter, and whether requests of the adapter may be sent there.
-            files: See the attribute.
         """
         self.name = name
         self._goal = goal

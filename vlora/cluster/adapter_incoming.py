@@ -27,7 +27,6 @@ class IncomingFiles:
     """Files that are received one after the other.
 
     Attributes:
-        files: All of them.
         lock: The descriptor of the content's exclusive lock.
         missing: Names of the files that are not there yet, in order.
         sources: Received folders that share a file with this one.

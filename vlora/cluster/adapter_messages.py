@@ -25,7 +25,6 @@ class Offer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     Attributes:
         path: Where it may be on the replica's machine.
-        version: Its hash.
         files: Its files; empty if the front end does not have them.
         receive: Begin to receive the files that are missing.
         adapter_bytes: The limit of one content that is received.

@@ -119,7 +119,6 @@ class ReplicaFiles:
         """Send what the replica's machine lacks of a content. Returns the folder there.
 
         Args:
-            wanted: The adapter with its content.
             is_wanted: Returns whether to go on; called before each piece.
 
         Raises:

@@ -24,7 +24,6 @@ class DesiredAdapter(msgspec.Struct, frozen=True):
     """One adapter.
 
     Attributes:
-        path: Its folder.
         version: The hash of its content; empty until a replica has read it.
         pinned: Whether an operator keeps it on the devices.
     """

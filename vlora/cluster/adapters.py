@@ -35,7 +35,6 @@ class ReplicatedAdapters:
     """The adapters of a cluster.
 
     Attributes:
-        state: The desired one.
         former: Contents that unfinished answers may need.
         homes: The replicas that serve, by name.
     """
@@ -54,7 +53,6 @@ class ReplicatedAdapters:
 
         Args:
             state: The desired state at first.
-            unfinished: The ids and adapters of the unfinished requests.
             on_usable: Called with a replica, an adapter or composition, and whether it can be used there from now on.
             on_lack: Called with a replica, an adapter, a content hash, and whether the replica lacks that content.
             on_drain: Called with the name and content of an adapter that is unloaded once its requests have ended.
@@ -85,8 +83,6 @@ class ReplicatedAdapters:
         """Synchronize a new replica with the desired state; note what it cannot serve. Raises EngineDead.
 
         Args:
-            name: Of the replica.
-            engine: Its engine.
             is_member: Whether it has not been removed meanwhile; another one may have its name by then.
         """
         await self._adopt_own()

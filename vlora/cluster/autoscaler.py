@@ -76,11 +76,7 @@ class Autoscaler:
         """Begin with the present number of replicas.
 
         Args:
-            scaled: The replicas.
             settings: When they are added and released.
-            clock: Seconds.
-            automatic: Whether it is on.
-            start_s: The longest start of a replica.
         """
         self.automatic = automatic
         self._scaled = scaled

@@ -283,9 +283,6 @@ async def open_line(address: Address, secret: bytes, *, tls: bool, beat_s: float
     """Open a line to a replica.
 
     Args:
-        address: The replica's door.
-        secret: The shared secret.
-        tls: Whether the door has a certificate.
         beat_s: How often a message will be sent at least, see `watch_beats`.
         version: For tests; None is the installed one.
 
@@ -387,7 +384,6 @@ async def watch_beats(client: EngineClient, beat_s: float, num_missed: int, step
     the next beat.
 
     Args:
-        client: The engine.
         beat_s: The time between two pings.
         num_missed: Beats in a row without a byte from the engine that end this.
         step_s: A step that runs for longer ends this too.

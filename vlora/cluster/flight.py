@@ -33,9 +33,7 @@ class Flight:
         """Begin without an attempt.
 
         Args:
-            request: The request.
             deliver: Passes an output to the caller.
-            clock: Seconds.
         """
         self.request = request
         self.tokens: list[int] = []

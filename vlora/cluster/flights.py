@@ -65,8 +65,6 @@ class Flights:
     and the third death ends it with StepFailed, so it takes no other requests along.
 
     Attributes:
-        open: The unfinished requests.
-        block_size: Tokens of a KV block.
         versions: Content hashes of adapters, as last reported.
         on_answered: Called when a replica has answered a request.
     """
@@ -84,7 +82,6 @@ class Flights:
             router: Decides which replica gets which request.
             events: Counts what happens to requests.
             client_of: The engine of a replica; None without a line to it.
-            adapters: Those of the replicas.
         """
         self.open: dict[str, Flight] = {}
         self.block_size = 1

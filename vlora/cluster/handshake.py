@@ -101,12 +101,9 @@ async def introduce(
 
     Args:
         send, receive: The line's messages.
-        secret: The shared secret.
         peer: The server's address, for errors.
-        beat_s: See Hello.
         certificate: The server's certificate as this end sees it; empty without TLS.
         version: Of this end; None is the installed one.
-        role: What the server is, for errors.
 
     Raises:
         Unauthorized: The secrets differ.

@@ -26,7 +26,6 @@ class Health(NamedTuple):
     Attributes:
         beat_s: The time between two signs of life.
         missed: Beats without one.
-        step_s: The longest step.
     """
 
     beat_s: float = 0.5
@@ -38,7 +37,6 @@ class Member:
     """One replica. Its line is opened again after it was lost, until `close`.
 
     Attributes:
-        name: Of the replica.
         client: Its engine; None while there is no line.
         cause: Why there is no line.
     """
@@ -58,11 +56,7 @@ class Member:
         """Open no line yet.
 
         Args:
-            name: Of the replica.
-            address: Of its door.
             secret: See `handshake`.
-            tls: Whether the door has a certificate.
-            health: When it counts as dead.
             prepare: A coroutine that runs on a new line before the replica joins.
             on_join, on_leave: Called when it can be used, and when it cannot any more.
         """

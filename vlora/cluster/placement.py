@@ -18,13 +18,7 @@ class LivePlacement:
     """Calls the router's placement at intervals, and after replicas have joined or left."""
 
     def __init__(self, router: Router, clock: Callable[[], float], follow: Callable[[str], None]) -> None:
-        """Begin without replicas.
-
-        Args:
-            router: Plans and decides.
-            clock: Seconds.
-            follow: Continues a request where the router has it by then.
-        """
+        """Begin without replicas."""
         self._router = router
         self._clock = clock
         self._follow = follow

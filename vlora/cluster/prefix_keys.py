@@ -18,9 +18,7 @@ def prefix_keys(request: Request, adapter: str, block_size: int) -> tuple[bytes,
     no block with prompts that have other images, not even the text before them: a router knows no placeholder tokens.
 
     Args:
-        request: The request.
         adapter: Its adapter's name and content hash, or the name if the content is not known; empty for the base model.
-        block_size: Tokens per block.
     """
     images = [item.content_hash for item in request.vision]
     key = blake2b(repr((adapter, images)).encode(), digest_size=16).digest()

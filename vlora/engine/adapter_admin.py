@@ -72,10 +72,6 @@ class AdapterAdmin:
         """Create an empty queue of calls.
 
         Args:
-            registry: The registered adapters.
-            pool: Loads adapters onto the device.
-            adapter_cache: The adapters' pages.
-            scheduler: Knows the adapters in use.
             loader: Knows the requests that use a registration.
             several_ranks: Whether a status shows how factors are sharded over the ranks.
         """

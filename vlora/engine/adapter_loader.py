@@ -126,7 +126,6 @@ class AdapterLoader:
         """Nothing can run before an adapter or grammar is ready: yield the CPU to its thread for a short time.
 
         Args:
-            grammars: Compilations that requests wait for.
             calls: Reads for administration; they count only while there is no request.
         """
         pending: tuple[Future[Any], ...] = (*self._registry.pending, *self._pool.pending, *grammars)

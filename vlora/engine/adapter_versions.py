@@ -15,8 +15,6 @@ def check_version(request: Request, registration: Registration | None, *, is_act
     """Check `Request.adapter_version`.
 
     Args:
-        request: The request.
-        registration: Its adapter.
         is_active: Whether the adapter applies to any of its tokens.
 
     Returns:
@@ -60,8 +58,6 @@ class AdapterVersions:
 
         Args:
             adapters: Finds a request's adapter by name.
-            registry: Reads adapters.
-            scheduler: Holds the requests.
             waits_for_grammar: Whether a request is held for its grammar too.
         """
         self._adapters = adapters

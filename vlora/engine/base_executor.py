@@ -62,7 +62,6 @@ class EngineExecutor(BaseExecutor):
     Attributes:
         wake, waits, fits_later: See `SharedWork`.
         attend: Called by the server's thread while a product waits. Returns whether a client still waits for it.
-        num_rows: Rows so far.
     """
 
     def __init__(

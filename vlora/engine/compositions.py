@@ -35,7 +35,6 @@ class Compositions:
         """The current registration of an adapter or a composition.
 
         Args:
-            name: Of the adapter or composition.
             version: A content hash: the registration with this content if there is one, else the current one.
 
         Raises:

@@ -136,8 +136,6 @@ def base_weights_if_in_place(
     temporary file.
 
     Args:
-        config: The configuration.
-        slabs: The weights.
         fits: Whether memory has room for a shadow copy.
         loaded: Whether the weights are those of config.model's files.
 

@@ -22,9 +22,7 @@ class Engine:
     creates a new registration for new requests, while running requests finish on their original one. Raises BadConfig.
 
     Args:
-        config: The configuration.
         model: A built transformers model; None loads `config.model`.
-        clock: Seconds, monotonic.
         executor: Reads adapters, loads them onto the device, compiles grammars; None creates a thread for each.
         policy: Replaces the policy that `config` names.
         cost: Learns step times; None for an untrained one.

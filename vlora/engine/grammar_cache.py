@@ -84,9 +84,6 @@ class GrammarHook:
         """Start without requests.
 
         Args:
-            cache: Compiles the grammars.
-            scheduler: Holds the requests.
-            begin_grammar: Of the runner.
             waits_for_adapter: Whether a request is held for the content of its adapter too.
         """
         self._cache = cache

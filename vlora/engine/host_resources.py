@@ -28,7 +28,6 @@ def default_threads(
 
     Args:
         num_ranks: Processes that share the machine, each with its own threads.
-        environ: The environment variables.
         cpus: Logical CPUs of the process; None queries the system.
         root: Root of the system's files.
     """

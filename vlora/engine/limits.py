@@ -25,8 +25,6 @@ class Limits:
 
     Attributes:
         max_context: Maximum tokens of one request, prompt and answer together.
-        block_pages: Pages of a KV block.
-        num_pages: Pages of the arena.
         arena_basis: How num_pages was determined, as text.
     """
 

@@ -25,14 +25,11 @@ class ModelCheck:
     """A checkpoint and its memory on a device. Sizes are in bytes.
 
     Attributes:
-        model_type: The family.
         text_model: Type of the language model.
         video: Whether videos are accepted beside images.
         takes_tools: Whether the chat template writes tools; otherwise they are described in the system message.
         num_layers: Layers of the language model, as are the next three.
         hidden_size: Values of a hidden state.
-        num_heads: Attention heads.
-        num_kv_heads: Heads of keys and values.
         num_parameters: Parameters of the whole model; tied ones count once.
         dtype: Type of the weights in memory.
         quantize: Format of the language model's linear layers; none: `dtype`.
@@ -48,7 +45,6 @@ class ModelCheck:
         adapter_rank: The rank for which the next two are given.
         adapter_bytes: An adapter of that rank on every linear layer of the language model.
         num_adapters: Such adapters that are on the device at once.
-        num_files: Files with weights.
         problems: Why the checkpoint cannot be served on this device; empty if it can.
     """
 
@@ -85,7 +81,6 @@ def check_model(config: EngineConfig, *, adapter_rank: int, memory_bytes: int | 
 
     Args:
         config: Settings with the model, its device and dtype, and the sizes that `vlora serve` would use.
-        adapter_rank: Rank of the adapters to count.
         memory_bytes: Memory of the device. None measures the free memory of this machine's.
 
     Raises:

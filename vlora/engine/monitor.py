@@ -65,11 +65,7 @@ class Monitor:
         """Start without steps.
 
         Args:
-            config: The engine's configuration.
-            clock: The engine's clock.
             scheduler, device, block_manager, adapter_cache, registry, loader: The engine's parts.
-            pinned: Names of the pinned adapters.
-            trainings: The state of all trainings.
             served_base: Fields of `EngineStats` for clients of the base model.
             environment: Fields of `EngineStats` that never change.
         """

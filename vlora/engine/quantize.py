@@ -69,11 +69,6 @@ def check_device(config: EngineConfig, device: torch.device) -> None:
 def format_of(config: EngineConfig, device: torch.device, hf_model: HFModel) -> WeightFormat | None:
     """The format of the language model's target weights. None: they are used as loaded.
 
-    Args:
-        config: The configuration.
-        device: The device of the steps.
-        hf_model: The model as loaded.
-
     Raises:
         BadConfig: The device has no products in the format for one of the layers.
     """

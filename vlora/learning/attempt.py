@@ -48,8 +48,6 @@ class Attempt:
         """The parts of writing the files, to be called in their order. None takes long, so that others can be served.
 
         Args:
-            settings: Of the training.
-            start: The adapter to begin from.
             live: Corrected answers. Those that are held out become the validation part.
             data: The operator's records.
             image_of: Returns a live record's picture by its number. Raises LookupError if the record was dropped.

@@ -37,9 +37,7 @@ def why_not(
     must not be lower by more than a given share.
 
     Args:
-        live: On held-out live records.
         trusted: On the operator's records, which no caller can change.
-        max_trusted_loss: That share.
         confidence: Of the bounds.
     """
     if trusted is not None and trusted.present - trusted.candidate > max_trusted_loss * trusted.count + 1e-9:
@@ -84,7 +82,6 @@ def why_roll_back(
         after: Counts of the present version.
         evaluated: The comparison by which it was promoted, for a version before without any answer.
         max_share: With 1, one token suffices.
-        confidence: Of the bound.
     """
     both = {one.tenant for one in before if one.answered} & {one.tenant for one in after if one.answered}
     if both:

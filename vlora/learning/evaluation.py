@@ -42,9 +42,7 @@ class ServedModel(Protocol):
         """The greedy answer of an adapter with this content, at the lowest priority.
 
         Args:
-            question: As a user asks it.
             image: Encoded bytes.
-            adapter: Its name.
             version: The content that it must have.
             label: The answer may end once it is longer.
 
@@ -117,11 +115,8 @@ async def right_answers(
 
     Args:
         model: Asked one question at a time.
-        items: Questions.
         versions: To ask, the present one first.
         read: Returns an item's picture. Raises LookupError if the item does not exist any more.
-        on_progress: Called after each item.
-        sleep: Seconds.
 
     Raises:
         AdapterChanged: A version was replaced meanwhile.

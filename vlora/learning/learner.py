@@ -46,7 +46,6 @@ class Learner:
     """Used from one event loop. Files are read and written by the executor's only thread.
 
     Attributes:
-        name: Of the adapter.
         store: Its live records; for the executor's thread only.
     """
 
@@ -63,10 +62,7 @@ class Learner:
         """Lock the folder and read it.
 
         Args:
-            folder: Of this adapter.
-            entry: Of the plan.
             initial: The adapter to begin with, if the folder has none.
-            model: The engine.
             executor: With one thread.
             clock: Seconds since 1970.
             sleep: Pauses between attempts of an evaluation.
@@ -130,7 +126,6 @@ class Learner:
         The evaluation runs in the background; `force` promotes at once.
 
         Args:
-            by: Name of the caller.
             version: One on disk; its first digits suffice. None: the last one that was not promoted.
             path: An adapter folder, instead of a version.
             force: Promote it without evaluation.

@@ -54,10 +54,7 @@ class Learning:
         """Open the folders of all adapters.
 
         Args:
-            folder: Of the plan.
-            entries: Of the plan.
             initial: Name -> folder of adapters to begin with.
-            model: The engine.
             clock: Seconds since 1970.
 
         Raises:
@@ -120,9 +117,7 @@ class Learning:
         """Keep an answer, soon, in another thread.
 
         Args:
-            adapter: With a version by `version_of`.
             answer: Without its picture. Its version is dropped if the adapter has another one by now.
-            num_bytes: Of the picture.
             encode: Returns the picture's encoded bytes; called in the other thread.
         """
         learner = self.learners[adapter]

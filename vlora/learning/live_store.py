@@ -105,7 +105,6 @@ class LiveStore:
         Args:
             file: Its folder exists.
             max_records: Records with a label, and also those without one. Tenants share them equally.
-            max_bytes: Of all records.
             held_out: Share of the contents that is never trained on. A key in the file draws them, so that callers
                 cannot choose the part of a record. Stored records stay in their part when the share changes.
             clock: Seconds since 1970.
@@ -222,7 +221,6 @@ class LiveStore:
 
         Args:
             within_s: Later answers may still be corrected, and are left out.
-            most: Number of answers.
         """
         rows = self._all(
             "SELECT id, tenant, content, question, answer FROM records WHERE id IN (SELECT id FROM "

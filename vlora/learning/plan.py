@@ -22,7 +22,6 @@ class LearningSettings(PlanModel):
 
     Attributes:
         name: Of the adapter. Its answers are kept from now on.
-        training: Settings of each training.
         data: Records of the operator that each training uses beside the live ones: a JSONL file or a folder.
         trusted: Records of the operator that decide promotions and are never trained on.
         question: For records of both without one.
@@ -32,13 +31,11 @@ class LearningSettings(PlanModel):
             them only corrected answers count, most of which the present version has wrong.
         correct_within_s: Time after which an answer is not expected to be corrected any more.
         max_records: Corrected answers on disk at most, and as many without a correction.
-        max_bytes: Of all records on disk.
         max_evaluated: Live records, and trusted ones, that an evaluation asks at most: the latest, and the first.
         confidence: Of the bounds that decide.
         max_trusted_loss: Share of the trusted records that a promotion may lose.
         max_share: Share of the records by which a training, a promotion or a rollback is decided that one tenant
             may have; admin tokens are not bounded.
-        max_versions: Contents on disk.
     """
 
     name: AdapterName = Field(pattern=NAME)

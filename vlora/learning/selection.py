@@ -81,7 +81,6 @@ def most_of_tenant(counts: Iterable[int], num_trusted: int, max_share: float) ->
     """The largest number of records that one tenant may have.
 
     Args:
-        counts: Records of each tenant.
         num_trusted: Records beside them that are not bounded.
         max_share: Of all that remain.
     """

@@ -103,9 +103,7 @@ class Versions:
     serves the trail's version.
 
     Attributes:
-        name: Of the adapter.
         trail: What was decided.
-        files: The contents.
     """
 
     def __init__(

@@ -95,7 +95,6 @@ class CheckpointBaseWeights:
         """Find the tensor of every layer.
 
         Args:
-            files: The checkpoint's safetensors files.
             slabs: The weights as loaded, with nothing merged.
 
         Raises:

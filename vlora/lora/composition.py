@@ -75,9 +75,6 @@ def compose(
     """Compose adapters in host memory.
 
     Args:
-        key: The key of the composition.
-        parts: The adapters and their weights.
-        sites: As in `composed_header`.
         measure: Computes the merge fidelity.
 
     Raises:

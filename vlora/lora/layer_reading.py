@@ -26,7 +26,6 @@ class BaseLayers(Protocol):
         """The norm of each row of `W0 + b a` [d_out], on the CPU in float32.
 
         Args:
-            site: The layer.
             a: [r, d_in] in float32.
             b: [d_out, r] in float32, with the scaling.
         """
@@ -48,8 +47,6 @@ def read_layer(
 
     Args:
         file: The adapter's weights file, for errors.
-        target: The layer.
-        tensors: The opened file.
         base_layers: The base model's layers, for further rows.
 
     Returns:

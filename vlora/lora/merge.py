@@ -55,7 +55,6 @@ def merge_runs(slabs: WeightSlabs, shapes: Mapping[str, object]) -> list[MergeRu
     """Split an adapter's layers into runs of neighbouring slab entries with factors of equal shape.
 
     Args:
-        slabs: The slabs that the runs refer to.
         shapes: The factors' shapes by adapted layer, or other values that are equal in a run.
     """
     runs: list[MergeRun] = []

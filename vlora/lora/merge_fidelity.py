@@ -49,7 +49,6 @@ class MergeFidelity:
         """Create the measure.
 
         Args:
-            slabs: The target weights.
             base_weights: W0 in host memory, for slabs that merged weights overwrite; None if the slabs always hold W0.
             stream: A separate stream of the slabs' GPU, which computes; None computes on the CPU.
             num_rows: Approximate number of sampled rows per layer.

@@ -108,7 +108,6 @@ class StoredLayer(NamedTuple):
 
     Attributes:
         path: The adapter's folder.
-        config: Its configuration.
         module: The layer's name in the file.
         parts: The layer's tensors by their names within the layer.
         shapes: The shapes of all tensors in the file.

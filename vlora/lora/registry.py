@@ -97,7 +97,6 @@ class AdapterRegistry:
         hidden_size: The width of the model's hidden states.
         executor: Reads adapters in the background. None creates threads, which launch work on `device`.
         measure: Computes an adapter's merge fidelity; called by the thread that reads the adapter.
-        choose: See `Choose`.
         base_layers: The model's layers, on which DoRA's scales and trained biases depend. None if no adapter has them.
     """
 

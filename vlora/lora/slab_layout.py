@@ -36,7 +36,6 @@ def groups_by_shape(linears: Mapping[str, nn.Linear], *, join: bool) -> list[lis
     """The layers' names in groups with adjacent weights; the groups of equal shapes form one list.
 
     Args:
-        linears: The layers by name.
         join: Group layers by their input. Otherwise each layer is a group.
 
     Returns:
@@ -72,8 +71,6 @@ def held_weights(
 
     Args:
         holders: A layer's name, what holds its weight, and the place of the weight: the slab and the entry in it.
-        base: W0 by slab.
-        shadow: Merged weights by slab.
 
     Returns:
         The name, the holder, its W0 and its merged weight.

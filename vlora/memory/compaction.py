@@ -27,7 +27,6 @@ class CompactionPlan(NamedTuple):
         first_page: first page of the window.
         evicted: cached blocks to discard.
         runs: each run with its new first page.
-        blocks: each block with its new number.
         num_pages: pages to copy, which is the cost of the plan. Cached blocks count as free.
     """
 
@@ -45,7 +44,6 @@ def plan_compaction(
 
     Args:
         allocator: the arena's pages; not modified.
-        num_pages: pages needed.
         limit: end of the adapters' share.
         movable: runs that may move; all others stay.
         freed: runs to treat as already freed.

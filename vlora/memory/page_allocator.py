@@ -41,8 +41,6 @@ class PageAllocator:
     """Page accounting: every page is in exactly one run, in exactly one block (taken or cached), or free.
 
     Args:
-        num_pages: pages of the arena.
-        pages_per_block: pages of one KV block.
         on_evict: called with the number of each cached block that is evicted.
         copy: copies pages; called with (first page, target page, number of pages) before either range changes
             otherwise. The ranges may overlap.

@@ -21,8 +21,6 @@ class TokenChain:
     imply equal KV, in any inference mode. Blocks that end before the adapter's first token have the base model's keys.
 
     Args:
-        request: the request.
-        block_size: tokens per block.
         placeholders: token id by kind of visual item.
     """
 

@@ -11,7 +11,6 @@ def change_classes(model: nn.Module, target_of: Callable[[nn.Module], type | Non
     """Give modules of a model another class, in place.
 
     Args:
-        model: The model.
         target_of: The class to use instead of a module's own; None to keep it. Called once per class.
 
     Returns:

@@ -164,7 +164,6 @@ def queries_of(
     """Build the queries of a packed batch.
 
     Args:
-        packed: The batch.
         lanes: The batch's lanes.
         dtype: The KV cache's type.
         gpu: The kernels of the model's device.

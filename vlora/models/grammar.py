@@ -40,8 +40,6 @@ class GrammarCompiler:
 
         Args:
             model: Folder or hub name with the tokenizer.
-            num_tokens: Width of the logits.
-            eos_ids: Token ids that end an answer.
         """
         self._model = model
         self._num_tokens = num_tokens

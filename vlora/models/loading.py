@@ -78,11 +78,6 @@ def load_model(config: EngineConfig, rank: int = 0) -> Any:
 def check_weights(config: EngineConfig, skeleton: Any, linears: Mapping[str, torch.nn.Linear]) -> int:
     """Load the weights of a checkpoint without their values, so that transformers itself finds what is missing.
 
-    Args:
-        config: With the model and its dtype.
-        skeleton: As from `dummy_model`.
-        linears: The linear layers of its language model.
-
     Returns:
         The number of files.
 
@@ -256,7 +251,6 @@ def load_grouped(name: str, config: Any, form: GroupedForm, dtype: torch.dtype, 
     """Load a transformers model on the host. Everything is checked before anything is loaded.
 
     Args:
-        name: A folder or hub name.
         config: Its transformers config, without `quantization_config`.
         form: How its weights are stored.
         dtype: The type of the other weights and of products.

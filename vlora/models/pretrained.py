@@ -22,7 +22,6 @@ def from_pretrained(kind: Any, model: str | Path | None, **options: Any) -> Any:
     Args:
         kind: One of transformers' Auto classes.
         model: The folder or hub name. None if the options have all tensors.
-        options: Passed on to `kind.from_pretrained`.
 
     Raises:
         BadConfig: The checkpoint needs custom code. Errors of `kind` are raised too.

@@ -319,7 +319,6 @@ class InputProcessor:
 
         Args:
             prompt: After the chat template.
-            counts: The number of images and of videos.
 
         Raises:
             BadRequest: The numbers of markers differ from those of images and videos.

@@ -35,10 +35,7 @@ class Visual:
         """Combine the features of several items.
 
         Args:
-            request: The request that has the items.
             places: For each item of `features`, the indices of its placeholders in the prompt.
-            features: The items' embeddings.
-            device: The model's device.
 
         Raises:
             BadRequest: The numbers of placeholders and embeddings differ.

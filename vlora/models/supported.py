@@ -54,7 +54,6 @@ def refuse_unsupported_parts(config: Any, mrope: bool, own_tower: bool) -> None:
     """Raises UnsupportedModel with the reason.
 
     Args:
-        config: The transformers config of a supported family.
         mrope: Whether the family's positions have three rows.
         own_tower: Whether the family has one type of vision tower only.
     """

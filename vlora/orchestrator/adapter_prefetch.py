@@ -88,8 +88,6 @@ def load_needed_adapters(demand: MemoryDemand, adapter_cache: AdapterCache, load
     """Load the adapters that requests need, in order of demand, as far as memory allows.
 
     Args:
-        demand: the needed adapters.
-        adapter_cache: the resident adapters.
         load: loads one adapter, evicting cold ones if necessary; False if it cannot fit now.
     """
     resident = adapter_cache.resident
@@ -114,8 +112,6 @@ def evict_for_kv(demand: MemoryDemand, adapter_cache: AdapterCache, merged: str 
     recomputing a request's KV. If a waiting request lacks blocks to enter, evicts only adapters that no request needs.
 
     Args:
-        demand: the demand for blocks and adapters.
-        adapter_cache: the resident adapters.
         merged: the currently merged adapter, which is kept.
     """
     needed = {*demand.needed_adapters, merged}

@@ -50,8 +50,6 @@ def fit_budgets(
         starving: ids of starving requests; each gets at least one token.
         ready: requests that may run, in order of arrival.
         tracked: all admitted requests by id.
-        block_manager: the KV blocks.
-        budget: the limits of a batch.
     """
     oldest = Decision(Mode.UNMERGED, None, tuple(t.request_id for t in ready[: budget.max_batch_size]))
     for mode, merged, order, _ in (decision, oldest):
@@ -198,8 +196,6 @@ def blocks_short(requests: Collection[TrackedRequest], block_manager: BlockManag
 
     Args:
         requests: all admitted requests, in order of arrival.
-        block_manager: the KV blocks.
-        budget: the limits of the step.
     """
     # Each request of the batch may start one more block.
     most = block_manager.blocks_for(budget.max_step_tokens) + budget.max_batch_size

@@ -54,7 +54,6 @@ class Costs(NamedTuple):
         context_token_s: a token of context.
         adapter_s: an adapter with a short lane.
         long_adapter_s: an adapter with a long lane.
-        merge_s: merging another adapter.
         back_s: restoring W0; 0 where a shadow copy keeps both W0 and the last merged weights, so that switching between
             the two is free.
         patch_s: encoding an image patch, counted as in `VisionInput.num_patches`.
@@ -225,8 +224,6 @@ class CostModel:
         """Learn from a step, its images and its switch.
 
         Args:
-            batch: the batch of the step.
-            result: its measured times.
             before: the merged weights that were available before the step.
         """
         if result.switched:

@@ -21,7 +21,6 @@ class Credits:
 
     Args:
         cost: predicts step times.
-        budget: the limits of a batch.
         encoding: knows the images that a request needs encoded.
         theta_s: lower limit of theta, in seconds.
         encode_share: see `Scheduler`.

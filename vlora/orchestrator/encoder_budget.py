@@ -44,7 +44,6 @@ class EncodeQueue:
     Args:
         placeholders: token id by kind of visual item ("image", "video").
         is_cached: whether the embeddings of a content are cached, so that encoding it is free.
-        max_step_tokens: tokens per step.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class EncodeQueue:
         """Register the images of a request.
 
         Args:
-            tracked: the request.
             vision_key: the key of its adapter, if that adapter changes the vision side.
         """
         request = tracked.request
@@ -133,7 +131,6 @@ class EncodeQueue:
         Args:
             waiting: requests that are not ready, most urgent first.
             resident: adapters in memory; images that need the deltas of other adapters wait.
-            budget: patches for this step.
             alone: the step has no tokens, so an earlier excess over the budget delays no request.
         """
         if self._call is not None and not _adapters(self._call.items) <= resident:

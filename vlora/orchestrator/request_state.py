@@ -18,8 +18,6 @@ class Image(NamedTuple):
     Attributes:
         place: index in `Request.vision`.
         key: its content hash, and the key of the adapter that applies vision-side deltas to it.
-        num_patches: patches to encode.
-        num_tokens: placeholder tokens.
         last: prompt index of its last placeholder token.
     """
 
@@ -218,7 +216,6 @@ def update_prefix_hits(requests: Iterable[TrackedRequest], block_manager: BlockM
 
     Args:
         requests: in order of arrival; the number of lookups is limited, and older requests take precedence.
-        block_manager: the KV blocks.
     """
     if not block_manager.reuses:
         return

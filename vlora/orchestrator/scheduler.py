@@ -57,12 +57,8 @@ class Scheduler:
 
     Args:
         policy: decides mode and order.
-        block_manager: the KV blocks.
         max_request_blocks: KV blocks available to a single request, whatever adapters are resident.
-        max_batch_size: requests per batch.
-        max_step_tokens: tokens per batch.
         theta_s: the credit in seconds above which a request starves; a lower limit, see `Credits.theta`.
-        eos_ids: end tokens.
         cost: learns and predicts step times.
         clock: current time in seconds.
         weights: fair shares between adapters, see `FairShares`; not applied if empty.
@@ -73,9 +69,7 @@ class Scheduler:
             image.
 
     Attributes:
-        policy: may be replaced between steps.
         budget: max_batch_size and max_step_tokens; may be changed between steps.
-        queue: the unfinished requests.
         demand: the adapters and KV blocks that they need.
         waits: the longest wait; may be replaced, to measure a period.
     """
@@ -213,7 +207,6 @@ class Scheduler:
         """Add a request.
 
         Args:
-            request: the request.
             held: do not run it before `release`.
             vision_key: the key of its adapter, if that adapter changes the vision side.
 

@@ -79,15 +79,7 @@ class Counters:
         num_waiting_for_kv: int,
         block_manager: BlockManager,
     ) -> EngineStats:
-        """The sums and the current state.
-
-        Args:
-            model: name of the model.
-            admitted: admitted, unfinished requests.
-            num_outside: requests that wait for admission.
-            num_waiting_for_kv: admitted requests that wait for KV room.
-            block_manager: the KV blocks.
-        """
+        """The sums and the current state."""
         running = [tracked.status is RequestStatus.RUNNING for tracked in admitted]
         return EngineStats(
             model=model,

@@ -61,9 +61,6 @@ class ProcessGroup:
         """Wait until all ranks are connected.
 
         Args:
-            rank: This process's rank.
-            sockets: Its ends of the sockets to the other ranks.
-            device: This rank's device.
             store_file: Where NCCL's ranks meet, used as long as the group lives; visible only to the ranks.
         """
         self.rank = rank

@@ -86,7 +86,6 @@ class SocketCollectives:
         (`_piece_of`), and the exchange cannot deadlock.
 
         Args:
-            tensor: This rank's tensor.
             purpose: Up to 16 letters, the same on all ranks.
             timeout: Whether another rank that sends nothing for two minutes is an error.
         """

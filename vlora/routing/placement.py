@@ -164,7 +164,6 @@ def reactive(
         groups: all unfinished requests.
         resident: the adapters of each replica.
         slots: the number of adapters that each replica has room for.
-        costs: of a move.
         most: upper limit of the number of shifts.
     """
     ends = dict.fromkeys(slots, 0.0)

@@ -94,7 +94,6 @@ class Router:
     placed before a request, under every rule that queues. On a replica the waiting bound of its scheduler applies.
 
     Args:
-        rule: a rule's name, or a rule.
         over: requests that a replica takes at a time, in batches; None for the rule's own.
         weights, tenant_weights: fair shares, as of the scheduler.
 
@@ -327,7 +326,6 @@ class Router:
 
         Args:
             request_s: the seconds that a request still costs its replica, on average.
-            costs: of a move.
             most: upper limit of the number of moves.
         """
         serving = [s for s in self.replicas.values() if not s.draining]

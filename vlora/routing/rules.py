@@ -22,7 +22,6 @@ class Rule:
     """Chooses a replica for the first request of the queue.
 
     Attributes:
-        name: of the rule.
         queues: requests wait in the router while no replica has room. Otherwise they are sent on at once.
         by_arrival: the queue is ordered by arrival alone.
         over: requests that a replica takes at a time, in batches.

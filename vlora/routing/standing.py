@@ -39,13 +39,7 @@ class Need(NamedTuple):
 
 
 class Room(NamedTuple):
-    """The capacity of a replica.
-
-    Attributes:
-        max_batch_size: requests per batch.
-        blocks: KV blocks.
-        adapters: adapters on its device.
-    """
+    """The capacity of a replica."""
 
     max_batch_size: int
     blocks: int
@@ -76,8 +70,6 @@ class Standing:
     """A replica's room, requests and adapters.
 
     Attributes:
-        name: of the replica.
-        room: its capacity.
         capacity: requests it takes at a time; more than a batch, so that its own scheduler has a choice.
         size: unfinished requests, of other front ends too.
         holds: requests sent there that have not ended, by id, the earliest sent first.

@@ -43,7 +43,6 @@ def simulate(
         num_adapters: Adapters of a workload, or of a trace that names none.
         num_requests: Limit on the number of requests; None is 1000 for a workload and no limit for a trace.
         num_tenants: Tenants to assign to requests without one; 0 assigns none.
-        seed: Of all draws.
         costs: JSON file of a machine's costs; None uses the built-in measurements.
         quick: Simulate stretches of unmerged steps; None: with many replicas, unless a policy is chosen.
         policy: The chosen policy; None for the default one.

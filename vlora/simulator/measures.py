@@ -39,7 +39,6 @@ class Measures:
         num_recomputed: Tokens of which the KV was computed again for these requests.
         most_waiting: Requests in the router's queue, at most.
         active_s: Seconds with requests, summed over the replicas.
-        samples: If requested.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,6 @@ class Job:
     """One request on its way through the replicas. Times are in seconds of the world; negative ones are not known.
 
     Attributes:
-        arrival: as given.
         need: as of its last submission to the router.
         answered: tokens that were answered when it was last sent.
         num_reused: prompt tokens found in a prefix cache.
@@ -47,7 +46,6 @@ class Totals(NamedTuple):
     """The counters of a replica at its end.
 
     Attributes:
-        steps_by_mode: number of steps.
         num_switches, switch_s: of merged weights.
         num_preemptions: requests that lost their KV to continue others.
         num_loads: adapter loads.

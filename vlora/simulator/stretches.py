@@ -49,7 +49,6 @@ class QuickReplica:
     """A `SimulatedReplica` that computes stretches of steps.
 
     Args:
-        name: of the replica.
         config: its resources; policy, fair shares and deadlines are not applied.
         overflow: called when KV memory is full; takes one request away and returns True, or returns False.
     """

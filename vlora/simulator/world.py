@@ -29,7 +29,6 @@ class ReplicaAccount:
     """A replica, and what the world counts of it.
 
     Attributes:
-        replica: the replica itself.
         alive: it has not failed or been released.
         taken, ended: requests so far, as of `Report`.
         pushed_s: the time of its latest event on the heap.
@@ -54,9 +53,7 @@ class World:
     """Runs arrivals on replicas.
 
     Attributes:
-        router: the router of the live cluster.
         replicas: those that serve, by name.
-        measures: the results.
     """
 
     def __init__(self, config: ReplicaConfig, cluster: ClusterConfig) -> None:

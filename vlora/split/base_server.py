@@ -65,7 +65,6 @@ class BaseServer:
     Attributes:
         places: Free places of clients; a greeting takes one.
         num_batches: Number of products so far; several for a large call beside small ones.
-        num_calls: Number of calls that they answered.
     """
 
     def __init__(self, executor: BaseExecutor, queue: CallQueue[Peer], limits: Limits) -> None:

@@ -66,7 +66,6 @@ class _Progress:
 
     Attributes:
         order: Position among all clients by arrival.
-        step: Number of calls so far.
         last_step: For each key, the step of the client's last call of it.
         key: The key of its last call.
         last_event: Time of its last call or answer.

@@ -100,11 +100,8 @@ class BaseExecutor:
         """Multiply rows with the weights of the selected layers.
 
         Args:
-            direction: A `Direction`.
-            group: Index in `groups`.
             mask: Bits of the group's layers.
             inputs: One tensor [rows, d_in], or for BACKWARD one gradient [rows, outputs] for each selected layer.
-            out: Where to write the results.
 
         Returns:
             For each selected layer [rows, outputs], or for BACKWARD one gradient [rows, d_in].

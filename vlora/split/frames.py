@@ -145,7 +145,6 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
         proof: The executor's own proof of the token, so that a client does not send activations to another process.
         fingerprint: Digest of all layers; equal for equal weights.
         shard: Index and number of the executors that share each layer's outputs.
-        max_rows: Maximum rows of a call.
         half_bytes: Maximum bytes of a call's inputs, and of its outputs. Shared memory has two such halves.
         instance: Random bytes of the executor, equal at all of its addresses.
     """

@@ -31,11 +31,9 @@ class Limits:
     """Limits on clients.
 
     Attributes:
-        max_clients: Maximum number of clients.
         max_rows: Maximum rows of a call; clients divide larger ones.
         half_bytes: Maximum bytes of a call's inputs, and of its outputs.
         stall_s: Time after which an incomplete call or reply that does not move ends the connection.
-        greeting_s: Maximum duration of a greeting.
     """
 
     max_clients: int = 64

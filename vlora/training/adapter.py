@@ -29,12 +29,8 @@ class LoraSettings:
     """Hyper-parameters of one adapter.
 
     Attributes:
-        rank: Rank of every factor pair.
         alpha: The delta is scaled by alpha / rank, or by alpha / sqrt(rank) with rslora.
-        rslora: See alpha.
         targets: Names of linear layers of the language model, the last component each.
-        learning_rate: Of AdamW.
-        weight_decay: Of AdamW.
         max_norm: Longer gradients are shortened to this norm. None: never.
         seed: Of the initial A; the initial B is zero.
     """
@@ -91,7 +87,6 @@ class TrainableLora:
     """An adapter with its own optimizer.
 
     Attributes:
-        factors: By name of layer.
         busy: Whether a micro-step with this adapter is under way, so that its parameters must not change.
     """
 
@@ -103,7 +98,6 @@ class TrainableLora:
 
         Args:
             name: The key of its lanes.
-            settings: Hyper-parameters.
             shapes: (d_in, d_out) of each target layer.
             like: A tensor of the model's dtype and device.
         """

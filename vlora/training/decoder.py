@@ -164,7 +164,6 @@ def packed_attention(
     Args:
         query: [1, heads, T, head_dim].
         key: [1, kv_heads, T, head_dim], as value.
-        packed_batch: The samples' places.
 
     Returns:
         [1, T, heads, head_dim].

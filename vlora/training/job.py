@@ -46,8 +46,6 @@ class TrainingJob:
 
     Attributes:
         state: See `TrainingStatus`.
-        error: Why it failed.
-        progress: Where it is.
         adapter: None before the first micro-step.
     """
 
@@ -55,9 +53,6 @@ class TrainingJob:
         """Lock the folder, if no other process has, and read its files.
 
         Args:
-            plan: Its entry.
-            records: Its data.
-            folder: For its files.
             model: Hash of the base model's weights.
 
         Raises:

@@ -68,7 +68,6 @@ class TrainingLoop:
         """Start without jobs.
 
         Args:
-            trainer: Of the model.
             new_source: Makes the source of a job's samples.
             executor: Writes files.
             wake: Called from any thread when `upcoming` may no longer be None.

@@ -35,7 +35,6 @@ class MicroStep:
     computed with the model there. The batch's adapters must not be updated before the last piece.
 
     Attributes:
-        batch: The packed batch.
         losses: By adapter, complete after the last piece.
     """
 
@@ -52,10 +51,6 @@ class MicroStep:
         """Begin.
 
         Args:
-            hf_model: The model.
-            layers: Its decoder layers.
-            adapters: In training, by name.
-            batch: The packed batch.
             recompute: Keep the inputs of layers only, and compute each layer again before its backward pass.
             learns: False computes losses only.
         """

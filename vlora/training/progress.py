@@ -14,7 +14,6 @@ class Progress:
 
     Attributes:
         phase: Evaluation before the first step, training, evaluation after the last step, or complete.
-        step: Optimizer steps taken.
         place: Records used in the current optimizer step, or in the current evaluation.
         num_passed: Records of the training part that were passed over, because they cannot be used.
         bad, bad_held_out: Places of the records that cannot be used, in both parts.

@@ -67,7 +67,6 @@ def read_records(
         question: For rows without one.
         held_out: The share.
         seed: Of the draw.
-        errors: Collects the errors, each with its line.
         skips: Leave out lines that are no records, unless more than half are; images are looked for when they are
             used. Otherwise each is an error.
     """

@@ -153,8 +153,6 @@ class SampleSource:
         """Start with nothing prepared.
 
         Args:
-            hf_model: The model.
-            encoder: Its vision tower.
             executor: Prepares records.
             load_processor: Called in the executor's thread, for every record.
             wake: Called from any thread when a record is prepared.

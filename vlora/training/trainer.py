@@ -20,16 +20,12 @@ class PackedTrainer:
     """Trains any number of adapters of the language model, each with its own settings and optimizer.
 
     All calls come from the thread that runs the model.
-
-    Attributes:
-        adapters: By name.
     """
 
     def __init__(self, hf_model: HFModel, weights: Mapping[str, torch.Tensor] | None = None) -> None:
         """Prepare a model. Its parameters are frozen from now on.
 
         Args:
-            hf_model: The model.
             weights: W0 of its language model's linear layers, by name. None: their present weights, if no adapter is
                 merged. With a `ShadowSwitcher` these remain W0; switching in place overwrites them, so that nothing may
                 be merged during a micro-step.

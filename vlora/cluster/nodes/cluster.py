@@ -80,7 +80,6 @@ class NodesCluster(LocalCluster):
         Arguments are those of `LocalCluster.start`, and these:
 
         Args:
-            plan: That of the head.
             ship_adapters: Send adapters' files to machines that lack them, also if the plan does not ask for it.
             command: Starts an engine process; the first word is empty for the Python of each machine.
 

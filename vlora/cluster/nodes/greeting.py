@@ -40,7 +40,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         ray, python: Versions.
         control: Of Ray's control service.
         ray_ports, door_ports: First and last.
-        most: Of replicas.
         model: A folder, a hub name or `embedded`; `model_digest`: see `content`.
         adapters: By name; none where files are sent to machines that lack them.
     """
@@ -278,7 +277,6 @@ def check_content(facts: Facts, model_digest: str, digest_of: Callable[[str], st
     """Compare the model and the adapters of this machine.
 
     Args:
-        model_digest: Of the model here.
         digest_of: Of the adapter in a folder. Raises BadConfig if there is none.
 
     Raises:

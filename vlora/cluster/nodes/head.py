@@ -45,7 +45,6 @@ def facts_of(plan: ClusterPlan, model: str, host: str, resolve: Callable[[str], 
     Args:
         model: A folder, a hub name or `embedded`.
         host: The address of this machine for others.
-        resolve: The path of a model here.
 
     Raises:
         BadConfig: The model is missing on this machine, or an adapter where none are sent.

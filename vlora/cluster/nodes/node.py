@@ -39,7 +39,6 @@ class Machine(NamedTuple):
 
     Attributes:
         host: Its address for others; empty: the one that the head sees.
-        resources: For replicas.
         resolve: The path of a model here.
     """
 

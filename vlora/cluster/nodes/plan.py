@@ -73,10 +73,7 @@ class ReplicasPlan(PlanModel):
     """The replicas, which are all alike.
 
     Attributes:
-        number: Of them at first.
         most: The limit of that number later; None: `number`.
-        cpus: Cores of each.
-        gpus: Of each.
         memory_gib: Of each; 0: not counted.
     """
 
@@ -104,13 +101,11 @@ class ClusterPlan(PlanModel):
         head: The address at which `vlora cluster up` listens for nodes and front ends.
         token_file: The cluster's token, on every machine; `vlora cluster up` makes it.
         ray_ports: Of Ray, on every machine. Ray uses a part of them.
-        door_ports: Of the replicas' doors, on every machine.
         model: A folder, a hub name or `embedded`, the same on every machine.
         adapters: Name -> folder, the same path on every machine.
         ship_adapters: Send adapters' files to machines that lack them. Otherwise they must be on every machine.
         shipped_gib: The limit of all files that were sent, on each machine.
         shipped_adapter_gib: The limit of one adapter that is sent; None: 4, if `shipped_gib` allows it.
-        replicas: Their number, and what each takes of a machine.
     """
 
     head: PlanAddress

@@ -33,7 +33,6 @@ class Run(msgspec.Struct, frozen=True):
     """One of `KINDS`.
 
     Attributes:
-        address: Of the head.
         pid: Of the process that has the lock; 0 while `end_left` has it.
         folder: Its files; None before it has any.
     """

@@ -41,10 +41,7 @@ class ActorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a replica. On one of several machines, its `Site` has the files, the variables and the model.
 
     Attributes:
-        name: Of the replica.
         secret_file: Has the secret of the doors, which is not passed through Ray.
-        claim_file: See `claim`.
-        log_pipe: The named pipe of the log.
         command: Starts the engine process; where the first word is empty, with the Python of the machine.
         environ: Variables of the replica that differ from those of Ray's workers; None: not set.
         alone_s: The replica ends after so many seconds without a front end.
@@ -66,7 +63,6 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
     """A replica serves.
 
     Attributes:
-        pid: Of the actor.
         node: The key of its machine (`Site`); empty on a Ray of one machine.
     """
 

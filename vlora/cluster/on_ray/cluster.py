@@ -63,8 +63,6 @@ class LocalCluster(Cluster):
     A replica that ends is started again. Without any, requests wait for a minute, then fail with the causes.
 
     Attributes:
-        ray: Ray's processes.
-        folder: Their files.
         pids: The processes of each replica, as last reported.
         tls: Whether the replicas' doors have certificates.
     """
@@ -133,16 +131,11 @@ class LocalCluster(Cluster):
 
         Args:
             config: Of each replica. Without `threads`, as many as there may be share the cores.
-            num_replicas: Their number at first.
             max_replicas: The limit of `scale`; None: `num_replicas`.
             autoscale: Whether the load decides on their number, until an operator does.
             scale_up_s, scale_down_s: See `ScalingSettings`.
             journal: Records the router's calls; closed with the cluster.
-            rule: The router's rule.
-            adapters: See `Cluster`.
             announce: Called with a line for each step of the start.
-            command: Starts an engine process.
-            health: When a replica counts as dead.
             alone_s: A replica ends after so many seconds without a front end, if nothing has ended it before.
             hung_s: A lost replica is killed, and so started again, if it has not joined after so many seconds.
 

@@ -238,7 +238,6 @@ class Machine(NamedTuple):
     Attributes:
         key: See `Site`.
         node_id: Of Ray, for its present run.
-        memory_bytes: For replicas.
     """
 
     key: str
@@ -273,7 +272,6 @@ class Places:
         """The machine for a replica, which has a place there from now on.
 
         Args:
-            machines: Those that can be used.
             wait_for_home: Return None while a machine that `homes` named has not been among them.
 
         Raises:

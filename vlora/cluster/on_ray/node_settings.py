@@ -45,7 +45,6 @@ def start_command(
 
     Args:
         host: The address at which other machines reach this one.
-        name: Of this machine.
         control: The control service; None starts it here.
     """
     head = control is None

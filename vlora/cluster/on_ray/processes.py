@@ -99,9 +99,7 @@ class RayStart(NamedTuple):
     """How Ray is started on this machine, and how a driver finds it.
 
     Attributes:
-        ports: Of this machine.
         command: Runs Ray until it is ended.
-        environ: Of Ray's processes and drivers.
         connection: The arguments of `ray.init`.
     """
 
@@ -115,9 +113,7 @@ class RayNode:
     """Ray on this machine: the process that runs it, started again when it ends.
 
     Attributes:
-        ports: Of the current process.
         head: The current process (`vlora.cluster.on_ray.head`); None while there is none.
-        runs: Whether Ray has started in it.
     """
 
     def __init__(
@@ -232,10 +228,8 @@ class RayProcesses(RayNode):
 
         Args:
             prepare: See `RayNode`.
-            actors: Of all replicas that there may be.
             number: Of the first ones that there are.
             on_event: Called with each event of the keeper (`Located`, `Lost`, `Failed`).
-            num_gpus: Of each replica.
             need: Of each replica, where there are several machines.
             serves: Whether a replica serves, so that a later keeper waits for its machine.
         """

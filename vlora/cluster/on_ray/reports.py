@@ -15,7 +15,6 @@ class HeadSettings(msgspec.Struct, frozen=True):
     """Settings of the head's process.
 
     Attributes:
-        command: Runs Ray.
         keeps_replicas: The replicas and the folder outlive its stdin.
     """
 
@@ -43,7 +42,6 @@ class KeeperSettings(msgspec.Struct, frozen=True, kw_only=True):
         connection: The arguments of `ray.init`.
         actors: By the names of all replicas that there may be.
         number: Of the first ones that there are.
-        log_file: For messages of Ray itself.
         num_gpus: Of each replica.
         need: Of each replica, where there are several machines.
         homes: The keys of the machines of replicas that may run, by name.

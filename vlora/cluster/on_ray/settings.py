@@ -61,9 +61,6 @@ _TOKEN_BYTES = 32
 def check_ray(what: str) -> None:
     """Check that Ray is installed and has authentication. Does not import it.
 
-    Args:
-        what: Needs Ray.
-
     Raises:
         BadConfig: It is missing, or too old.
     """
@@ -232,10 +229,6 @@ def replica_environment(
 
     Ray gives its workers one thread and the GPUs that are free. But replicas outlive it, and a later Ray does not know
     which GPUs they have, so each has fixed ones.
-
-    Args:
-        place: Of the replica among the others.
-        num_gpus: Of each replica.
     """
     gpus = environ.get(GPUS_VARIABLE)
     if num_gpus:

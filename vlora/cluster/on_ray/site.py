@@ -26,12 +26,10 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         key: Names the machine, also for a later Ray.
-        folder: Of the run.
         host: Other machines reach it at this address.
         first_port, last_port: For doors of replicas.
         cert_file, key_file: Of the doors.
         model: The model's folder here, or its hub name.
-        num_gpus: For replicas.
         variables: Those of the node's environment that Ray changes for its workers.
     """
 
@@ -70,7 +68,6 @@ class Slot(NamedTuple):
 
     Attributes:
         place: Among the machine's replicas, which decides its GPUs.
-        port: Of its door.
         file: A descriptor.
     """
 

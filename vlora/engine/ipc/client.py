@@ -310,7 +310,6 @@ async def start_process(
     """Start an engine process and wait until its model is loaded.
 
     Args:
-        config: The engine's configuration.
         command: The process to start; the descriptor of its end of the socket is appended as the last argument.
 
     Returns:

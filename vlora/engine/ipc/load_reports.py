@@ -20,13 +20,7 @@ class LoadReporter:
         send: Callable[[LoadReport], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Report nothing yet.
-
-        Args:
-            load: The engine's current load.
-            send: Sends a report.
-            clock: Seconds.
-        """
+        """Report nothing yet."""
         self._load = load
         self._send = send
         self._clock = clock

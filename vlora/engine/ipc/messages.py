@@ -143,9 +143,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         max_context: Maximum tokens of one request, prompt and answer together.
-        max_batch_size: Requests per batch.
         block_size: Tokens per KV block.
-        num_blocks: KV blocks.
     """
 
     model: str

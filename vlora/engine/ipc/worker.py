@@ -297,7 +297,6 @@ class OutputCoalescer:
         """Start without requests.
 
         Args:
-            clock: Seconds.
             version_of: The content hash of a request's adapter, which is sent with its first tokens.
         """
         self._clock = clock

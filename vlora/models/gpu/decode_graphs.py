@@ -55,9 +55,6 @@ class DecodeGraphs:
         """Capture all graphs, with nothing merged.
 
         Args:
-            model: The model and its KV cache.
-            pool: The adapters of lanes.
-            switcher: Its merged weights.
             tokens: The tokens of the last step. They get room for `max_batch`, and must not move afterwards.
             max_batch: The largest number of requests in a step.
         """

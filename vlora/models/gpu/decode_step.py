@@ -28,9 +28,7 @@ class DecodeModel:
     """The parts of decode steps that all sizes share.
 
     Attributes:
-        hf_model: The model.
         attention: Its attention kernels, which must serve decode tokens.
-        cache: The KV cache.
         max_context: Maximum length of a context, in tokens.
         padding_block: A KV block that no request has. Padding rows read and write it.
     """
@@ -58,10 +56,7 @@ class DecodeStep:
         """Lay out the buffers of one size.
 
         Args:
-            model: Common to all sizes.
-            num_rows: Rows of the batch.
             inputs: Copies the host arrays. All sizes may share it: their steps use it one after the other.
-            logits: As the attribute.
         """
         self.num_rows, self.logits = num_rows, logits
         self.plan = atmm.SegmentPlan(num_rows, (), room=num_rows + 1, max_rank=_HIGHEST_RANK)

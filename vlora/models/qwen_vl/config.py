@@ -28,7 +28,6 @@ class QwenVLVisionConfig(PreTrainedConfig):
     Attributes:
         num_positions: Rows of the learned position embedding, a square grid that is interpolated to the patches.
         num_queries: Embeddings of one image; a square.
-        num_pool_heads: Attention heads of the resampler.
         output_dim: Width of the resampler, which is the language model's.
     """
 

@@ -41,16 +41,13 @@ def flash_attention(
     Sequences of different lengths count for `spend` as if all had the longest length: their lengths are on the device.
 
     Args:
-        module: The attention layer.
         query: [batch, heads, tokens, head_dim].
         key: Like `query`, with tokens of its own if no sequences are packed.
-        value: Like `key`.
         attention_mask: None; with a mask, the plain attention is used.
         scaling: Factor of the scores; default: head_dim ** -0.5.
         cu_seq_lens_q: int32 [sequences + 1], the boundaries of packed sequences, for a batch of 1; None if each element
             of the batch is a sequence.
         max_length_q: The longest packed sequence.
-        kwargs: Other arguments of the interface.
 
     Returns:
         [batch, tokens, heads, head_dim].

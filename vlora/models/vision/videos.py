@@ -55,7 +55,6 @@ class VideoProcessor:
     token: the marker of a video in a prompt, and its placeholder.
 
     Args:
-        config: of the base model.
         tokenizer, image_processor: of the same checkpoint; the latter normalizes frames and divides them into patches.
         settings: of the checkpoint's video processor; values that are missing are transformers' defaults.
 

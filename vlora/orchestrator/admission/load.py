@@ -38,12 +38,7 @@ class Load:
 
         Args:
             accepted: unfinished requests that were admitted.
-            costs: current estimates.
-            max_batch_size: requests per batch.
-            max_step_tokens: tokens per step.
-            block_size: tokens per KV block.
             free_blocks: KV blocks that no entered request is expected to need.
-            resident: adapters in memory.
             max_adapters: estimated number of adapters that memory holds.
             all_wait_outside: requests without a deadline wait for admission too, so they take places here.
             patches_left: image patches of a request that are still to be encoded.

@@ -32,11 +32,8 @@ class RequestQueue:
         adapter_starves: set by the scheduler: a request starves for an adapter that does not fit in memory.
 
     Args:
-        block_manager: the KV blocks.
         max_request_blocks: KV blocks available to a single request, whatever adapters are resident.
-        budget: the limits of a batch.
         cost: predicts first answers.
-        encoding: the images of all requests.
         encode_share: see `Scheduler`.
         weights: fair shares between adapters; not applied if empty.
         tenant_weights: fair shares between tenants, which precede those between adapters; not applied if empty.

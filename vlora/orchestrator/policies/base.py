@@ -13,7 +13,6 @@ class Candidate(NamedTuple):
     """A ready request (its adapter is resident) as seen by a policy.
 
     Attributes:
-        request_id: the request.
         adapter: its adapter; None for the base model.
         credit: seconds, see `Scheduler`.
         new_tokens: tokens to compute before the next answer; 1 while decoding.
@@ -41,7 +40,6 @@ class PolicyState(NamedTuple):
     Attributes:
         merged_adapter: the adapter merged into the weights now; None for W0.
         mergeable: resident adapters with sufficient merge fidelity.
-        max_batch_size: requests per batch.
         theta_s: the credit in seconds above which a request starves.
         shadow_adapter: the adapter with merged weights available, in place or not; putting them in place is free. None
             where merged weights overwrite W0: then only the weights in place are available.
@@ -64,7 +62,6 @@ class Decision(NamedTuple):
     """The mode and the requests of a step.
 
     Attributes:
-        mode: the inference mode.
         merged_adapter: None is W0, the merged form for base-model requests.
         order: request ids, most important first, at most max_batch_size; token and block budgets are applied
             afterwards.

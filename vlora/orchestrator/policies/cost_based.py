@@ -17,9 +17,6 @@ class _Work(NamedTuple):
     """The work of some requests until each has its next answer.
 
     Attributes:
-        requests: number of requests.
-        tokens: tokens to compute.
-        context: tokens of context.
         steps: sum of the steps of each request; a long prompt takes several.
         prompts: requests that do not decode yet.
         heads: requests with a single answer.
@@ -202,12 +199,8 @@ def _best_with(
     """The cheapest plan with `adapter` merged, excluding that merge.
 
     Args:
-        adapter: the adapter to merge.
-        works: work by adapter.
-        total: the sum of `works`.
         lanes_s: time of all lanes together, unmerged.
         others_alone_s: time of the other adapters, each merged in turn.
-        state: the policy's inputs.
     """
     own, num_steps = works[adapter], _num_steps(total, state)
     others = total.minus(own)
@@ -311,7 +304,6 @@ def _mean_s(state: PolicyState, *parts: tuple[_Work, float]) -> float:
     after the other.
 
     Args:
-        state: the policy's inputs.
         *parts: work and its seconds, in the order of execution.
     """
     left_s = round_s = sum([seconds for _, seconds in parts])

@@ -22,7 +22,6 @@ class _Period(NamedTuple):
     """Thresholds, and the predicted performance of both modes since the last switch between them.
 
     Attributes:
-        merging: whether the period is merged.
         take: share of a first-come batch that an adapter's requests must reach to be merged.
         keep: share that they must reach to stay merged.
         merged_served: requests that merged steps would have served.
