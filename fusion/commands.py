@@ -16,7 +16,7 @@ from fusion.phases.report import report_run
 from fusion.phases.session import training_session
 from fusion.phases.thresholds import set_thresholds
 from fusion.plan.estimate import estimate
-from fusion.plan.plan_file import read_plan_file
+from fusion.plan.plan_file import PlanFile, read_plan_file
 from fusion.plan.summary import as_json, print_summary
 from fusion.progress.progress import Progress
 from fusion.report.report import FusionReport
@@ -28,7 +28,7 @@ from vlora.plan_files.run_lock import lock_folder
 
 
 def fuse(
-    plan_path: Path | str,
+    plan: PlanFile | Path | str,
     out: Path | str,
     *,
     device: str = "cpu",
@@ -43,7 +43,7 @@ def fuse(
     OUT/report.html, all at the end of the run. Deterministic for a seed, device and number of threads.
 
     Args:
-        plan_path: the plan file.
+        plan: the plan, or its file.
         out: folder for the results and, during the run, for finished trainings.
         device: training device.
         resume: reuse the trainings in OUT/checkpoint of an earlier run, also one with another plan, where everything
@@ -64,7 +64,7 @@ def fuse(
         raise BadConfig(f"workers is {workers}, but on {device} one process trains at a time; omit workers")
     if resume and restart:
         raise BadConfig("resume continues an earlier run and restart deletes it; give only one of the two")
-    file, console, out = read_plan_file(plan_path), console or Console(), Path(out)
+    file, console, out = read_plan_file(plan), console or Console(), Path(out)
     if out.exists():
         with lock_folder(out):
             _check_folder(out, continues=resume or restart)
@@ -90,7 +90,9 @@ def fuse(
     return report
 
 
-def preview(plan_path: Path | str, out: Path | str, *, device: str = "cpu", console: Console | None = None) -> None:
+def preview(
+    plan: PlanFile | Path | str, out: Path | str, *, device: str = "cpu", console: Console | None = None
+) -> None:
     """Print which trainings in OUT/checkpoint `fuse` with `resume` would reuse, and the first that it would run.
 
     Raises:
@@ -100,7 +102,7 @@ def preview(plan_path: Path | str, out: Path | str, *, device: str = "cpu", cons
     out = Path(out)
     refuse_foreign(out)
     with Progress(console or Console()) as progress:
-        checked = check_plan(read_plan_file(plan_path), progress)
+        checked = check_plan(read_plan_file(plan), progress)
         with lock_folder(out):
             data = prepare_data(checked, out, progress, device=device)
             session_of = functools.partial(training_session, resume=True, workers=1, on_cleared=lambda: None)
@@ -121,12 +123,12 @@ def _check_folder(out: Path, *, continues: bool) -> None:
 
 
 def explain(
-    plan_path: Path | str, *, device: str = "cpu", json_out: bool = False, console: Console | None = None
+    plan: PlanFile | Path | str, *, device: str = "cpu", json_out: bool = False, console: Console | None = None
 ) -> None:
     """Print what a plan file does, with a time estimate from a few measured steps.
 
     Args:
-        plan_path: the plan file.
+        plan: the plan, or its file.
         device: device for the measured steps.
         json_out: print one line of JSON.
         console: output; progress goes to stderr.
@@ -136,7 +138,7 @@ def explain(
         BadConfig: the base model's weights or its processor cannot be loaded.
     """
     with Progress(Console(stderr=True)) as progress:
-        checked = check_plan(read_plan_file(plan_path), progress)
+        checked = check_plan(read_plan_file(plan), progress)
         estimated = estimate(checked.plan, checked.data, load_frozen_base(checked.plan, device, progress))
     console = console or Console()
     if json_out:

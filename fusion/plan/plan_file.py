@@ -25,6 +25,11 @@ def read_plan(path: Path | str) -> Plan:
     return read_plan_file(path).plan
 
 
-def read_plan_file(path: Path | str) -> PlanFile:
-    """Like `read_plan`, with the line of each field. Raises BadPlan with file, line and field of every error."""
+def read_plan_file(path: Path | str | PlanFile) -> PlanFile:
+    """Like `read_plan`, with the line of each field; a plan that was read already is returned.
+
+    Raises BadPlan with file, line and field of every error.
+    """
+    if isinstance(path, PlanFile):
+        return path
     return PlanFile(*read_model(path, Plan, needed="domains", forms=_FORMS))

@@ -10,7 +10,6 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo,
 from fusion.plan.data_formats import DataPlan, Unlabelled
 from fusion.plan.tasks import Head, Metric, Task
 from fusion.plan.teacher_kinds import TeacherPlan
-from fusion.synthetic.sources import BUILT_IN
 from vlora.config import Quantize
 from vlora.plan_files.fields import AdapterName, Number, PlanModel, Whole
 
@@ -209,6 +208,8 @@ class Plan(PlanModel):
 def _next_to_plan(name: str, info: ValidationInfo) -> str:
     """The full path of a folder next to the plan file; any other name unchanged."""
     folder = (info.context or {}).get("folder")
-    if folder is None or name == "embedded" or name in BUILT_IN or not os.path.isdir(folder / name):
+    if folder is None or name == "embedded" or not os.path.isdir(folder / name):
         return name
-    return str(folder / name)
+    from fusion.synthetic.sources import BUILT_IN  # loads torch, which takes seconds, before other errors in the plan
+
+    return name if name in BUILT_IN else str(folder / name)

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from rich.console import Console
-from scipy.stats import binom
 
 from fusion.data.load import DomainData
 from fusion.data.samples import Sample
@@ -284,6 +283,8 @@ def samples_needed(threshold: float | None, better: float, confidence: float) ->
     Args:
         threshold: None if it is unknown: then the one that needs most samples; t and t + better are near a half.
     """
+    from scipy.stats import binom  # takes most of a second to import
+
     if threshold is None:
         threshold = 0.5 - better / 2
     numbers = np.arange(1, MOST + 1)

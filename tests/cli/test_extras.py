@@ -152,15 +152,31 @@ def test_the_server_imports_nothing_of_the_other_extras() -> None:
     assert done.stdout == "hidden\n", done.stderr
 
 
-@pytest.mark.parametrize("command", ["query", "--help"])
-def test_queries_and_help_load_nothing_heavy(address: str, image: str, command: str) -> None:
-    args = ["--help"] if command == "--help" else ["query", image, "say:light", "--server", address]
-    heavy = {"torch", "numpy", "transformers", "cv2", "zmq"} | ({"rpyc", "fastapi"} if command == "--help" else set())
-    code = (
-        f"import sys, vlora.cli; sys.argv = ['vlora', *{args}]\n"
-        "try: vlora.cli.main()\n"
-        "except SystemExit as exit: assert not exit.code, exit.code\n"
-        f"heavy = {heavy} & set(sys.modules); assert not heavy, heavy"
+@pytest.mark.parametrize(
+    ("command", "light", "shown"),
+    [
+        ("query {image} say:light --server {address}", {"rpyc"}, "light\n"),
+        ("--help", set(), "Usage: vlora"),
+        ("query --help", set(), "Usage: vlora query"),
+        ("fuse {plan} --check", set(), "error: {plan}, line 1, field `domians`: is not a known field"),
+        ("fuse {plan} --out out", set(), "error: {plan}, line 1, field `domians`: is not a known field"),
+    ],
+)
+def test_queries_help_and_errors_in_a_plan_load_nothing_heavy(
+    address: str, image: str, tmp_path: Path, command: str, light: set[str], shown: str
+) -> None:
+    (plan := tmp_path / "plan.yaml").write_text(
+        "domians: []\ndomains: [{name: a, source: lfw-faces, question: what, threshold: 0.5}]\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.startswith("Usage: vlora" if command == "--help" else "light\n")
+    names = {"address": address, "image": image, "plan": plan}
+    heavy = {"torch", "numpy", "transformers", "cv2", "zmq", "scipy", "rpyc", "fastapi"} - light
+    code = (
+        f"import sys, vlora.cli; sys.argv = ['vlora', *{command.format(**names).split()}]\n"
+        "try: vlora.cli.main()\n"
+        "except SystemExit: pass\n"
+        f"heavy = {heavy} & set(sys.modules); assert not heavy, heavy\n"
+        "own = [name for name in sys.modules if name.partition('.')[0] in ('vlora', 'fusion', 'apps')]\n"
+        "assert len(own) <= 80, own"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and (done.stdout + done.stderr).startswith(shown.format(**names)), done.stderr

@@ -60,12 +60,13 @@ def fuse(
     """
     import warnings
 
+    from fusion.plan.plan_file import read_plan_file
     from fusion.training.resume_hint import ResumeHint, same_command
 
     # Warnings of third-party libraries, addressed to their own callers.
     warnings.simplefilter("ignore", FutureWarning)
     warnings.filterwarnings("ignore", module=r"peft\.")
-    file = _plan_file(plan)
+    file = read_plan_file(_plan_file(plan))  # an error is reported before torch loads
     if check:
         with _loading():
             from fusion import commands
