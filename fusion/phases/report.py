@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
 import time
@@ -20,7 +21,7 @@ from fusion.phases.packing import OracleResult
 from fusion.phases.session import Session
 from fusion.phases.thresholds import Thresholds
 from fusion.plan.schema import Plan
-from fusion.report.charts import capacity_chart, lanes_of, timeline_chart
+from fusion.report.charts import capacity_chart, capacity_points, curves_of, lanes_of, outcome_of, ticks_of
 from fusion.report.examples import Example, confusion_of, examples_of
 from fusion.report.report import (
     AdapterReport,
@@ -37,8 +38,6 @@ from fusion.synthetic.sources import STREAMS
 from fusion.training.objectives import answer_in_words
 
 _MAX_SAMPLES = 100  # per domain
-
-_PALE, _DEEP = (247, 251, 255), (8, 81, 156)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,28 +229,21 @@ def page(report: FusionReport, examples: Mapping[str, Sequence[Example]]) -> str
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    values = [value for step in report.timeline for value in step.values.values()]
-    low = min(values, default=0.0)
     thresholds = {domain.name: domain.threshold for domain in report.domains}
-    adapters = [adapter.domains for adapter in report.adapters]
+    points = capacity_points(report.timeline)
+    total = max((step.begin + step.seconds for step in report.timeline), default=1.0)
     return environment.get_template("report.html.j2").render(
         report=report,
-        thresholds=thresholds,
         rules={domain["name"]: _rule(domain["threshold"]) for domain in report.plan["domains"]},
-        lanes=lanes_of(report.timeline, adapters),
-        timeline=timeline_chart(report.timeline, adapters, thresholds) if report.timeline else "",
-        capacity=capacity_chart(report.timeline) if report.timeline else "",
+        lanes=lanes_of(report.timeline, [adapter.domains for adapter in report.adapters]),
+        outcome_of=functools.partial(outcome_of, thresholds=thresholds),
+        total=total,
+        ticks=ticks_of(total),
+        lowest=min((value for step in report.timeline for value in step.values.values()), default=0.0),
+        capacity=capacity_chart(points) if points else "",
+        curves=curves_of(points),
         examples=examples,
-        shade=lambda value: shade((value - low) / (1 - low or 1)),
-        share=shade,
     )
-
-
-def shade(share: float) -> str:
-    """A cell's style: a background from pale (0) to deep (1), with readable text."""
-    mixed = [round(pale + (deep - pale) * min(1.0, max(0.0, share))) for pale, deep in zip(_PALE, _DEEP, strict=True)]
-    ink = "#fff" if share > 0.55 else "#1a1d21"
-    return f"background:rgb({mixed[0]},{mixed[1]},{mixed[2]});color:{ink}"
 
 
 def _rule(threshold: object) -> str:

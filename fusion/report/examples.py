@@ -1,4 +1,4 @@
-"""An adapter's answers on test samples: confusion matrices, and the first pictures with answers."""
+"""An adapter's answers on test samples: confusion matrices, and pictures with answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusion.report.report import ConfusionReport
 from fusion.training.objectives import Objective
 from heads import Box
 
-_SHOWN = 5  # test samples of a domain
+_SHOWN, _SHOWN_RIGHT = 6, 2  # test samples of a domain, and how many of these are answered correctly if others are not
 _HEIGHT = 168  # pixels of a picture
 _SURE = 0.5  # minimum score of a box that is shown; lower ones only count for mean average precision
 _FOUND, _WANTED = (255, 90, 40), (60, 220, 120)  # RGB
@@ -54,16 +54,22 @@ def examples_of(
     objective: Objective,
     question: str,
 ) -> tuple[Example, ...]:
-    """The first test samples, whether answered correctly or not."""
-    return tuple(
-        Example(
-            tuple(_as_url(_drawn(frame, place, sample.target, answer, labels)) for place, frame in _shown(sample)),
-            sample.question or question,
-            _in_words(sample.target, labels),
-            None if isinstance(answer, bool) else _in_words(answer, labels),
-            objective.metric([answer], [sample.target]),
-        )
-        for sample, answer in zip(samples[:_SHOWN], answers[:_SHOWN], strict=True)
+    """Test samples with their answers: the worst first, then some that were answered correctly."""
+    scores = [objective.metric([answer], [sample.target]) for sample, answer in zip(samples, answers, strict=True)]
+    wrong = sorted((place for place, score in enumerate(scores) if score < 1), key=scores.__getitem__)
+    right = [place for place, score in enumerate(scores) if score >= 1]
+    num_wrong = max(_SHOWN - _SHOWN_RIGHT, _SHOWN - len(right))
+    places = [*wrong[:num_wrong], *right][:_SHOWN]
+    return tuple(_example(samples[place], answers[place], labels, question, scores[place]) for place in places)
+
+
+def _example(sample: Sample, answer: object, labels: Sequence[str], question: str, score: float) -> Example:
+    return Example(
+        tuple(_as_url(_drawn(frame, place, sample.target, answer, labels)) for place, frame in _shown(sample)),
+        sample.question or question,
+        _in_words(sample.target, labels),
+        None if answer is None or isinstance(answer, bool) else _in_words(answer, labels),
+        score,
     )
 
 

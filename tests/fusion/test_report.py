@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,7 +21,7 @@ from fusion.data.samples import Sample, Splits
 from fusion.packing.algorithm import Score, TrainingResult, format_scores, pack
 from fusion.phases.report import page, timeline
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan
-from fusion.report.charts import capacity_points, lanes_of, timeline_chart
+from fusion.report.charts import capacity_points, curves_of, lanes_of
 from fusion.report.examples import Example, confusion_of, examples_of
 from fusion.report.report import (
     AdapterReport,
@@ -37,12 +38,14 @@ from heads import Box
 from tests.fusion.small import color_splits
 
 
-def report(lora: LoraPlan | None = None) -> FusionReport:
+def report(lora: LoraPlan | None = None, planned: tuple[str, ...] = ()) -> FusionReport:
     names = ("signs", "digits")
     plan = Plan(
         lora=lora or LoraPlan(),
         confidence=0.95,
-        domains=tuple(DomainPlan(name=name, source="made", question="what?", threshold=0.8) for name in names),
+        domains=tuple(
+            DomainPlan(name=name, source="made", question="what?", threshold=0.8) for name in (*names, *planned)
+        ),
     )
 
     def train(adapter: tuple[str, ...]) -> TrainingResult:
@@ -203,19 +206,23 @@ def test_the_page_shows_the_report() -> None:
         confusions=(ConfusionReport("signs", ("stop", "go"), ((9, 1), (0, 10))),),
     )
     shown = Page(page(made, {}))
-    kept = ["given", "0.800", "0.900", "0.850", "0.100", "0.880", "0.700", "500", "yes"]
-    assert ["signs", "classification", "synthetic", "accuracy", *kept] in shown.rows
-    assert next(row for row in shown.rows if row[:2] == ["digits", "classification"])[-1] == "not on test"
+    name = "signsclassification, synthetic pixels, accuracy"
+    assert [name, "yes", "0.800given", "0.900", "0.850", "0.100", "0.880of 500", "0.700"] in shown.rows
+    assert next(row for row in shown.rows if row[0].startswith("digitsclass"))[1] == "not on test"
     # The accuracy matrix: signs alone, both (rolled back), digits alone.
     assert ["signs", "0.900", "0.900", ""] in shown.rows and ["digits", "", "0.900", "0.900"] in shown.rows
-    low = [tag for tag, attributes in shown.tags if tag == "td" and attributes.get("class") == "low"]
+    low = [tag for tag, attributes in shown.tags if tag == "td" and "low" in (attributes.get("class") or "").split()]
     assert len(low) == 2  # both bounds were 0.75 in the step that was rolled back
-    assert ["digits", "signs", "digits", "0.750", "0.710", "0.800", "none"] in shown.rows
-    assert ["digits, signs", "each other", "signs", "0.740", "0.700", "0.800", "digits"] in shown.rows
+    assert ["digits", "signs", "digits0.710 < 0.800", "none"] in shown.rows
+    assert ["digits, signs", "each other", "signs0.700 < 0.800", "digits"] in shown.rows
     assert ["digits", "signs", "none; another domain of their adapter did not fit", "none"] in shown.rows
+    assert [row[2] for row in shown.rows if "model card" in row[0]] == ["met", "met"]
     assert ["stop", "9", "1"] in shown.rows and ["go", "", "10"] in shown.rows
     links = [attributes["href"] for tag, attributes in shown.tags if tag == "a"]
     assert links == [f"adapters/{name}/{file}" for name in ("signs", "digits") for file in ("", "README.md")]
+    # A phone shows the tables without their heads: each cell names its column.
+    cells = [attributes for tag, attributes in shown.tags if tag == "td" and "data-of" in attributes]
+    assert {cell["data-of"] for cell in cells} >= {"met", "threshold", "test", "with", "kept of it", "domains"}
 
 
 def test_the_page_has_no_network_no_script_and_escapes_text() -> None:
@@ -262,14 +269,38 @@ def decoded(url: str) -> np.ndarray:
     return picture[..., ::-1].astype(int)
 
 
-def test_examples_tell_right_from_wrong() -> None:
+@pytest.mark.parametrize(
+    ("wrong", "shown"),
+    [
+        ((), [0, 1, 2, 3, 4, 5]),
+        ((1, 29), [1, 29, 0, 2, 3, 4]),
+        ((1, 3, 5, 7, 9, 11), [1, 3, 5, 7, 0, 2]),
+        (range(29), [0, 1, 2, 3, 4, 29]),
+        (range(30), [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_examples_show_errors_first(wrong: Sequence[int], shown: list[int]) -> None:
     splits = color_splits()
-    answers = [(sample.target + (place == 1)) % 3 for place, sample in enumerate(splits.test)]  # type: ignore[operator]
+    answers = [(sample.target + (place in wrong)) % 3 for place, sample in enumerate(splits.test)]  # type: ignore[operator]
     found = examples_of(splits.test, answers, splits.labels, objective_of(splits, None), "what color ?")
-    assert [example.score for example in found] == [1.0, 0.0, 1.0, 1.0, 1.0]
-    assert [example.answer == example.wanted for example in found] == [True, False, True, True, True]
-    shown = decoded(found[0].pictures[0]).mean((0, 1))
-    assert int(shown.argmax()) == splits.test[0].target
+    assert [example.score for example in found] == [float(place not in wrong) for place in shown]
+    assert [example.answer == example.wanted for example in found] == [place not in wrong for place in shown]
+    for example, place in zip(found, shown, strict=True):
+        assert int(decoded(example.pictures[0]).mean((0, 1)).argmax()) == splits.test[place].target
+
+
+def test_a_partly_right_answer_follows_the_wrong_ones() -> None:
+    black = np.zeros((8, 8, 3), np.uint8)
+    boxes = [Box(0, 0.1, 0.1, 0.4, 0.4), Box(0, 0.5, 0.5, 0.9, 0.9)]
+    splits = Splits(
+        "detection", ("car",), *([Sample((black,), targets) for targets in ((), (*boxes,), (*boxes,))],) * 3, real=False
+    )
+    found = examples_of(splits.test, [(), (boxes[0],), ()], splits.labels, objective_of(splits, None), "what ?")
+    assert [example.wanted for example in found] == ["car, car", "car, car", "nothing"]
+    assert [round(example.score, 2) for example in found] == [0.0, 0.67, 1.0]
+    words = Splits("captioning", (), *([Sample((black,), "a car")],) * 3, real=False)
+    (unknown,) = examples_of(words.test, [None], (), objective_of(words, None), "what ?")
+    assert unknown.answer is None and unknown.score == 0
 
 
 @pytest.mark.parametrize("frames", [1, 4])
@@ -285,18 +316,42 @@ def test_boxes_are_drawn_where_they_are(frames: int) -> None:
     assert first[84:150, 84].max() < 60 if frames > 1 else first[84:150, 84].max() > 60
 
 
-def test_domains_that_leave_a_kept_training_were_not_kept() -> None:
-    values = {"a": 0.9, "b": 0.4, "c": 0.9}
-    joint = StepReport(tuple("abc"), (), True, 0.0, 1.0, values, values, (1.0,), removed=("b",))
-    drawn = timeline_chart([joint], [("a", "c")], dict.fromkeys("abc", 0.8))
-    assert re.findall(r'class="second"[^>]*>([^<]*)<', drawn) == ["partly kept: b too low"]
-    assert 'class="partly-kept"' in drawn
+def blocks(made: FusionReport) -> list[tuple[str, str]]:
+    """The class and the text of each training in the timeline."""
+    found = re.findall(r'<p class="(\w+)" style="left:[^>]*><b>([^<]*)</b><br>([^<]*)</p>', page(made, {}))
+    return [(kind, f"{first}: {second}") for kind, first, second in found]
+
+
+def test_the_timeline_shows_what_became_of_each_training() -> None:
+    made = report(planned=("photos",))
+    values = {"signs": 0.9, "digits": 0.4, "photos": 0.9}
+    joint = StepReport(tuple(values), (), True, 0.0, 1.0, values, values, (1.0,), removed=("digits",))
     points = capacity_points([joint])
-    assert {name: own[0].kept for name, own in points.items()} == {"a": True, "b": False, "c": True}
-    rollback = RollbackReport(tuple("abc"), (), {"b": BrokenReport(0.4, 0.3, 0.8)}, ("a", "c"))
-    shown = page(replace(report(), rollbacks=(rollback,)), {})
+    assert {name: own[0].kept for name, own in points.items()} == {"signs": True, "digits": False, "photos": True}
+    rollback = RollbackReport(tuple(values), (), {"digits": BrokenReport(0.4, 0.3, 0.8)}, ("signs", "photos"))
+    photos = replace(made.domains[0], name="photos", adapter="signs")
+    made = replace(made, domains=(*made.domains, photos), rollbacks=(rollback,), timeline=(joint,))
+    shown = page(made, {})
     assert "0 rolled back" in shown and "1 partly kept" in shown
-    # A join that was undone breaks no threshold.
-    steps = (step("a", (), True, a=0.9), step("b", ("a",), False, a=0.9, b=0.9), step("b", ("a",), False, a=0.9, b=0.7))
-    drawn = timeline_chart(steps, (("a",), ("b",)), {"a": 0.8, "b": 0.8})
-    assert re.findall(r'class="second"[^>]*>([^<]*)<', drawn) == ["kept", "rolled back", "rolled back: b too low"]
+    assert blocks(made) == [("partly", "1. signs, digits, photos: partly kept: digits too low")]
+    # A join that was undone breaks no threshold; an adapter of a domain that misses its threshold alone is kept.
+    steps = (
+        step("signs", (), True, signs=0.9),
+        step("photos", ("signs",), False, signs=0.9, photos=0.9),
+        step("photos", ("signs",), False, signs=0.9, photos=0.7),
+        step("digits", (), True, digits=0.7),
+    )
+    assert blocks(replace(made, timeline=steps)) == [
+        ("kept", "1. signs: kept"),
+        ("rolled", "2. photos: rolled back"),
+        ("rolled", "3. photos: rolled back: photos too low"),
+        ("missed", "4. digits: missed: digits too low"),
+    ]
+    missed = replace(made, domains=tuple(replace(domain, met=domain.name != "digits") for domain in made.domains))
+    assert [row[2] for row in Page(page(missed, {})).rows if "model card" in row[0]] == ["met", "missed: digits"]
+
+
+def test_curves_of_many_domains_differ() -> None:
+    steps = [step(f"domain{place}", (), True, **{f"domain{place}": 0.9}) for place in range(14)]
+    styles = [(color, dash) for _, color, dash in curves_of(capacity_points(steps))]
+    assert len(set(styles)) == 14
