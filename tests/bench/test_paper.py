@@ -29,7 +29,7 @@ from atmm.tuning.search import Shape
 from vlora.bench.dummy import small_config
 from vlora.bench.paper import drawing, runner
 from vlora.bench.paper import measuring as measuring_module
-from vlora.bench.paper.figure import PAPERS, Fact, Figure, Found
+from vlora.bench.paper.figure import PAPERS, Fact, Figure, Found, Panel
 from vlora.bench.paper.figures import slora_serving, vlora_serving
 from vlora.bench.paper.figures.punica_operator import segments
 from vlora.bench.paper.measured import operators, systems
@@ -89,10 +89,8 @@ def figure(calls: list[str], number: str = "fig1", **settings: Any) -> Figure:
         calls.append("measured")
         return {"ms": [1.0, 4.0]}
 
-    def draw(found: Found, canvas: Any) -> None:
-        left, right = drawing.panels(canvas, 2)
-        drawing.lines(left, {"here": found["ms"]}, [1, 2], xlabel="x", ylabel="ms")
-        drawing.beside(right, FACTS, here(found))
+    def panels(found: Found) -> list[Panel]:
+        return [drawing.lines({"here": found["ms"]}, [1, 2], xlabel="x", ylabel="ms")]
 
     return Figure(
         paper="v-lora",
@@ -101,8 +99,9 @@ def figure(calls: list[str], number: str = "fig1", **settings: Any) -> Figure:
         states="Something is faster.",
         caption="A test.",
         measure=measure,
-        draw=draw,
+        panels=panels,
         facts=FACTS,
+        beside="x",
         here=here,
         **settings,
     )
@@ -387,7 +386,7 @@ def test_unmerged_steps_without_extra_time_are_reported(unmerged: float) -> None
     assert prefill.holds
     assert not decode.holds
     assert decode.value == pytest.approx(3 * (unmerged - 10.0))
-    saving.draw(found, Canvas())
+    drawing.draw(saving, found, Canvas())
 
 
 def test_this_project_s_operator_is_not_compared_with_the_papers_systems() -> None:
@@ -437,7 +436,7 @@ def test_numbers_beside_bd_lora_s_are_without_an_added_delay(number: str, on_ran
     (ranks,) = chosen([f"bd-lora:{number}"])
     assert ranks.here(on_ranks) == {fact.quantity: pytest.approx(1.0) for fact in ranks.facts}
     canvas = Canvas()
-    ranks.draw(on_ranks, canvas)
+    drawing.draw(ranks, on_ranks, canvas)
     delayed = [axis.get_title() for axis in canvas.axes if "+200 µs" in axis.get_title()]
     assert len(delayed) == (2 if number == "fig10" else 0)
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+import yaml
 
 from vlora.bench.paper.measuring import Measuring, Setting, device_words
 from vlora.bench.report import Goal
 
 Found = Mapping[str, Any]
 """The measurements of one figure, as JSON."""
+
+Panel = Callable[[Any], None]
+"""Draws on a matplotlib axis."""
 
 PAPERS = {
     "v-lora": "V-LoRA: An Efficient and Flexible System Boosts Vision Applications with LoRA LMM (EuroSys 2025)",
@@ -39,13 +44,9 @@ class Fact(NamedTuple):
     source: str
 
 
-def _no_goals(_: Found) -> Sequence[Goal]:
-    return ()
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A figure that this command draws.
+    """A figure that this command draws: its row of `figures.yaml`, and the code that measures and draws it.
 
     Attributes:
         paper: A key of `PAPERS`.
@@ -53,6 +54,7 @@ class Figure:
         title: The subject.
         states: What the paper shows with it, in a sentence.
         facts: The paper's numbers.
+        beside: The label of the panel with the paper's numbers beside ours; None without such a panel.
         caption: What is measured here, and how it differs from the paper.
         model: What is measured, if it is not the setting's model.
         runs_on: "setting": the setting's device. "cpu": one thread of the CPU on every machine. "cores": for scores,
@@ -62,10 +64,12 @@ class Figure:
             longest of them. The longest figures begin first, so that processes end together.
         simulated: Whether a figure's values come from the simulator with measured costs.
         measure: Returns the measurements.
-        draw: Draws them on an empty matplotlib figure.
+        panels: Their panels, in lines from left to right; `beside` is one more.
         here: Values by the quantity of a fact; None where a machine has no counterpart.
         goals: Claims of the paper that must hold here.
         size: Width and height in inches.
+        widths: Of the panels of a line, relative to each other; equal by default.
+        lines: Of panels.
         revision: Raised when `measure` returns another form, so that values stored before are not read.
     """
 
@@ -75,15 +79,18 @@ class Figure:
     states: str
     caption: str
     measure: Callable[[Measuring], dict[str, Any]]
-    draw: Callable[[Found, Any], None]
+    panels: Callable[[Found], Sequence[Panel]]
     facts: Sequence[Fact] = ()
+    beside: str | None = None
     here: Callable[[Found], Mapping[str, float | None]] = lambda _: {}
-    goals: Callable[[Found], Sequence[Goal]] = _no_goals
+    goals: Callable[[Found], Sequence[Goal]] = lambda _: ()
     model: str | None = None
     runs_on: Literal["setting", "cpu", "cores", "processes", "ranks"] = "setting"
     simulated: bool = False
     minutes: float = 1.0
     size: tuple[float, float] = (10.0, 4.6)
+    widths: Sequence[float] | None = None
+    lines: int = 1
     revision: int = 1
 
     @property
@@ -139,3 +146,39 @@ class Elsewhere:
     @property
     def key(self) -> str:
         return f"{self.paper}:{self.number}"
+
+
+class Code(NamedTuple):
+    """The fields of a `Figure` that are code."""
+
+    measure: Callable[[Measuring], dict[str, Any]]
+    panels: Callable[[Found], Sequence[Panel]]
+    here: Callable[[Found], Mapping[str, float | None]] = lambda _: {}
+    goals: Callable[[Found], Sequence[Goal]] = lambda _: ()
+
+
+def read_figures(path: Path, code: Mapping[str, Code]) -> tuple[list[Figure], list[Elsewhere]]:
+    """The figures of a YAML file with their code by key, and those that this machine cannot show."""
+    stored = yaml.safe_load(path.read_text(encoding="utf-8"))
+    figures = []
+    for key, row in stored["figures"].items():
+        facts = [
+            Fact(quantity, _value(value, each["unit"]), each["unit"], each["source"])
+            for each in row.pop("facts", ())
+            for quantity, value in each["values"].items()
+        ]
+        row["caption"] = row["caption"].format_map(stored["words"])
+        figures.append(Figure(**_of_key(key), **row, facts=facts, **code[key]._asdict()))
+    return figures, [Elsewhere(**_of_key(key), **row) for key, row in stored["elsewhere"].items()]
+
+
+def _of_key(key: str) -> dict[str, Any]:
+    paper, _, number = key.partition(":")
+    return {"paper": paper, "number": number}
+
+
+def _value(value: float | Sequence[float], unit: str) -> float:
+    """A number, or the ratio of two, as a percentage if that is the unit."""
+    if isinstance(value, list):
+        return (100 if unit == "%" else 1) * value[0] / value[1]
+    return float(value)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from vlora.bench.paper import drawing
-from vlora.bench.paper.figure import PAPERS, Elsewhere, Figure, Found
+from vlora.bench.paper.figure import PAPERS, Elsewhere, Figure, Found, read_figures
 from vlora.bench.paper.figures import (
     punica_operator,
     slora_serving,
@@ -31,7 +31,6 @@ from vlora.bench.paper.figures import (
     vlora_serving,
     vlora_steps,
 )
-from vlora.bench.paper.figures.elsewhere import ELSEWHERE
 from vlora.bench.paper.measured.machine_costs import write_costs
 from vlora.bench.paper.measuring import Measuring, Origin, Setting
 from vlora.bench.report import Goal, Report, environment
@@ -114,12 +113,6 @@ def write_page(path: Path, drawn: Sequence[Drawn], elsewhere: Sequence[Elsewhere
     )
 
 
-def _order(figure: Figure) -> tuple[int, bool, int]:
-    """By paper, figures before tables, then by number."""
-    digits = figure.number.lstrip("figtable")
-    return list(PAPERS).index(figure.paper), figure.number.startswith("table"), int(digits)
-
-
 _MODULES = (
     punica_operator,
     slora_serving,
@@ -131,7 +124,10 @@ _MODULES = (
     vlora_serving,
     vlora_steps,
 )
-FIGURES: Sequence[Figure] = sorted((figure for module in _MODULES for figure in module.FIGURES), key=_order)
+FIGURES, ELSEWHERE = read_figures(
+    Path(__file__).with_name("figures.yaml"),
+    {key: code for module in _MODULES for key, code in module.CODE.items()},
+)
 
 
 def chosen(keys: Sequence[str]) -> list[Figure]:

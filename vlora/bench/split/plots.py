@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +59,8 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
         _save(figure, folder / "memory.png")
     if shown := _of(rows, "table 5"):
         figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
-        table_5(axes, rows)
+        for axis, draw in zip(axes, table_5(rows), strict=True):
+            draw(axis)
         figure.suptitle(f"{shown[0]['clients']} decoding clients of different batch sizes (Symbiosis, table 5)")
         _save(figure, folder / "table5.png")
     if _of(rows, mixed.WHAT):
@@ -102,28 +104,30 @@ def memory(axis: Any, rows: Sequence[Row]) -> None:
     _finish(axis)
 
 
-def table_5(axes: Sequence[Any], rows: Sequence[Row]) -> None:
-    """The three columns of the table, the paper's and ours, each relative to no lockstep."""
+_COLUMNS = {
+    "tokens a second": ("tokens a second", "tokens_per_s"),
+    "latency (s; here ms)": ("latency ms", "latency_s"),
+    "calls a product": ("calls a product", "calls"),
+}
+"""Columns of table 5: those of a row, and of the paper's."""
+
+
+def table_5(rows: Sequence[Row]) -> list[Callable[[Any], None]]:
+    """A panel for each column of the table: the paper's values and ours, each relative to no lockstep."""
     here = {row["way"]: row for row in _of(rows, "table 5")}
-    columns = (
-        (
-            "tokens a second",
-            [here[way]["tokens a second"] for way in TABLE_5],
-            [p.tokens_per_s for p in TABLE_5.values()],
-        ),
-        ("latency", [here[way]["latency ms"] for way in TABLE_5], [p.latency_s for p in TABLE_5.values()]),
-        ("calls a product", [here[way]["calls a product"] for way in TABLE_5], [p.calls for p in TABLE_5.values()]),
-    )
-    for axis, (name, ours, papers) in zip(axes, columns, strict=True):
-        unit = {"latency": " (s; here ms)"}.get(name, "")
-        absolute = name == "calls a product"
+
+    def draw(title: str, column: str, field: str, axis: Any) -> None:
+        absolute = column == "calls a product"
+        ours, papers = [here[way][column] for way in TABLE_5], [getattr(each, field) for each in TABLE_5.values()]
         for values, color, label, offset in ((papers, PAPER, "the paper", -0.2), (ours, HERE, "here", 0.2)):
             heights = values if absolute else [value / values[0] for value in values]
             drawn = axis.bar([place + offset for place in range(3)], heights, 0.38, color=color, label=label)
             axis.bar_label(drawn, [f"{value:.3g}" for value in values], fontsize=8, padding=1)
         axis.set_xticks(range(3), list(TABLE_5), fontsize=8)
-        axis.set(title=f"{name}{unit}", ylabel="" if absolute else "relative to no lockstep")
+        axis.set(title=title, ylabel="" if absolute else "relative to no lockstep")
         _finish(axis)
+
+    return [functools.partial(draw, title, *names) for title, names in _COLUMNS.items()]
 
 
 def throughput(axis: Any, rows: Sequence[Row], way: str) -> None:

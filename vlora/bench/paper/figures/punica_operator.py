@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 import random
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ import torch
 
 from atmm.tuning.search import Shape
 from vlora.bench.paper import drawing
-from vlora.bench.paper.figure import Fact, Figure, Found
+from vlora.bench.paper.figure import Code, Found, Panel
 from vlora.bench.paper.measured.operators import BGMV, GATHER, LOOP, MBGMM, OURS, SGMV, medians, operator_seconds
-from vlora.bench.paper.measuring import BASELINE_TYPE, Measuring, Setting
+from vlora.bench.paper.measuring import Measuring, Setting
 from vlora.bench.report import Goal
 from vlora.bench.timing import interleaved, work_seconds
 from vlora.simulator.popularity import punica
@@ -85,17 +85,20 @@ def _work(batch: int, adapters: int) -> tuple[float, float]:
     return flop, 2 * _BYTES * (batch * (_WIDTH + _RANK) + adapters * _WIDTH * _RANK)
 
 
-def _draw_roofline(found: Found, canvas: Any) -> None:
-    (axis,) = drawing.panels(canvas, 1)
-    lowest, highest = math.inf, 0.0
+def _roofline_panels(found: Found) -> list[Panel]:
+    return [functools.partial(_draw_roofline, found)]
+
+
+def _draw_roofline(found: Found, axis: Any) -> None:
+    intensities = []
     for place, pattern in enumerate(PATTERNS):
         points = []
         for batch, adapters, us in zip(found["batches"], found["adapters"][pattern], found["us"][pattern], strict=True):
             flop, num_bytes = _work(batch, adapters)
             points.append((flop / num_bytes, flop / us[OURS] / 1e3))
         axis.plot(*zip(*points, strict=True), "o-", color=drawing.LINES[place], label=pattern, markersize=4)
-        lowest, highest = min(lowest, *(x for x, _ in points)), max(highest, *(x for x, _ in points))
-    across = [lowest / 1.5, highest * 3]
+        intensities += [x for x, _ in points]
+    across = [min(intensities) / 1.5, max(intensities) * 3]
     axis.plot(across, [found["bytes/s"] * x / 1e9 for x in across], "k:", label="memory, as measured")
     axis.axhline(found["FLOP/s"] / 1e9, color="k", linestyle="--", linewidth=1, label="a large product, as measured")
     axis.set(xscale="log", yscale="log", xlabel="arithmetic intensity, FLOP per byte", ylabel="GFLOP/s")
@@ -103,22 +106,20 @@ def _draw_roofline(found: Found, canvas: Any) -> None:
     axis.legend(fontsize=8)
 
 
-def _draw_implementations(found: Found, canvas: Any) -> None:
-    axes = drawing.panels(canvas, len(PATTERNS) + 1)
-    for axis, pattern in zip(axes, PATTERNS, strict=False):
-        by_batch = found["us"][pattern]
-        curves = {name: [row[name] for row in by_batch] for name in by_batch[0] if all(name in row for row in by_batch)}
-        drawing.lines(axis, curves, found["batches"], title=pattern, xlabel="batch", ylabel="µs")
-        drawing.ticks(axis, found["batches"])
-        drawing.log_values(axis)
-        axis.legend(fontsize=6)
-    drawing.beside(axes[-1], _SGMV_FACTS, _growth(found), ylabel="latency at batch 64 / at batch 1")
+def _by_pattern(found: Found, curves: Mapping[str, Mapping[str, Sequence[float]]]) -> list[Panel]:
+    labels = {"xlabel": "batch", "ylabel": "µs"}
+    return [
+        drawing.lines(curves[pattern], found["batches"], ticked=True, log=True, legend=6, title=pattern, **labels)
+        for pattern in PATTERNS
+    ]
 
 
-_SGMV_FACTS = tuple(
-    Fact(pattern, value / 37, "x", f"7.1: from 37 µs to {value} µs with batch 1 to 64")
-    for pattern, value in (("distinct", 116), ("uniform", 46), ("skewed", 46), ("identical", 40))
-)
+def _implementation_panels(found: Found) -> list[Panel]:
+    curves = {}
+    for pattern, rows in found["us"].items():
+        common = [name for name in rows[0] if all(name in row for row in rows)]
+        curves[pattern] = {name: [row[name] for row in rows] for name in common}
+    return _by_pattern(found, curves)
 
 
 def _growth(found: Found) -> dict[str, float | None]:
@@ -135,71 +136,19 @@ def _implementation_goals(found: Found) -> list[Goal]:
     ]
 
 
-def _draw_ranks(found: Found, canvas: Any) -> None:
-    axes = drawing.panels(canvas, len(PATTERNS) + 1)
-    for axis, pattern in zip(axes, PATTERNS, strict=False):
-        curves: Mapping[str, Sequence[float]] = {f"rank {rank}": us for rank, us in found["by rank"][pattern].items()}
-        drawing.lines(axis, curves, found["batches"], title=pattern, xlabel="batch", ylabel="µs")
-        drawing.ticks(axis, found["batches"])
-        drawing.log_values(axis)
-        axis.legend(fontsize=6)
-    drawing.beside(axes[-1], _RANK_FACTS, _ranks_here(found), ylabel="distinct: batch 64 / batch 1")
-
-
-_RANK_FACTS = tuple(
-    Fact(f"rank {rank}", value / 42, "x", f"7.1: 42 µs for one request, {value} µs for 64 distinct ones")
-    for rank, value in zip(_RANKS, (72, 75, 89, 118), strict=True)
-)
+def _rank_panels(found: Found) -> list[Panel]:
+    own = found["by rank"]
+    return _by_pattern(
+        found, {pattern: {f"rank {rank}": own[pattern][rank] for rank in own[pattern]} for pattern in own}
+    )
 
 
 def _ranks_here(found: Found) -> dict[str, float | None]:
     return {f"rank {rank}": us[-1] / us[0] for rank, us in found["by rank"]["distinct"].items()}
 
 
-_OPERATOR = "One site of 4096 x 4096, bfloat16, rank 16 unless stated, factors in memory, both products."
-
-FIGURES: Sequence[Figure] = (
-    Figure(
-        paper="punica",
-        number="fig7",
-        title="roofline of the operator",
-        states="Distinct adapters keep the arithmetic intensity; identical ones follow the memory bandwidth upwards.",
-        caption=f"{_OPERATOR} FLOP and bytes by Punica's formulas for shrink and expand together; the roof is "
-        "measured: "
-        "a sum over 256 MiB and a product of square matrices, in float32 where bfloat16 products are slow.",
-        model="one layer of random values",
-        measure=_shared,
-        draw=_draw_roofline,
-        size=(8.5, 5.0),
-    ),
-    Figure(
-        paper="punica",
-        number="fig8",
-        title="implementations of the operator",
-        states="SGMV is far faster than a loop and than gather-and-bmm, and its latency grows little with the batch.",
-        caption=f"{_OPERATOR} Here: this project's operator in the place of SGMV, Punica's two baselines. "
-        f"{BASELINE_TYPE} A CPU computes one product after the other, so time grows with the batch where a GPU's does "
-        "not.",
-        model="one layer of random values",
-        measure=_shared,
-        draw=_draw_implementations,
-        facts=_SGMV_FACTS,
-        here=_growth,
-        goals=_implementation_goals,
-        size=(18.0, 4.2),
-    ),
-    Figure(
-        paper="punica",
-        number="fig9",
-        title="ranks of the operator",
-        states="With distinct adapters latency grows from 42 µs to 72-118 µs by rank; with shared ones it stays the "
-        "same.",
-        caption=f"{_OPERATOR} This project's operator.",
-        model="one layer of random values",
-        measure=_shared,
-        draw=_draw_ranks,
-        facts=_RANK_FACTS,
-        here=_ranks_here,
-        size=(18.0, 4.2),
-    ),
-)
+CODE = {
+    "punica:fig7": Code(_shared, _roofline_panels),
+    "punica:fig8": Code(_shared, _implementation_panels, _growth, _implementation_goals),
+    "punica:fig9": Code(_shared, _rank_panels, _ranks_here),
+}

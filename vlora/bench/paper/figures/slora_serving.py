@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlora.bench.paper import drawing
-from vlora.bench.paper.figure import Fact, Figure, Found
+from vlora.bench.paper.figure import Code, Found, Panel
 from vlora.bench.paper.measured.systems import DLORA, MERGED, OURS, UNMERGED, System, capacity, replayed, systems
 from vlora.bench.paper.measuring import Measuring
 from vlora.bench.report import Goal
@@ -17,6 +18,7 @@ from vlora.simulator.workloads import Gamma
 _LENGTHS = {"prompt_min": 8, "prompt_max": 512, "answer_min": 8, "answer_max": 512}
 _MEAN = 260  # tokens
 _SLO_S = 6.0  # section 7.1
+_ALPHAS, _CVS = (0.1, 0.3, 0.6, 1.0), (1, 2, 4, 6, 8)
 _KV_TOKENS = 12_000  # for about 30 requests, as on S-LoRA's A10G (A.1)
 BMM = "bmm with padding (S-LoRA-bmm)"
 
@@ -55,6 +57,22 @@ def _measured(measures: Measures) -> dict[str, float]:
     }
 
 
+def _panels(
+    rows: Mapping[str, Sequence[Mapping[str, float]]],
+    across: Sequence[float],
+    labels: Mapping[str, str],
+    **settings: Any,
+) -> list[Panel]:
+    """A panel with a line for each entry of `rows` by label of the values; settings: those of `drawing.lines`."""
+    return [
+        drawing.lines(_columns(rows, name), across, ylabel=label, ylim=(0, None), **settings)
+        for label, name in labels.items()
+    ]
+
+
+_ATTAINMENT = "first token within 6 s, %"
+
+
 def _columns(rows: Mapping[str, Sequence[Mapping[str, float]]], name: str) -> dict[str, list[float]]:
     return {system: [row[name] for row in own] for system, own in rows.items()}
 
@@ -75,25 +93,9 @@ def _measure_numbers(measuring: Measuring) -> dict[str, Any]:
     return {"adapters": list(numbers), "rows": rows}
 
 
-def _draw_numbers(found: Found, canvas: Any) -> None:
-    left, middle, right = drawing.panels(canvas, 3)
-    for axis, name in ((left, "requests/s"), (middle, "latency s")):
-        drawing.lines(
-            axis, _columns(found["rows"], name), found["adapters"], xlabel="adapters", ylabel=name, ylim=(0, None)
-        )
-        drawing.ticks(axis, found["adapters"])
-        axis.tick_params(axis="x", labelsize=7)
-    drawing.beside(right, _NUMBER_FACTS, _numbers_here(found), ylabel=f"% of the throughput with {_FEW} adapters")
-
-
-_NUMBER_FACTS = (
-    Fact(
-        f"throughput with {_MANY} / {_FEW} adapters",
-        100 * 7.61 / 8.05,
-        "%",
-        "Table 3, S1: 8.05 req/s with 5 adapters, 7.61 with 2000",
-    ),
-)
+def _number_panels(found: Found) -> list[Panel]:
+    labels = {name: name for name in ("requests/s", "latency s")}
+    return _panels(found["rows"], found["adapters"], labels, ticked=True, xlabel="adapters")
 
 
 def _numbers_here(found: Found) -> dict[str, float | None]:
@@ -119,18 +121,16 @@ def _measure_rates(measuring: Measuring) -> dict[str, Any]:
     return {"rates": rates, "rows": rows}
 
 
-def _draw_rates(found: Found, canvas: Any) -> None:
-    labels = {"requests/s": "requests/s", "first token s": "first token, s", "attainment": "first token within 6 s, %"}
-    for axis, (name, label) in zip(drawing.panels(canvas, 3), labels.items(), strict=True):
-        drawing.lines(axis, _columns(found["rows"], name), found["rates"], xlabel="offered requests/s", ylabel=label)
-        axis.set_ylim(bottom=0)
+def _rate_panels(found: Found) -> list[Panel]:
+    labels: dict[str, Any] = {"requests/s": "requests/s", "first token, s": "first token s", _ATTAINMENT: "attainment"}
+    return _panels(found["rows"], found["rates"], labels, xlabel="offered requests/s")
 
 
 # -- Figure 9 ---------------------------------------------------------------------------------------------------------
 
 
 def _measure_merging(measuring: Measuring) -> dict[str, Any]:
-    alphas = (0.1, 1.0) if measuring.setting.quick else (0.1, 0.3, 0.6, 1.0)
+    alphas = (0.1, 1.0) if measuring.setting.quick else _ALPHAS
     numbers = (1, 2, 5, 10) if measuring.setting.quick else (1, 2, 5, 10, 20)
     known = systems(measuring)
     found: dict[str, Any] = {"adapters": list(numbers), "by alpha": {}}
@@ -145,13 +145,12 @@ def _measure_merging(measuring: Measuring) -> dict[str, Any]:
     return found
 
 
-def _draw_merging(found: Found, canvas: Any) -> None:
-    for axis, (alpha, rows) in zip(
-        drawing.panels(canvas, len(found["by alpha"])), found["by alpha"].items(), strict=True
-    ):
-        drawing.lines(axis, rows, found["adapters"], title=f"alpha {alpha}", xlabel="adapters", ylabel="requests/s")
-        drawing.ticks(axis, found["adapters"])
-        axis.set_ylim(bottom=0)
+def _merging_panels(found: Found) -> list[Panel]:
+    labels: dict[str, Any] = {"xlabel": "adapters", "ylabel": "requests/s"}
+    return [
+        drawing.lines(rows, found["adapters"], ticked=True, title=f"alpha {alpha}", ylim=(0, None), **labels)
+        for alpha, rows in found["by alpha"].items()
+    ]
 
 
 def _merging_goals(found: Found) -> list[Goal]:
@@ -166,7 +165,7 @@ def _merging_goals(found: Found) -> list[Goal]:
 
 
 def _measure_abort(measuring: Measuring) -> dict[str, Any]:
-    cvs = (1, 4, 8) if measuring.setting.quick else (1, 2, 4, 6, 8)
+    cvs = (1, 4, 8) if measuring.setting.quick else _CVS
     rows: dict[str, list[float]] = {}
     system = systems(measuring)[OURS]
     for cv in cvs:
@@ -177,12 +176,12 @@ def _measure_abort(measuring: Measuring) -> dict[str, Any]:
     return {"cv": list(cvs), "rows": rows}
 
 
-def _draw_abort(found: Found, canvas: Any) -> None:
-    (axis,) = drawing.panels(canvas, 1)
-    label = "first token within 6 s, % of all requests"
-    drawing.lines(
-        axis, found["rows"], found["cv"], xlabel="cv of the gaps between arrivals", ylabel=label, ylim=(0, 105)
-    )
+def _abort_panels(found: Found) -> list[Panel]:
+    labels: dict[str, Any] = {
+        "xlabel": "cv of the gaps between arrivals",
+        "ylabel": "first token within 6 s, % of all requests",
+    }
+    return [drawing.lines(found["rows"], found["cv"], ylim=(0, 105), **labels)]
 
 
 def _abort_goals(found: Found) -> list[Goal]:
@@ -194,8 +193,10 @@ def _abort_goals(found: Found) -> list[Goal]:
 # -- Figures 11 and 12 ------------------------------------------------------------------------------------------------
 
 
-def _measure_clusters(measuring: Measuring, across: str, values: Sequence[float]) -> dict[str, Any]:
-    clusters = (2, 8, 32) if measuring.setting.quick else (1, 2, 4, 8, 16, 32)
+def _measure_clusters(across: str, values: Sequence[float], measuring: Measuring) -> dict[str, Any]:
+    clusters = [1, 2, 4, 8, 16, 32]
+    if measuring.setting.quick:
+        clusters, values = clusters[1::2], (values[0], values[-1])
     rows: dict[str, list[dict[str, float]]] = {}
     system = systems(measuring)[UNMERGED]
     for value in values:
@@ -203,116 +204,19 @@ def _measure_clusters(measuring: Measuring, across: str, values: Sequence[float]
         rows[f"{across} {value:g}"] = [
             _measured(_replayed(measuring, system, arrivals, resident_adapters=d)) for d in clusters
         ]
-    return {"clusters": list(clusters), "rows": rows}
+    return {"clusters": clusters, "rows": rows}
 
 
-def _measure_by_alpha(measuring: Measuring) -> dict[str, Any]:
-    return _measure_clusters(measuring, "alpha", (0.1, 1.0) if measuring.setting.quick else (0.1, 0.3, 0.6, 1.0))
+def _cluster_panels(found: Found) -> list[Panel]:
+    labels: dict[str, Any] = {"requests/s": "requests/s", _ATTAINMENT: "attainment"}
+    return _panels(found["rows"], found["clusters"], labels, ticked=True, xlabel="adapters in memory")
 
 
-def _measure_by_cv(measuring: Measuring) -> dict[str, Any]:
-    return _measure_clusters(measuring, "cv", (1, 8) if measuring.setting.quick else (1, 2, 4, 6, 8))
-
-
-def _draw_clusters(found: Found, canvas: Any) -> None:
-    left, right = drawing.panels(canvas, 2)
-    for axis, name, label in ((left, "requests/s", "requests/s"), (right, "attainment", "first token within 6 s, %")):
-        drawing.lines(axis, _columns(found["rows"], name), found["clusters"], xlabel="adapters in memory", ylabel=label)
-        drawing.ticks(axis, found["clusters"])
-        axis.set_ylim(bottom=0)
-
-
-_WORKLOAD = (
-    "Gamma arrivals, power-law popularity, prompts and answers of 8-512 tokens (S-LoRA 7.2); rates are scaled to this "
-    "machine, with fewer requests than five minutes have; memory holds the KV of about 30 requests, as S-LoRA's A10G."
-)
-_CLUSTERS = (
-    "This scheduler has no number of clusters; the nearest is the number of adapters that memory holds, here without "
-    f"the preference for them if the batch is not full. 32 adapters. {_WORKLOAD}"
-)
-_VARIANTS = (
-    "S-LoRA is unmerged-only with this project's operator; S-LoRA-bmm the same with a padded einsum's measured cost; "
-    "S-LoRA-no-unify-mem has no counterpart here."
-)
-
-FIGURES: Sequence[Figure] = (
-    Figure(
-        paper="s-lora",
-        number="fig5",
-        title="throughput and latency by number of adapters",
-        states="Throughput declines slightly at first and then stays the same up to 2,000 adapters; bmm is far behind.",
-        caption=f"At 1.3 times the capacity; memory holds 64 adapters. Beside the paper's number: unmerged-only. "
-        f"{_VARIANTS} {_WORKLOAD}",
-        measure=_measure_numbers,
-        draw=_draw_numbers,
-        facts=_NUMBER_FACTS,
-        here=_numbers_here,
-        goals=_number_goals,
-        simulated=True,
-        size=(14.0, 4.4),
-    ),
-    Figure(
-        paper="s-lora",
-        number="fig6",
-        title="throughput, first token and attainment by request rate",
-        states="S-LoRA keeps a higher throughput and attainment than its variants as the rate grows (no numbers in the "
-        "text).",
-        caption=f"200 adapters. {_VARIANTS} {_WORKLOAD}",
-        measure=_measure_rates,
-        draw=_draw_rates,
-        simulated=True,
-        size=(14.0, 4.4),
-    ),
-    Figure(
-        paper="s-lora",
-        number="fig9",
-        title="merging against computing on the fly",
-        states="With one adapter merging is better; with more than two it declines, because of switches (no numbers in "
-        "the text).",
-        caption=f"At 1.2 times the capacity; merged-only switches as this project does. {_WORKLOAD}",
-        measure=_measure_merging,
-        draw=_draw_merging,
-        goals=_merging_goals,
-        simulated=True,
-        size=(12.0, 4.4),
-    ),
-    Figure(
-        paper="s-lora",
-        number="fig10",
-        title="early abort",
-        states="Early abort has a higher attainment than first-come-first-served, more so as the cv grows (no "
-        "numbers in "
-        "the text).",
-        caption="Early rejection by the predicted first token (6 s) against none, at 1.5 times the capacity and 200 "
-        f"adapters; last-come-first-served does not exist here. {_WORKLOAD}",
-        measure=_measure_abort,
-        draw=_draw_abort,
-        goals=_abort_goals,
-        simulated=True,
-        size=(9.0, 4.4),
-    ),
-    Figure(
-        paper="s-lora",
-        number="fig11",
-        minutes=3,
-        title="clusters of adapters, by alpha",
-        states="The impact of the number of clusters is not significant but observable (no numbers in the text).",
-        caption=_CLUSTERS,
-        measure=_measure_by_alpha,
-        draw=_draw_clusters,
-        simulated=True,
-        size=(11.0, 4.4),
-    ),
-    Figure(
-        paper="s-lora",
-        number="fig12",
-        minutes=2,
-        title="clusters of adapters, by cv",
-        states="As figure 11, more so for a large cv (no numbers in the text).",
-        caption=_CLUSTERS,
-        measure=_measure_by_cv,
-        draw=_draw_clusters,
-        simulated=True,
-        size=(11.0, 4.4),
-    ),
-)
+CODE = {
+    "s-lora:fig5": Code(_measure_numbers, _number_panels, _numbers_here, _number_goals),
+    "s-lora:fig6": Code(_measure_rates, _rate_panels),
+    "s-lora:fig9": Code(_measure_merging, _merging_panels, goals=_merging_goals),
+    "s-lora:fig10": Code(_measure_abort, _abort_panels, goals=_abort_goals),
+    "s-lora:fig11": Code(functools.partial(_measure_clusters, "alpha", _ALPHAS), _cluster_panels),
+    "s-lora:fig12": Code(functools.partial(_measure_clusters, "cv", _CVS), _cluster_panels),
+}

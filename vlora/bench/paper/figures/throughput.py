@@ -15,10 +15,10 @@ from peft import LoraConfig, get_peft_model
 
 from vlora.bench.dummy import language_shapes, write_adapter
 from vlora.bench.paper import drawing
-from vlora.bench.paper.figure import Fact, Figure, Found
+from vlora.bench.paper.figure import Code, Found, Panel
 from vlora.bench.paper.figures.punica_operator import segments
 from vlora.bench.paper.measured.engine_steps import adapter_folders, engine_in_mode
-from vlora.bench.paper.measuring import BASELINE_TYPE, LIMIT_S, QUICK_MODEL, Measuring, Setting
+from vlora.bench.paper.measuring import LIMIT_S, QUICK_MODEL, Measuring, Setting
 from vlora.bench.report import Goal
 from vlora.bench.timing import interleaved, median_ms, work_seconds
 from vlora.config import EngineConfig
@@ -117,34 +117,23 @@ def _answer(model: Any, batch: int) -> None:
 
 # -- S-LoRA, table 3 --------------------------------------------------------------------------------------------------
 
-_PAPER_RATES = {5: (8.05, 0.88), 100: (7.99, 0.25)}  # S-LoRA and PEFT, setting S1
+_ADAPTERS = (5, 100)
 
 
 def _measure_many(measuring: Measuring) -> dict[str, Any]:
     setting = measuring.setting
     count = 32 if setting.quick else 64
     ours, peft = [], []
-    for number in _PAPER_RATES:
+    for number in _ADAPTERS:
         requests = random.Random(0).choices(range(number), power_law(number, 1.0), k=count)
         ours.append(engine_rate(setting, requests, number, rank=8))
         peft.append(peft_rate(setting, requests, rank=8))
-    return {"adapters": list(_PAPER_RATES), "here": ours, "PEFT": peft}
+    return {"adapters": list(_ADAPTERS), "here": ours, "PEFT": peft}
 
 
-def _draw_many(found: Found, canvas: Any) -> None:
-    left, right = drawing.panels(canvas, 2, (1, 1.4))
+def _many_panels(found: Found) -> list[Panel]:
     groups = [f"{number} adapters" for number in found["adapters"]]
-    drawing.bars(left, groups, {"this project": found["here"], "PEFT": found["PEFT"]}, ylabel="requests/s")
-    drawing.beside(right, _MANY_FACTS, _many_here(found), ylabel="x")
-
-
-_MANY_FACTS = (
-    *(
-        Fact(f"S-LoRA / PEFT, {number} adapters", ours / peft, "x", f"Table 3, S1: {ours} and {peft} req/s")
-        for number, (ours, peft) in _PAPER_RATES.items()
-    ),
-    Fact("throughput with 100 / 5 adapters", 7.99 / 8.05, "x", "Table 3, S1: 8.05 and 7.99 req/s"),
-)
+    return [drawing.bars(groups, {"this project": found["here"], "PEFT": found["PEFT"]}, ylabel="requests/s")]
 
 
 def _many_here(found: Found) -> dict[str, float | None]:
@@ -176,16 +165,9 @@ def _measure_patterns(measuring: Measuring) -> dict[str, Any]:
     return found
 
 
-def _draw_patterns(found: Found, canvas: Any) -> None:
-    left, right = drawing.panels(canvas, 2)
+def _pattern_panels(found: Found) -> list[Panel]:
     series = {"this project": found["here"], "transformers and PEFT": found["PEFT"]}
-    drawing.bars(left, found["patterns"], series, ylabel="answer tokens/s")
-    drawing.beside(right, _PATTERN_FACTS, _patterns_here(found), ylabel="relative to identical")
-
-
-_PATTERN_FACTS = (
-    Fact("distinct / identical, here or Punica", 1.0, "x", "7.2: 1044 tok/s on the 7B model regardless of workloads"),
-)
+    return [drawing.bars(found["patterns"], series, ylabel="answer tokens/s")]
 
 
 def _patterns_here(found: Found) -> dict[str, float | None]:
@@ -227,20 +209,13 @@ def _measure_batching(measuring: Measuring) -> dict[str, Any]:
     return found
 
 
-def _draw_batching(found: Found, canvas: Any) -> None:
-    left, middle, right = drawing.panels(canvas, 3)
-    for axis, phase in ((left, "prefill"), (middle, "decode")):
-        curves = {f"{length} tokens": found[phase][length] for length in found[phase]}
-        drawing.lines(
-            axis, curves, found["batches"], title=phase, xlabel="batch", ylabel="ms of a step", ylim=(0, None)
-        )
-    drawing.beside(right, _BATCHING_FACTS, _batching_here(found), ylabel="decode step, batch 32 / batch 1")
-
-
-_BATCHING_FACTS = (
-    Fact("short sequences", 13 / 11, "x", "2.1: the decode step from 11 ms to 13 ms with batch 1 to 32"),
-    Fact("longer sequences", 34 / 17, "x", "2.1: the decode step from 17 ms to 34 ms with batch 1 to 32"),
-)
+def _batching_panels(found: Found) -> list[Panel]:
+    panels = []
+    for phase in ("prefill", "decode"):
+        curves = {f"{length} tokens": values for length, values in found[phase].items()}
+        labels: dict[str, Any] = {"title": phase, "xlabel": "batch", "ylabel": "ms of a step"}
+        panels.append(drawing.lines(curves, found["batches"], ylim=(0, None), **labels))
+    return panels
 
 
 def _batching_here(found: Found) -> dict[str, float | None]:
@@ -277,28 +252,12 @@ def _measure_layers(measuring: Measuring) -> dict[str, Any]:
     return found
 
 
-def _draw_layers(found: Found, canvas: Any) -> None:
-    *axes, last = drawing.panels(canvas, len(found["lengths"]) + 1)
-    for axis, length in zip(axes, found["lengths"], strict=True):
-        title = f"sequences of {length} tokens"
-        drawing.lines(
-            axis,
-            found["ms"][str(length)],
-            found["batches"],
-            title=title,
-            xlabel="batch",
-            ylabel="ms of a layer",
-            ylim=(0, None),
-        )
-    drawing.beside(last, _LAYER_FACTS, _layers_here(found), ylabel="% more at batch 32 than at 1")
-
-
-_LAYER_FACTS = (
-    Fact(
-        "identical", 72, "%", "7.1: the latency only increases by 72 % with batch 1 to 32 at a sequence length of 512"
-    ),
-    Fact("distinct", 72, "%", "7.1: the layer latency is roughly the same across different workloads"),
-)
+def _layer_panels(found: Found) -> list[Panel]:
+    labels: dict[str, Any] = {"xlabel": "batch", "ylabel": "ms of a layer"}
+    return [
+        drawing.lines(curves, found["batches"], title=f"sequences of {length} tokens", ylim=(0, None), **labels)
+        for length, curves in found["ms"].items()
+    ]
 
 
 def _layers_here(found: Found) -> dict[str, float | None]:
@@ -306,70 +265,9 @@ def _layers_here(found: Found) -> dict[str, float | None]:
     return {name: 100 * (own[name][-1] / own[name][0] - 1) for name in ("identical", "distinct")}
 
 
-_QUEUE = f"All requests queued at once; prompts of {PROMPT} and answers of {ANSWER} tokens, random weights."
-
-FIGURES: Sequence[Figure] = (
-    Figure(
-        paper="s-lora",
-        number="table3",
-        minutes=9,
-        title="throughput against PEFT",
-        states="S-LoRA keeps its throughput up to 2,000 adapters; PEFT reaches a ninth of it with 5 adapters, less "
-        "with "
-        "more; vLLM-packed runs out of memory.",
-        caption=f"{_QUEUE} Adapters of rank 8, power-law popularity. PEFT batches the requests of one adapter and "
-        f"switches between batches. {BASELINE_TYPE} vLLM-packed needs a GPU; 1,000 and more adapters are in `vlora "
-        "bench memory`.",
-        measure=_measure_many,
-        draw=_draw_many,
-        facts=_MANY_FACTS,
-        here=_many_here,
-        goals=_many_goals,
-        size=(11.0, 4.4),
-    ),
-    Figure(
-        paper="punica",
-        number="fig1",
-        minutes=10,
-        title="batching in prefill and decode",
-        states="A decode step takes 11 to 13 ms (short) or 17 to 34 ms (long) with batch 1 to 32; prefill is "
-        "proportional.",
-        caption="Steps of the engine without adapters; sequences of 64 and 256 tokens with --quick, else 128 and 512. "
-        "One thread is bound by arithmetic much earlier than an A100; on a CPU, prefills are of up to eight requests.",
-        measure=_measure_batching,
-        draw=_draw_batching,
-        facts=_BATCHING_FACTS,
-        here=_batching_here,
-        goals=_batching_goals,
-        size=(13.0, 4.4),
-    ),
-    Figure(
-        paper="punica",
-        number="fig10",
-        minutes=6,
-        title="latency of a layer by popularity",
-        states="The latency of a layer grows by 72 % from batch 1 to 32 and is the same for all popularity patterns.",
-        caption="Decode steps of the engine divided by its layers, on a CPU six, adapters of rank 16, unmerged; "
-        "sequences of 64 tokens with --quick, else 128 and 512.",
-        measure=_measure_layers,
-        draw=_draw_layers,
-        facts=_LAYER_FACTS,
-        here=_layers_here,
-        size=(12.0, 4.4),
-    ),
-    Figure(
-        paper="punica",
-        number="fig11",
-        minutes=9,
-        title="text generation by popularity",
-        states="Punica generates 1044 tok/s (7B) and 693 tok/s (13B) regardless of popularity; others deteriorate with "
-        "several adapters.",
-        caption=f"{_QUEUE} Adapters of rank 16; the baseline batches requests of one adapter only. {BASELINE_TYPE}",
-        measure=_measure_patterns,
-        draw=_draw_patterns,
-        facts=_PATTERN_FACTS,
-        here=_patterns_here,
-        goals=_pattern_goals,
-        size=(11.0, 4.4),
-    ),
-)
+CODE = {
+    "s-lora:table3": Code(_measure_many, _many_panels, _many_here, _many_goals),
+    "punica:fig1": Code(_measure_batching, _batching_panels, _batching_here, _batching_goals),
+    "punica:fig10": Code(_measure_layers, _layer_panels, _layers_here),
+    "punica:fig11": Code(_measure_patterns, _pattern_panels, _patterns_here, _pattern_goals),
+}

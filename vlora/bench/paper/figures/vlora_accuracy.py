@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from fusion.training.objectives import objective_of
 from fusion.training.trainer import LoraTrainer
 from fusion.training.zero_shot import score_before_training
 from vlora.bench.paper import drawing
-from vlora.bench.paper.figure import Fact, Figure, Found
+from vlora.bench.paper.figure import Code, Found, Panel
 from vlora.bench.paper.measuring import Measuring
 from vlora.bench.report import Goal
 from vlora.config import EngineConfig
@@ -145,26 +145,20 @@ def _small_model_answers(source: str, splits: Splits, quick: bool) -> list[Any] 
     return None
 
 
-def _draw_gains(found: Found, canvas: Any) -> None:
-    left, right = drawing.panels(canvas, 2)
-    tasks = [fact.quantity for fact in _GAIN_FACTS]
-    series = {
-        label: [found["tasks"][task][name] for task in tasks]
-        for label, name in (("without an adapter", "before"), ("with an adapter", "adapter"))
-    }
-    drawing.bars(left, [drawing.wrapped(task) for task in tasks], series, ylabel="test score, %", ylim=(0, 118))
-    drawing.beside(right, _GAIN_FACTS, _gains_here(found), ylabel="percentage points gained")
+_GAINS = ("image classification", "object detection", "video classification")
 
 
-_GAIN_FACTS = tuple(
-    Fact(task, value, "%", "3.1: 45.2 %, 24.5 % and 62.2 % gains for AID, Aircraft and UCF101")
-    for task, value in (("image classification", 45.2), ("object detection", 24.5), ("video classification", 62.2))
-)
+def _gain_panels(found: Found) -> list[Panel]:
+    return _score_panels(found, _GAINS, {"without an adapter": "before", "with an adapter": "adapter"})
+
+
+def _score_panels(found: Found, tasks: Sequence[str], labels: Mapping[str, str]) -> list[Panel]:
+    series = {label: [found["tasks"][task][name] for task in tasks] for label, name in labels.items()}
+    return [drawing.bars([*map(drawing.wrapped, tasks)], series, ylabel="test score, %", ylim=(0, 118))]
 
 
 def _gains_here(found: Found) -> dict[str, float | None]:
-    tasks = found["tasks"]
-    return {fact.quantity: tasks[fact.quantity]["adapter"] - tasks[fact.quantity]["before"] for fact in _GAIN_FACTS}
+    return {task: found["tasks"][task]["adapter"] - found["tasks"][task]["before"] for task in _GAINS}
 
 
 def _gain_goals(found: Found) -> list[Goal]:
@@ -172,12 +166,9 @@ def _gain_goals(found: Found) -> list[Goal]:
     return [Goal("fig4: gain by an adapter, percentage points, worst task", worst, 0.0, False)]
 
 
-def _draw_tasks(found: Found, canvas: Any) -> None:
-    (axis,) = drawing.panels(canvas, 1)
-    tasks = list(found["tasks"])
-    labels = {"small model": "small model", "adapter": "the model with an adapter", "before": "the model alone"}
-    series = {label: [found["tasks"][task][name] for task in tasks] for name, label in labels.items()}
-    drawing.bars(axis, [drawing.wrapped(task) for task in tasks], series, ylabel="test score, %", ylim=(0, 118))
+def _task_panels(found: Found) -> list[Panel]:
+    labels = {"small model": "small model", "the model with an adapter": "adapter", "the model alone": "before"}
+    return _score_panels(found, list(found["tasks"]), labels)
 
 
 # -- Figure 5 ---------------------------------------------------------------------------------------------------------
@@ -208,20 +199,13 @@ def _trained(trainer: LoraTrainer, names: Sequence[str]) -> dict[str, float]:
     return {name: trainer.evaluator.score(name, trainer.domains[name].test) for name in names}
 
 
-def _draw_fused(found: Found, canvas: Any) -> None:
-    left, right = drawing.panels(canvas, 2)
+def _fused_panels(found: Found) -> list[Panel]:
     kept = _kept(found)
     longest = max(map(len, kept.values()))
     padded = {family: [*values, *[None] * (longest - len(values))] for family, values in kept.items()}
-    drawing.lines(
-        left,
-        padded,  # type: ignore[arg-type]
-        range(1, longest + 1),
-        xlabel="domains fused into one adapter",
-        ylabel="% of the score of an adapter of its own, mean",
-    )
-    left.xaxis.get_major_locator().set_params(integer=True)
-    drawing.beside(right, _FUSED_FACTS, _fused_here(found), ylabel="% kept")
+    label = "% of the score of an adapter of its own, mean"
+    numbers = range(1, longest + 1)
+    return [drawing.lines(padded, numbers, xlabel="domains fused into one adapter", ylabel=label, xticks=numbers)]
 
 
 def _kept(found: Found) -> dict[str, list[float]]:
@@ -234,68 +218,12 @@ def _kept(found: Found) -> dict[str, list[float]]:
     }
 
 
-_FUSED_FACTS = (
-    Fact(
-        "classification, all in one adapter", 95, "%", "3.2 C1: an adapter of six classification models keeps over 95 %"
-    ),
-)
-
-
 def _fused_here(found: Found) -> dict[str, float | None]:
     return {"classification, all in one adapter": _kept(found)["classification"][-1]}
 
 
-_EMBEDDED = "the embedded model, adapters of rank 8"
-_MODEL = (
-    "The embedded model (float32) instead of Qwen-VL-7B, adapters of rank 8 trained here for few steps, one seed (with "
-    "--quick on 300 samples and tested on at most 120); digits and photos are real pixels, the rest is rendered."
-)
-
-FIGURES: Sequence[Figure] = (
-    Figure(
-        paper="v-lora",
-        number="fig4",
-        title="accuracy gained by adapters",
-        states="Adapters improve Qwen-VL by 45.2 % (AID), 24.5 % (Aircraft) and 62.2 % (UCF101).",
-        caption=f"{_MODEL} The score without an adapter is of its answers in words.",
-        model=_EMBEDDED,
-        runs_on="cores",
-        measure=_shared_tasks,
-        draw=_draw_gains,
-        facts=_GAIN_FACTS,
-        here=_gains_here,
-        goals=_gain_goals,
-    ),
-    Figure(
-        paper="v-lora",
-        number="fig5",
-        minutes=20,
-        title="accuracy by the number of fused domains",
-        states="Six classification models fused into one adapter keep over 95 %, six video models lose much; the trend "
-        "depends on the task.",
-        caption=f"{_MODEL} Domains are trained jointly, with as many steps per domain as for one alone; above 100 % an "
-        "adapter alone has not converged in its steps, as with --quick, which then says nothing about capacity.",
-        model=_EMBEDDED,
-        runs_on="cores",
-        measure=_measure_fused,
-        draw=_draw_fused,
-        facts=_FUSED_FACTS,
-        here=_fused_here,
-        size=(11.0, 4.4),
-    ),
-    Figure(
-        paper="v-lora",
-        number="fig15",
-        minutes=13,
-        title="small models against the model with adapters",
-        states="With adapters the LMM is close to the small models or better: 4.3-5 % better in visual questions and "
-        "captions, 24.5-62.2 % better than without in detection and video.",
-        caption=f"{_MODEL} Small models, trained on the same data: a support vector machine (digits), a detector and "
-        "an action model of 0.1 million weights in ONNX; there is none for questions and references. More in "
-        "`vlora bench teachers`, and against weaker small models in `vlora bench fusion`.",
-        model=_EMBEDDED,
-        runs_on="cores",
-        measure=_measure_rivals,
-        draw=_draw_tasks,
-    ),
-)
+CODE = {
+    "v-lora:fig4": Code(_shared_tasks, _gain_panels, _gains_here, _gain_goals),
+    "v-lora:fig5": Code(_measure_fused, _fused_panels, _fused_here),
+    "v-lora:fig15": Code(_measure_rivals, _task_panels),
+}

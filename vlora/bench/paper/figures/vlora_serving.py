@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlora.bench.paper import drawing
-from vlora.bench.paper.figure import Fact, Figure, Found
+from vlora.bench.paper.figure import Code, Found, Panel
 from vlora.bench.paper.measured.machine_costs import machine_costs, switch_times
 from vlora.bench.paper.measured.systems import (
     ALGORITHM1,
@@ -39,7 +39,6 @@ _SHOWN = (OURS, ALGORITHM1, UNMERGED, DLORA)
 _LOAD = 0.9  # of the capacity of unmerged-only with full batches
 # Requests of figure 14 on the engine. One thread of a CPU takes 10 to 40 s for each.
 _NUM_RETRIEVALS, _NUM_CHUNKS = 8, 4
-_BATCHING = "6.2: V-LoRA reduces average token latency compared to dLoRA, Punica and S-LoRA, respectively"
 
 
 def num_requests(quick: bool) -> int:
@@ -95,37 +94,34 @@ def _measure_rates(measuring: Measuring) -> dict[str, Any]:
     return found
 
 
-def _draw_rates(found: Found, canvas: Any) -> None:
-    left, middle, right = drawing.panels(canvas, 3, (1, 1, 1.25))
+def _rate_panels(found: Found) -> list[Panel]:
+    return [
+        functools.partial(_draw_rates, found, app, title)
+        for app, title in (("retrieval", "visual retrieval"), ("video", "video analytics"))
+    ]
+
+
+def _draw_rates(found: Found, app: str, title: str, axis: Any) -> None:
+    across, points = found[app]["rates"], found["engine"][app]
     place = found["loads"].index(found["engine load"])
-    for axis, app, title in ((left, "retrieval", "visual retrieval"), (middle, "video", "video analytics")):
-        across = found[app]["rates"]
-        drawing.lines(
-            axis, found[app]["ms"], across, title=title, xlabel="requests/s", ylabel="average token latency, ms"
-        )
-        points = found["engine"][app]
-        longer = [f"{each['measured']['busy s'] / each['simulated']['busy s']:.2f}" for each in points.values()]
-        labels = {"measured": f"engine: {' and '.join(longer)} of the seconds", "simulated": "simulator, same requests"}
-        for number, (name, point) in enumerate(points.items()):
-            color = drawing.LINES[_SHOWN.index(name)]
-            for kind, fill in (("measured", color), ("simulated", "none")):
-                axis.plot(
-                    across[place], point[kind]["ms"], "*", color=color, markerfacecolor=fill, markersize=12, zorder=5,
-                    label=labels[kind] if number == 0 else None,
-                )  # fmt: skip
-        axis.set_yscale("log")
-        axis.set_ylim(top=8 * axis.get_ylim()[1])  # room for the legend
-        drawing.log_values(axis)
-        axis.legend(fontsize=7, loc="upper left")
-    drawing.beside(right, _RATE_FACTS, _rates_here(found), ylabel="% lower average token latency")
-    right.tick_params(axis="x", labelsize=6)
-
-
-_RATE_FACTS = tuple(
-    Fact(f"{app}, than {system}", value, "%", _BATCHING)
-    for app, values in (("retrieval", (72, 50, 20)), ("video", (89, 83, 71)))
-    for system, value in zip(("dLoRA", "Punica", "S-LoRA"), values, strict=True)
-)
+    label = "average token latency, ms"
+    drawing.lines(found[app]["ms"], across, title=title, xlabel="requests/s", ylabel=label)(axis)
+    longer = [f"{each['measured']['busy s'] / each['simulated']['busy s']:.2f}" for each in points.values()]
+    labels: dict[str, Any] = {
+        "measured": f"engine: {' and '.join(longer)} of the seconds",
+        "simulated": "simulator, same requests",
+    }
+    for number, (name, point) in enumerate(points.items()):
+        color = drawing.LINES[_SHOWN.index(name)]
+        for kind, fill in (("measured", color), ("simulated", "none")):
+            axis.plot(
+                across[place], point[kind]["ms"], "*", color=color, markerfacecolor=fill, markersize=12, zorder=5,
+                label=labels[kind] if number == 0 else None,
+            )  # fmt: skip
+    axis.set_yscale("log")
+    axis.set_ylim(top=8 * axis.get_ylim()[1])  # room for the legend
+    drawing.log_values(axis)
+    axis.legend(fontsize=7, loc="upper left")
 
 
 def _rates_here(found: Found) -> dict[str, float | None]:
@@ -167,21 +163,11 @@ def _shared_skews(measuring: Measuring) -> dict[str, Any]:
     return found
 
 
-def _draw_skews(found: Found, canvas: Any, facts: Sequence[Fact], here: Mapping[str, float | None]) -> None:
-    left, right = drawing.panels(canvas, 2)
+def _skew_panels(found: Found) -> list[Panel]:
     groups = [f"{100 * skew:g}%" for skew in found["skews"]]
-    drawing.bars(left, groups, found["ms"], xlabel="share of the hottest adapter", ylabel="average token latency, ms")
-    left.set_yscale("log")  # dLoRA's may be tens of times the others'
-    left.set_ylim(top=6 * left.get_ylim()[1])  # room for the legend
-    drawing.log_values(left)
-    left.legend(fontsize=7, loc="upper left", ncols=2)
-    drawing.beside(right, facts, here, ylabel="% lower average token latency")
-
-
-_SCHEDULER_FACTS = tuple(
-    Fact(f"than {name}", value, "%", "6.3.3: V-LoRA outperforms merge only, unmerge only and dLoRA under skewness")
-    for name, value in (("merged only", 33), ("unmerged only", 59), ("dLoRA", 21))
-)
+    labels: dict[str, Any] = {"xlabel": "share of the hottest adapter", "ylabel": "average token latency, ms"}
+    legend = {"fontsize": 7, "loc": "upper left", "ncols": 2}
+    return [drawing.bars(groups, found["ms"], log=6, legend=legend, **labels)]
 
 
 def _schedulers_here(found: Found) -> dict[str, float | None]:
@@ -195,13 +181,6 @@ def _scheduler_goals(found: Found) -> list[Goal]:
         Goal(f"fig19: latency here / {name}, mean of skews", _ratio(found["ms"], name), 1.0, True)
         for name in (UNMERGED, DLORA)
     ]
-
-
-_SKEW_FACTS = tuple(
-    Fact(f"than {name}, {end}", value, "%", "6.4: reduction of 76-81 %, 72-83 %, 63-76 % under four skewnesses")
-    for name, low, high in (("dLoRA", 76, 81), ("Punica", 72, 83), ("S-LoRA", 63, 76))
-    for end, value in (("least", low), ("most", high))
-)
 
 
 def _skews_here(found: Found) -> dict[str, float | None]:
@@ -227,15 +206,15 @@ def _measure_adapters(measuring: Measuring) -> dict[str, Any]:
     return {"adapters": list(numbers), "rate": rate, "ms": ms}
 
 
-def _draw_adapters(found: Found, canvas: Any) -> None:
-    (axis,) = drawing.panels(canvas, 1)
-    drawing.lines(axis, found["ms"], found["adapters"], xlabel="adapters", ylabel="average token latency, ms")
-    drawing.ticks(axis, found["adapters"])
-    axis.set_yscale("log")
-    axis.set_ylim(bottom=axis.get_ylim()[0] / 2, top=4 * axis.get_ylim()[1])  # room for the words
-    drawing.log_values(axis)
-    axis.axvline(32, color="#999", linestyle=":")
-    axis.text(32, axis.get_ylim()[0] * 1.1, " memory holds 32", fontsize=8, color="#666")
+def _adapter_panels(found: Found) -> list[Panel]:
+    def draw(axis: Any) -> None:
+        labels: dict[str, Any] = {"xlabel": "adapters", "ylabel": "average token latency, ms"}
+        drawing.lines(found["ms"], found["adapters"], ticked=True, log=True, **labels)(axis)
+        axis.set_ylim(bottom=axis.get_ylim()[0] / 2, top=4 * axis.get_ylim()[1])  # room for the words
+        axis.axvline(32, color="#999", linestyle=":")
+        axis.text(32, axis.get_ylim()[0] * 1.1, " memory holds 32", fontsize=8, color="#666")
+
+    return [draw]
 
 
 # -- Figure 21, table 3 -----------------------------------------------------------------------------------------------
@@ -256,29 +235,20 @@ def _measure_switching(measuring: Measuring) -> dict[str, Any]:
     return {"ms": ms, "switches": switches, "switch ms": switch_times(measuring)}
 
 
-_SWITCH_FACTS = (
-    Fact("than dLoRA", 1.2, "x", "6.3.3: 1.2x and 1.4x speed-up compared to dLoRA and unmerge, two adapters"),
-    Fact("than unmerged only", 1.4, "x", "6.3.3: 1.2x and 1.4x speed-up compared to dLoRA and unmerge, two adapters"),
-)
-
-
 def _switching_here(found: Found) -> dict[str, float | None]:
     ms = found["ms"]
     return {"than dLoRA": ms[DLORA] / ms[OURS], "than unmerged only": ms[UNMERGED] / ms[OURS]}
 
 
-def _draw_switching(found: Found, canvas: Any) -> None:
-    left, right = drawing.panels(canvas, 2, (1.5, 1))
-    names = list(found["ms"])
-    at = range(len(names))
-    drawn = left.barh(at, list(found["ms"].values()), color=[drawing.LINES[i] for i in at])
-    labels = [f"{found['ms'][name]:.2f} ms, {found['switches'][name]} switches" for name in names]
-    left.bar_label(drawn, labels, fontsize=8, padding=3)
-    left.set_yticks(at, names, fontsize=8)
-    left.invert_yaxis()
-    left.set(xlabel="average token latency, ms", xlim=(0, 1.45 * max(found["ms"].values())))
-    left.grid(alpha=0.3, axis="x")
-    drawing.beside(right, _SWITCH_FACTS, _switching_here(found), ylabel="speed-up")
+def _switching_panels(found: Found) -> list[Panel]:
+    def draw(axis: Any) -> None:
+        ms = found["ms"]
+        labels = [f"{ms[name]:.2f} ms, {found['switches'][name]} switches" for name in ms]
+        drawing.horizontal_bars(axis, ms, labels, drawing.LINES[: len(ms)])
+        axis.set(xlabel="average token latency, ms", xlim=(0, 1.45 * max(ms.values())))
+        axis.grid(alpha=0.3, axis="x")
+
+    return [draw]
 
 
 def _measure_replicas(measuring: Measuring) -> dict[str, Any]:
@@ -293,119 +263,21 @@ def _measure_replicas(measuring: Measuring) -> dict[str, Any]:
     return found
 
 
-_REPLICA_FACTS = tuple(
-    Fact(f"throughput of {number} / 1", value, "x", "Table 3: 6.07, 11.48 and 23.97 req/s on 1, 2 and 4 A100")
-    for number, value in ((2, 11.48 / 6.07), (4, 23.97 / 6.07))
-)
-
-
 def _replicas_here(found: Found) -> dict[str, float | None]:
     rates = found["requests/s"]
     return {f"throughput of {n} / 1": rates[i] / rates[0] for i, n in enumerate(found["replicas"]) if n > 1}
 
 
-def _draw_replicas(found: Found, canvas: Any) -> None:
-    left, right = drawing.panels(canvas, 2)
-    drawing.bars(
-        left, [str(n) for n in found["replicas"]], {"here": found["requests/s"]}, xlabel="replicas", ylabel="requests/s"
-    )
-    drawing.beside(right, _REPLICA_FACTS, _replicas_here(found), ylabel="relative to one")
+def _replica_panels(found: Found) -> list[Panel]:
+    groups = [str(number) for number in found["replicas"]]
+    return [drawing.bars(groups, {"here": found["requests/s"]}, xlabel="replicas", ylabel="requests/s")]
 
 
-_SYSTEMS = (
-    "dLoRA is its policy with a padded einsum and PEFT's switch, both as measured here, in the faster of bfloat16 and "
-    "float32; S-LoRA and Punica are unmerged-only with this project's operator, which favours them."
-)
-
-FIGURES = (
-    Figure(
-        paper="v-lora",
-        number="fig14",
-        minutes=33,
-        title="average token latency by request rate, two applications",
-        states="V-LoRA has the lowest average token latency for both applications on three models; the text compares "
-        "per application, and attributes the figures to the systems in this order.",
-        caption="Retrieval: prompts of 192-320 and answers of 150-250 tokens, hottest adapter 60 %, 8 adapters; video: "
-        "chunks of frames with their encoding, a head here and 8 tokens elsewhere. Stars: the engine itself at 90 % of "
-        "capacity, with the first requests of the same traffic, and hollow the simulator with as many. So near to "
-        "capacity, steps that take a little longer than their fitted costs multiply the latency: the legend has the "
-        "engine's seconds with requests over the simulator's, by policy. One model "
-        f"instead of three. {_SYSTEMS}",
-        measure=_measure_rates,
-        draw=_draw_rates,
-        facts=_RATE_FACTS,
-        here=_rates_here,
-        goals=_rate_goals,
-        simulated=True,
-        size=(14.5, 4.8),
-        revision=2,
-    ),
-    Figure(
-        paper="v-lora",
-        number="fig19",
-        title="schedulers by skewness",
-        states="V-LoRA's scheduler has the lowest latency under every skewness.",
-        caption=f"Retrieval at 90 % of capacity, 20 adapters. Merged-only lets others wait without bound. {_SYSTEMS}",
-        measure=_shared_skews,
-        draw=lambda found, canvas: _draw_skews(found, canvas, _SCHEDULER_FACTS, _schedulers_here(found)),
-        facts=_SCHEDULER_FACTS,
-        here=_schedulers_here,
-        goals=_scheduler_goals,
-        simulated=True,
-        size=(13.0, 4.6),
-    ),
-    Figure(
-        paper="v-lora",
-        number="fig21",
-        title="benefit of a swift switch, two adapters",
-        states="With two adapters, the swift switch makes V-LoRA faster than dLoRA and than unmerged inference.",
-        caption="Retrieval at 90 % of capacity with two adapters. The last bar is the paper's Algorithm 1 with PEFT's "
-        f"way to switch, which isolates the switch. {_SYSTEMS}",
-        measure=_measure_switching,
-        draw=_draw_switching,
-        facts=_SWITCH_FACTS,
-        here=_switching_here,
-        simulated=True,
-        size=(12.0, 4.4),
-    ),
-    Figure(
-        paper="v-lora",
-        number="fig22",
-        title="systems by skewness",
-        states="V-LoRA reduces latency against all systems under four skewnesses.",
-        caption=f"The replays of figure 19, against systems instead of schedulers: retrieval at 90 % of capacity, "
-        f"20 adapters. {_SYSTEMS}",
-        measure=_shared_skews,
-        draw=lambda found, canvas: _draw_skews(found, canvas, _SKEW_FACTS, _skews_here(found)),
-        facts=_SKEW_FACTS,
-        here=_skews_here,
-        simulated=True,
-        size=(13.0, 4.6),
-    ),
-    Figure(
-        paper="v-lora",
-        number="fig23",
-        title="number of adapters",
-        states="V-LoRA suffers the least from more adapters, also when they must be swapped (no numbers in the text).",
-        caption="Retrieval at a fixed rate, hottest adapter 60 %; memory holds 32 adapters, others are loaded beside "
-        f"the steps. {_SYSTEMS}",
-        measure=_measure_adapters,
-        draw=_draw_adapters,
-        simulated=True,
-        size=(8.5, 4.6),
-    ),
-    Figure(
-        paper="v-lora",
-        number="table3",
-        title="throughput of several machines",
-        states="Throughput grows with the number of GPUs: 6.07, 11.48 and 23.97 requests per second on 1, 2 and 4.",
-        caption="Replicas of this machine that share twice their capacity, each request to the least loaded one; the "
-        "paper's are GPUs of one server.",
-        measure=_measure_replicas,
-        draw=_draw_replicas,
-        facts=_REPLICA_FACTS,
-        here=_replicas_here,
-        simulated=True,
-        size=(10.0, 4.2),
-    ),
-)
+CODE = {
+    "v-lora:fig14": Code(_measure_rates, _rate_panels, _rates_here, _rate_goals),
+    "v-lora:fig19": Code(_shared_skews, _skew_panels, _schedulers_here, _scheduler_goals),
+    "v-lora:fig21": Code(_measure_switching, _switching_panels, _switching_here),
+    "v-lora:fig22": Code(_shared_skews, _skew_panels, _skews_here),
+    "v-lora:fig23": Code(_measure_adapters, _adapter_panels),
+    "v-lora:table3": Code(_measure_replicas, _replica_panels, _replicas_here),
+}

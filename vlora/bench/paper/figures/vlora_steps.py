@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from vlora.bench.engine.heads import latency_rows
 from vlora.bench.paper import drawing
-from vlora.bench.paper.figure import Fact, Figure, Found
+from vlora.bench.paper.figure import Code, Found, Panel
 from vlora.bench.paper.measured.engine_steps import adapter_folders, engine_in_mode
 from vlora.bench.paper.measured.machine_costs import switch_times
-from vlora.bench.paper.measuring import BASELINE_TYPE, LIMIT_S, QUICK_MODEL, RANK, Measuring
+from vlora.bench.paper.measuring import LIMIT_S, QUICK_MODEL, Measuring
 from vlora.bench.report import Goal
 from vlora.bench.scheduling.models import MODELS
 from vlora.bench.timing import interleaved, median_ms, work_seconds
@@ -41,39 +41,26 @@ def _measure_slots(measuring: Measuring) -> dict[str, Any]:
     return {"ms": {name: median_ms(taken) for name, taken in seconds.items()}, "switch ms": switch_times(measuring)}
 
 
-def _draw_slots(found: Found, canvas: Any) -> None:
-    left, right = drawing.panels(canvas, 2, (1.4, 1))
-    ms, switch = found["ms"], found["switch ms"]
-    ways = {
-        "this project": (switch["merge"], switch["back"]),
-        "PEFT's merge_adapter\n(dLoRA's way)": (switch["PEFT merge"], switch["PEFT unmerge"]),
-    }
+def _slot_panels(found: Found) -> list[Panel]:
+    return [functools.partial(_draw_slots, found["ms"], found["switch ms"])]
+
+
+def _draw_slots(ms: Mapping[str, float], switch: Mapping[str, float], axis: Any) -> None:
+    ways = {"this project": ("merge", "back"), "PEFT's merge_adapter\n(dLoRA's way)": ("PEFT merge", "PEFT unmerge")}
     for line, (into, back) in enumerate(ways.values()):
         start = 0.0
-        spans = (
-            ("switch", into),
-            ("merged, requests 1-3", ms["merged"]),
-            ("switch", back),
-            ("unmerged, 4-7", ms["unmerged"]),
-        )
-        for name, width in spans:
-            color = {"switch": drawing.LINES[2], "merged, requests 1-3": drawing.LINES[0]}.get(name, drawing.LINES[1])
-            left.barh(line, width, left=start, color=color, height=0.5, edgecolor="white")
-            if name != "switch":
-                left.text(
-                    start + width / 2, line, f"{name}\n{width:.0f} ms", ha="center", va="center", fontsize=7, color="w"
-                )
+        spans = [(2, "", switch[into]), (0, "merged, requests 1-3", ms["merged"])]
+        spans += [(2, "", switch[back]), (1, "unmerged, 4-7", ms["unmerged"])]
+        for color, name, width in spans:
+            axis.barh(line, width, left=start, color=drawing.LINES[color], height=0.5, edgecolor="white")
+            if name:
+                text = f"{name}\n{width:.0f} ms"
+                axis.text(start + width / 2, line, text, ha="center", va="center", fontsize=7, color="w")
             start += width
-        left.text(0, line - 0.32, f"merge {into:.1f} ms, back {back:.1f} ms (red)", fontsize=8, va="bottom")
-    left.set_yticks(range(len(ways)), list(ways), fontsize=8)
-    left.set(xlabel="ms", ylim=(1.6, -0.7), title="two slots, eight requests of 256 tokens")
-    drawing.beside(right, _SWITCH_FACTS, _switch_here(found), ylabel="% of merged inference of three requests")
-
-
-_SWITCH_FACTS = (
-    Fact("dLoRA's switch", 64, "%", "caption of figure 7: 53 ms, 64 % of merged inference of three 256-token requests"),
-    Fact("the swift switch", 100 * 10 / (53 / 0.64), "%", "4.4.1: less than 10 ms, relative to the same inference"),
-)
+        text = f"merge {switch[into]:.1f} ms, back {switch[back]:.1f} ms (red)"
+        axis.text(0, line - 0.32, text, fontsize=8, va="bottom")
+    axis.set_yticks(range(len(ways)), list(ways), fontsize=8)
+    axis.set(xlabel="ms", ylim=(1.6, -0.7), title="two slots, eight requests of 256 tokens")
 
 
 def _switch_here(found: Found) -> dict[str, float | None]:
@@ -99,27 +86,14 @@ def _measure_heads(measuring: Measuring) -> dict[str, Any]:
     return {"rows": latency_rows(measuring.setting.quick, _HEADS_LIMIT_S, with_floor=False)}
 
 
-def _draw_heads(found: Found, canvas: Any) -> None:
-    left, right = drawing.panels(canvas, 2, (1.4, 1))
-    rows = found["rows"]
-    cells = list(dict.fromkeys((row["tower"], row["batch"], row["frames"]) for row in rows))
-    tokens = sorted({row["answer tokens"] for row in rows})
-
-    def value(cell: tuple[str, int, int], answer: int, name: str) -> float:
-        own = (row for row in rows if (row["tower"], row["batch"], row["frames"]) == cell)
-        return float(next(row[name] for row in own if row["answer tokens"] == answer))
-
-    series = {"task head": [value(cell, tokens[0], "head ms") for cell in cells]}
-    series |= {f"words, {n} tokens": [value(cell, n, "words ms") for cell in cells] for n in tokens}
+def _head_panels(found: Found) -> list[Panel]:
+    rows = {(row["tower"], row["batch"], row["frames"], row["answer tokens"]): row for row in found["rows"]}
+    cells = list(dict.fromkeys(key[:3] for key in rows))
+    tokens = sorted({key[3] for key in rows})
+    series = {"task head": [rows[*cell, tokens[0]]["head ms"] for cell in cells]}
+    series |= {f"words, {number} tokens": [rows[*cell, number]["words ms"] for cell in cells] for number in tokens}
     labels = [f"{tower}\nbatch {batch}\n{frames} frame{'s' * (frames > 1)}" for tower, batch, frames in cells]
-    drawing.bars(left, labels, series, ylabel="ms of a batch")
-    drawing.beside(right, _HEAD_FACTS, _heads_here(found), ylabel="% lower latency with a head")
-
-
-_HEAD_FACTS = tuple(
-    Fact(f"reduction, {end}", value, "%", "6.3.1: 41-63 % less latency than the language modelling head")
-    for end, value in (("least", 41), ("most", 63))
-)
+    return [drawing.bars(labels, series, ylabel="ms of a batch")]
 
 
 def _heads_here(found: Found) -> dict[str, float | None]:
@@ -176,30 +150,15 @@ def _decode_ms(engines: Any, mix: Sequence[str], rounds: int, clock: Any) -> dic
     return ms
 
 
-def _draw_mixture(found: Found, canvas: Any) -> None:
-    left, middle, right = drawing.panels(canvas, 3)
-    for axis, phase in ((left, "prefill"), (middle, "decode")):
-        drawing.lines(
-            axis,
-            {name: [row[name] - row["merged"] for row in found[phase]] for name in ("mixed", "unmerged")},
-            found["starving"],
-            title=f"{phase}, batch of {_BATCH}",
-            xlabel="starving requests of other adapters",
-            ylabel="ms more than all merged",
-        )
-        axis.axvline(_BATCH / 2, color="#999", linestyle=":")
-    drawing.beside(right, _MIXTURE_FACTS, _mixture_here(found), ylabel="% of the extra time saved")
+def _mixture_panels(found: Found) -> list[Panel]:
+    return [functools.partial(_draw_mixture, found, phase) for phase in ("prefill", "decode")]
 
 
-_MIXTURE_FACTS = tuple(
-    Fact(
-        f"saved below half of the batch, {phase}",
-        62,
-        "%",
-        "6.3.3: deLoRA saves on average 62 % of the computation overhead",
-    )
-    for phase in ("prefill", "decode")
-)
+def _draw_mixture(found: Found, phase: str, axis: Any) -> None:
+    more = {name: [row[name] - row["merged"] for row in found[phase]] for name in ("mixed", "unmerged")}
+    labels: dict[str, Any] = {"xlabel": "starving requests of other adapters", "ylabel": "ms more than all merged"}
+    drawing.lines(more, found["starving"], title=f"{phase}, batch of {_BATCH}", **labels)(axis)
+    axis.axvline(_BATCH / 2, color="#999", linestyle=":")
 
 
 def _mixture_sums(found: Found) -> dict[str, tuple[float, float]]:
@@ -259,13 +218,16 @@ def _measure_models(_: Measuring) -> dict[str, Any]:
     return {"models": rows}
 
 
-def _draw_models(found: Found, canvas: Any) -> None:
-    (axis,) = drawing.panels(canvas, 1)
+def _model_panels(found: Found) -> list[Panel]:
+    return [functools.partial(_draw_models, found["models"])]
+
+
+def _draw_models(models: Mapping[str, Sequence[float]], axis: Any) -> None:
     axis.axis("off")
     rows = [[name, "the paper", *map(str, row)] for name, row in _TABLE_2.items()]
     rows += [
         [name, "here", f"{size:.1f}", str(layers), str(width), f"{vision:.2f}"]
-        for name, (size, layers, width, vision) in found["models"].items()
+        for name, (size, layers, width, vision) in models.items()
     ]
     labels = ["model", "where", "GB (here GiB, bfloat16)", "layers", "dimension", "vision encoder, 10^9"]
     table = axis.table(
@@ -280,68 +242,9 @@ def _draw_models(found: Found, canvas: Any) -> None:
             cell.set_facecolor("#fbeedd")
 
 
-FIGURES: Sequence[Figure] = (
-    Figure(
-        paper="v-lora",
-        number="fig7",
-        minutes=3,
-        title="the cost of a switch between modes",
-        states="dLoRA's switch alone takes 53 ms, 64 % of merged inference of three 256-token requests; V-LoRA's takes "
-        "less than 10 ms.",
-        caption=f"Prefills of 256 tokens each, adapters of rank {RANK}; dLoRA's way is PEFT's merge_adapter: a product "
-        f"and an addition per layer. {BASELINE_TYPE} Merging here is bound by reading and writing all weights once.",
-        measure=_measure_slots,
-        draw=_draw_slots,
-        facts=_SWITCH_FACTS,
-        here=_switch_here,
-        goals=_switch_goals,
-        size=(13.0, 4.2),
-    ),
-    Figure(
-        paper="v-lora",
-        number="fig16",
-        minutes=8,
-        title="task head against answers in words",
-        states="A task head takes 41-63 % less time than the language modelling head.",
-        caption="The 0.5 B model (8 of 24 layers with --quick) with its vision tower on frames of 64 tokens; the same "
-        "prompt for both, though one for words may be longer. An answer of 5 tokens is figure 11's. Shapes larger than "
-        f"one whose calls take {_HEADS_LIMIT_S:.0f} s together are left out.",
-        model="the 0.5 B model or its first layers, random weights, bfloat16",
-        runs_on="cpu",
-        measure=_measure_heads,
-        draw=_draw_heads,
-        facts=_HEAD_FACTS,
-        here=_heads_here,
-        goals=_head_goals,
-        size=(12.0, 4.4),
-    ),
-    Figure(
-        paper="v-lora",
-        number="fig20",
-        minutes=12,
-        title="latency gain of the mixed mode",
-        states="The mixed mode saves on average 62 % of the extra computation of unmerged inference while fewer than "
-        "half of the batch starve.",
-        caption="Steps of the engine with sixteen requests, of which some are for other adapters than the merged one; "
-        "in decoding the extra time is close to the noise of a step. The share is of the sums over all cells in which "
-        "fewer than half of the batch starve.",
-        measure=_measure_mixture,
-        draw=_draw_mixture,
-        facts=_MIXTURE_FACTS,
-        here=_mixture_here,
-        goals=_mixture_goals,
-        size=(14.0, 4.4),
-    ),
-    Figure(
-        paper="v-lora",
-        number="table2",
-        title="model configurations",
-        states="Three LMMs of 13 to 24 GB with 32 or 40 layers.",
-        caption="The models that the benchmarks here measure; sizes are computed from their configurations, weights "
-        "are random. Those of 7 B and 13 B need a GPU.",
-        runs_on="cpu",
-        measure=_measure_models,
-        draw=_draw_models,
-        size=(10.0, 3.2),
-    ),
-)
+CODE = {
+    "v-lora:fig7": Code(_measure_slots, _slot_panels, _switch_here, _switch_goals),
+    "v-lora:fig16": Code(_measure_heads, _head_panels, _heads_here, _head_goals),
+    "v-lora:fig20": Code(_measure_mixture, _mixture_panels, _mixture_here, _mixture_goals),
+    "v-lora:table2": Code(_measure_models, _model_panels),
+}
