@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError, field_validator
 
-from fusion.data.frames import QUARTER_TURNS, Picture, find_file, read_text
-from fusion.data.items import PARTS, Answer, Item, NamedBox, Part
-from fusion.plan.data_formats import Coco, Orientation
+from fusion.data.boxes import Annotated, Drawn, Edges, boxed_items, seem_shares
+from fusion.data.frames import Picture, find_file, read_text
+from fusion.data.items import Item, Part, part_in
+from fusion.plan.data_formats import Coco
 from vlora.plan_files.errors import PlanErrors
 from vlora.wording import pydantic_errors
 
 Parsed = TypeVar("Parsed")
-_SLACK = 1.0  # pixels by which a box may exceed its picture, since annotators round
 
 
 class _Image(BaseModel):
-    """width, height: None for those of the file."""
+    """width, height: None or 0 for those of the file."""
 
     id: int
     file_name: str
-    width: int | None = Field(None, gt=0, lt=2**31)
-    height: int | None = Field(None, gt=0, lt=2**31)
+    width: int | None = Field(None, ge=0, lt=2**31)
+    height: int | None = Field(None, ge=0, lt=2**31)
 
 
 class _Category(BaseModel):
@@ -68,6 +68,12 @@ class _Annotation(BaseModel):
     def box(self) -> _Bbox | None:
         return self.bbox or self.segmentation
 
+    @property
+    def edges(self) -> Edges:
+        assert self.box is not None
+        left, top, width, height = self.box
+        return left, top, left + width, top + height
+
 
 class CocoFile(BaseModel):
     images: list[_Image]
@@ -76,51 +82,67 @@ class CocoFile(BaseModel):
 
     @property
     def in_shares(self) -> bool:
-        """Whether all boxes are shares of their pictures: with fractions, and none beyond 1."""
-        boxes = [annotation.box for annotation in self.annotations if annotation.box is not None]
-        inside = all(_within_1(box) for box in boxes)
-        return inside and any(number % 1 for box in boxes for number in box)
-
-
-class View(NamedTuple):
-    """What a picture's boxes refer to. size: width and height. orientation: by which EXIF turns boxes with the picture.
-    in_shares: whether they are shares instead of pixels."""
-
-    size: tuple[int, int]
-    orientation: int
-    in_shares: bool
-
-    @property
-    def upright(self) -> tuple[int, int]:
-        """The size of the picture as shown."""
-        return (self.size[1], self.size[0]) if self.orientation in QUARTER_TURNS else self.size
+        return seem_shares(annotation.edges for annotation in self.annotations if annotation.box is not None)
 
 
 COCO = TypeAdapter(CocoFile)
 
 
 def read_coco(data: Coco, task: str, errors: PlanErrors) -> list[Item]:
-    """Read one item per picture with its boxes (detection), its labels (multi_label) or the number of its boxes
-    (counting), or one item per caption (captioning)."""
+    """Read one item per picture (`boxed_items`), or one per caption (captioning)."""
     items: list[Item] = []
-    for part, file in _files(data.path, errors):
+    for part, file in _files(data.path, task, errors):
         found = parse(file, COCO, "path", errors)
         if found is not None:
             items += _items(found, file, data, task, part, errors)
     return items
 
 
-def _files(path: Path, errors: PlanErrors) -> Iterator[tuple[Part | None, Path]]:
-    if path.is_dir():
-        for part in PARTS:
-            if (path / f"{part}.json").is_file():
-                yield part, path / f"{part}.json"
-            else:
-                errors.add(f"{path} lacks {part}.json", "path")
-    elif path.is_file():
-        yield None, path
-    else:
+def _files(path: Path, task: str, errors: PlanErrors) -> list[tuple[Part | None, Path]]:
+    """The file, or those of a folder: train.json, annotations/instances_train2017.json, train/_annotations.coco.json,
+    result.json."""
+    if path.is_file():
+        return [(None, path)]
+    if not path.is_dir():
         errors.add(f"there is no file or folder {path}", "path")
+        return []
+    files = sorted(file for depth in ("*.json", "*/*.json") for file in path.glob(depth) if file.name != "notes.json")
+    kind = "captions" if task == "captioning" else "instances"
+    files = [file for file in files if kind in file.name] or files
+    found = [
+        (part_in(file.stem) or part_in(file.parent.name) if file.parent != path else part_in(file.stem), file)
+        for file in files
+    ]
+    for part, count in Counter(part for part, _ in found).items():
+        if count > 1:
+            names = ", ".join(str(file.relative_to(path)) for own, file in found if own == part)
+            what = f"of {part}" if part else "that name no part (train, validation, test)"
+            errors.add(
+                f"{path} has {count} JSON files {what}: {names}; set `path` to one, or remove the others", "path"
+            )
+    if not found:
+        errors.add(
+            f"{path} has no JSON file, nor has a folder in it; expected are train.json, validation.json, ...", "path"
+        )
+    return found
+
+
+def picture_folders(images: Path | None, file: Path, part: Part | None) -> list[Path]:
+    """Where a file's pictures may be: the plan's folder; or beside the file and where tools export them."""
+    if images is not None:
+        return [images]
+    root = file.parent.parent
+    names = [
+        entry
+        for base in (root / "images", root, file.parent)
+        for entry in _folders(base)
+        if part_in(entry.name) == part
+    ]
+    return [file.parent, *(names if part else []), file.parent / "images", root / "images", root]
+
+
+def _folders(base: Path) -> list[Path]:
+    return sorted(entry for entry in base.iterdir() if entry.is_dir()) if base.is_dir() else []
 
 
 def parse(file: Path, shape: TypeAdapter[Parsed], field: str, errors: PlanErrors) -> Parsed | None:
@@ -136,36 +158,29 @@ def parse(file: Path, shape: TypeAdapter[Parsed], field: str, errors: PlanErrors
         return shape.validate_json(read_text(file))
     except OSError as error:
         errors.add(f"{file} cannot be read: {error.strerror}", field)
-    except UnicodeDecodeError as error:
-        errors.add(f"{file} is not UTF-8 ({error}); save it as UTF-8", field)
     except ValidationError as error:
         for entry in error.errors():
             place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in entry["loc"])
             errors.add(f"{file}, `{place.lstrip('.') or 'file'}`: {pydantic_errors.described(entry)}", field)
+    except ValueError as error:
+        errors.add(str(error), field)
     return None
 
 
 def _items(found: CocoFile, file: Path, data: Coco, task: str, part: Part | None, errors: PlanErrors) -> Iterator[Item]:
-    # In files merged without new ids, annotations would be assigned to the wrong images or categories; of one picture
-    # with two ids, each would have a part of the boxes.
+    # In files merged without new ids, annotations would be assigned to the wrong images or categories.
     categories = found.categories or []
-    unique: list[tuple[str, Iterable[int | str]]] = [
+    unique: list[tuple[str, Iterable[int]]] = [
         ("images have the id", (entry.id for entry in found.images)),
         ("categories have the id", (entry.id for entry in categories)),
     ]
-    if task != "captioning":
-        unique.append(("images have the file_name", (entry.file_name for entry in found.images)))
     for what, values in unique:
         for value, count in Counter(values).items():
             if count > 1:
                 errors.add(f"{file}: {count} {what} {value}", "path")
     names = {category.id: category.name for category in categories}
     images = {image.id: image for image in found.images}
-    folder, in_shares = data.images or file.parent, found.in_shares
-    pictures = {image.id: find_file(folder, image.file_name, "picture") for image in found.images}
-    stated = data.orientation if task == "detection" else "upright"
-    views: dict[int, View | str] = {}
-    boxes: dict[int, list[NamedBox]] = {image.id: [] for image in found.images}
+    objects: dict[int, list[Drawn]] = {image.id: [] for image in found.images}
     captions: dict[int, list[str]] = {image.id: [] for image in found.images}
     for index, annotation in enumerate(found.annotations):
         place = f"{file}, annotation {f'at index {index}' if annotation.id is None else annotation.id}"
@@ -183,95 +198,33 @@ def _items(found: CocoFile, file: Path, data: Coco, task: str, part: Part | None
             errors.add(f"{place}: category {annotation.category_id} is unknown; known: {_list(names)}", "path")
         elif annotation.box is None:
             errors.add(f"{place}: has no bbox and no polygon in its segmentation; add a bbox", "path")
-        elif isinstance(picture := pictures[image.id], Path):
-            if image.id not in views:
-                views[image.id] = view_of(image, picture, in_shares, stated)
-                if isinstance(view := views[image.id], str):
-                    errors.add(f"{file}, image {image.id}: {view}", "path")
-            if isinstance(view := views[image.id], View):
-                box = box_of(annotation.box, names[annotation.category_id], view)
-                if isinstance(box, str):
-                    errors.add(f"{place}: {box}", "path")
-                else:
-                    boxes[image.id].append(box)
-    for image in found.images:
-        place, picture = f"{file}, image {image.id}", pictures[image.id]
-        if isinstance(picture, str):
-            errors.add(f"{place}: {picture}", "path")
-            continue
-        for answer in _answers(task, boxes[image.id], captions[image.id]):
-            shown = views.get(image.id)
-            size = shown.upright if isinstance(shown, View) else None  # without boxes it makes no difference
-            yield Item(Picture(picture), answer, place, group=image.file_name, part=part, size=size)
-
-
-def _answers(task: str, boxes: list[NamedBox], captions: list[str]) -> list[Answer]:
-    if task == "captioning":
-        return list(captions)
-    if task == "counting":
-        return [str(len(boxes))]
-    if task == "multi_label":
-        return [tuple(sorted({box.label for box in boxes}))]
-    return [tuple(boxes)]
-
-
-def view_of(image: _Image, file: Path, in_shares: bool, stated: Orientation | None) -> View | str:
-    """What the boxes of a picture refer to, or why that is unknown.
-
-    Args:
-        in_shares: whether the file's boxes are shares.
-        stated: the plan's `orientation`. Without it, the size in the COCO file decides for pictures that EXIF rotates.
-    """
-    try:
-        stored, orientation = Picture(file).stored()
-    except ValueError as error:
-        return str(error)
-    upright = (stored[1], stored[0]) if orientation in QUARTER_TURNS else stored
-    declared = (image.width or upright[0], image.height or upright[1])
-    if orientation == 1:
-        return View(declared, 1, in_shares)
-    if stated is None and stored != upright and image.width and image.height:
-        if declared not in (stored, upright):
-            return View(declared, 1, in_shares)  # the wrong size is reported when the picture is decoded
-        stated = "stored" if declared == stored else "upright"
-    if stated is None:
-        return (
-            f"{file} is rotated by EXIF (orientation {orientation}), and its size does not show whether the boxes are "
-            "of the pixels as stored or as shown; set `orientation: stored` or `orientation: upright` in `data`"
+        else:
+            label = names[annotation.category_id]
+            objects[image.id].append(Drawn(label, annotation.edges, place, f"bbox {list(annotation.box)}"))
+    folders = picture_folders(data.images, file, part)
+    pictures = [
+        Annotated(
+            find_file(folders, image.file_name, "picture"),
+            objects[image.id],
+            f"{file}, image {image.id}",
+            part,
+            (image.width, image.height),
         )
-    return View(stored, orientation, in_shares) if stated == "stored" else View(upright, 1, in_shares)
-
-
-def box_of(bbox: tuple[float, float, float, float], label: str, view: View) -> NamedBox | str:
-    """Convert a bbox to shares of its upright picture, or return why it is invalid."""
-    left, top, width, height = bbox
-    if width <= 0 or height <= 0:
-        return f"bbox {list(bbox)} has no area; it is [left, top, width, height] in pixels"
-    if not view.in_shares and _within_1(bbox):
-        return f"bbox {list(bbox)} is in one pixel, so it seems to be in shares, but others of the file are in pixels"
-    across, down = (1, 1) if view.in_shares else view.size
-    slack = 0.01 if view.in_shares else _SLACK
-    if min(left, top) < -slack or left + width > across + slack or top + height > down + slack:
-        return f"bbox {list(bbox)} extends beyond its picture of {view.size[0]} x {view.size[1]}"
-    edges = left / across, top / down, (left + width) / across, (top + height) / down
-    return NamedBox(label, *_turned([min(1.0, max(0.0, edge)) for edge in edges], view.orientation))
-
-
-def _turned(edges: Sequence[float], orientation: int) -> tuple[float, float, float, float]:
-    """Edges in a stored picture as edges in the upright one."""
-    left, top, right, bottom = edges
-    if orientation in QUARTER_TURNS:
-        left, top, right, bottom = top, left, bottom, right
-    if orientation in (2, 3, 6, 7):
-        left, right = 1 - right, 1 - left
-    if orientation in (3, 4, 7, 8):
-        top, bottom = 1 - bottom, 1 - top
-    return left, top, right, bottom
-
-
-def _within_1(bbox: Sequence[float]) -> bool:
-    left, top, width, height = bbox
-    return min(left, top) >= -0.01 and max(left + width, top + height) <= 1.01
+        for image in found.images
+    ]
+    if task != "captioning":
+        if found.in_shares:
+            errors.note(
+                f"{file}: all boxes are within 0 to 1, so they are read as shares of the picture, not as pixels"
+            )
+        yield from boxed_items(pictures, task, data.exif, found.in_shares, errors)
+        return
+    for image, picture in zip(found.images, pictures, strict=True):
+        if isinstance(picture.file, str):
+            errors.add(f"{picture.place}: {picture.file}", "path")
+            continue
+        for caption in captions[image.id]:
+            yield Item(Picture(picture.file), caption, picture.place, group=str(picture.file), part=part)
 
 
 def _list(names: dict[int, str]) -> str:

@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fusion.data.frames import PICTURE_SUFFIXES, VIDEO_SUFFIXES, Clip, Frames, Picture
-from fusion.data.items import PARTS, Item, Part
+from fusion.data.items import PART_NAMES, PARTS, Item, Part, source_picture
 from fusion.plan.data_formats import ImageFolder, Unlabelled, VideoFolder
+from vlora.models.vision.images import FORMATS
 from vlora.plan_files.errors import PlanErrors
 
-_OF_WINDOWS = ("Thumbs.db", "desktop.ini")
+_NOT_READ = (".heic", ".heif", ".avif", ".jxl", ".jp2", ".psd", ".svg", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw")
+_OF_ARCHIVES = ("__MACOSX", "@eaDir")  # folders that unpacking and network storage leave
+_MOST_KINDS = 6
 
 
 def read_images(data: ImageFolder, errors: PlanErrors) -> list[Item]:
     """Read DIR/LABEL/PICTURE, or DIR/PART/LABEL/PICTURE. Pictures in a subfolder of a label folder form one group, like
     the frames of a clip."""
-    return _labelled(data.path, Picture, "pictures", errors)
+    return _labelled(data.path, Picture, PICTURE_SUFFIXES, "pictures", errors)
 
 
 def read_videos(data: VideoFolder, errors: PlanErrors) -> list[Item]:
     """Like `read_images`, for videos."""
-    return _labelled(data.path, lambda file: Clip(file, data.frames), "videos", errors)
+    return _labelled(data.path, lambda file: Clip(file, data.frames), VIDEO_SUFFIXES, "videos", errors)
 
 
 def read_unlabelled(data: Unlabelled, errors: PlanErrors) -> list[Item]:
     """Read pictures or videos at any depth of DIR, or of DIR/PART. Files with other suffixes are ignored."""
     items: list[Item] = []
-    for part, folder in _parts(data.path, errors):
-        for file in _files(folder, errors):
-            suffix = file.suffix.lower()
-            if suffix in PICTURE_SUFFIXES:
-                items.append(Item(Picture(file), None, str(file), part=part))
-            elif suffix in VIDEO_SUFFIXES:
-                items.append(Item(Clip(file, data.frames), None, str(file), part=part))
+    skipped: Counter[str] = Counter()
+    for part, folder in parts_of(data.path, errors):
+        for file in files_in(folder, PICTURE_SUFFIXES + VIDEO_SUFFIXES, skipped, errors):
+            still = file.suffix.lower() in PICTURE_SUFFIXES
+            items.append(Item(Picture(file) if still else Clip(file, data.frames), None, str(file), part=part))
+    note_skipped(skipped, "pictures or videos", errors)
     if len({type(item.frames) for item in items}) > 1:
         errors.add(f"{data.path} contains both pictures and videos; a domain takes only one kind", "path")
     elif not items and data.path.is_dir():
@@ -41,47 +44,90 @@ def read_unlabelled(data: Unlabelled, errors: PlanErrors) -> list[Item]:
     return items
 
 
-def _labelled(root: Path, frames: Callable[[Path], Frames], what: str, errors: PlanErrors) -> list[Item]:
+def _labelled(
+    root: Path, frames: Callable[[Path], Frames], suffixes: tuple[str, ...], what: str, errors: PlanErrors
+) -> list[Item]:
     items: list[Item] = []
-    for part, folder in _parts(root, errors):
-        labels = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-        for file in sorted(folder.iterdir()):
-            if file.suffix.lower() in PICTURE_SUFFIXES + VIDEO_SUFFIXES:
-                errors.add(f"{file} is in no label folder", "path")
+    skipped: Counter[str] = Counter()
+    for part, folder in parts_of(root, errors):
+        labels = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not _is_hidden(entry.name))
+        beside = [entry for entry in sorted(folder.iterdir()) if not entry.is_dir()]
+        loose = [file for file in beside if file.suffix.lower() in PICTURE_SUFFIXES + VIDEO_SUFFIXES]
+        skipped.update(_kind(file) for file in beside if file not in loose)
+        if loose:
+            more = f", like {len(loose) - 1} other files" if len(loose) > 1 else ""
+            errors.add(f"{loose[0]} is in no label folder{more}", "path")
         if not labels:
             errors.add(f"{folder} has no folders LABEL/ with {what}", "path")
         for label in labels:
             if not label.name.isprintable():
                 errors.add(f"{str(label)!r}: a label must be one line of UTF-8 text", "path")
-            for file in _files(label, errors):
-                group = "" if file.parent == label else str(file.parent)
+            files = files_in(label, suffixes, skipped, errors)
+            if not files:
+                errors.note(f"{label} contains no {what}; {label.name!r} has no samples {f'in {part}' if part else ''}")
+            for file in files:
+                group = source_picture(file) if ".rf." in file.name else ""
+                group = group if file.parent == label else str(file.parent)
                 items.append(Item(frames(file), label.name, str(file), group=group, part=part))
+    note_skipped(skipped, what, errors)
     return items
 
 
-def _parts(root: Path, errors: PlanErrors) -> Iterator[tuple[Part | None, Path]]:
+def parts_of(root: Path, errors: PlanErrors) -> Iterator[tuple[Part | None, Path]]:
+    """The folders of the parts in a folder, by any of their names; the folder itself if it has none."""
     if not root.is_dir():
         errors.add(f"{root} is not a folder", "path")
         return
-    there = [part for part in PARTS if (root / part).is_dir()]
-    if not there:
-        yield None, root
-    elif len(there) < len(PARTS):
-        missing = [part for part in PARTS if part not in there]
-        errors.add(f"{root} has {', '.join(there)}, but no {' and no '.join(missing)}", "path")
-    else:
-        yield from ((part, root / part) for part in PARTS)
+    folders = sorted(entry for entry in root.iterdir() if entry.is_dir() and not _is_hidden(entry.name))
+    found = [(PART_NAMES[each.name.lower()], each) for each in folders if each.name.lower() in PART_NAMES]
+    for part, count in Counter(part for part, _ in found).items():
+        if count > 1:
+            names = ", ".join(folder.name for own, folder in found if own == part)
+            errors.add(f"{root} has several folders of {part}: {names}; keep one", "path")
+    if found and len(found) < len(folders):
+        others = [folder.name for folder in folders if folder.name.lower() not in PART_NAMES]
+        errors.note(f"{root}: only {', '.join(each.name for _, each in found)} are read, not {', '.join(others)}")
+    yield from sorted(found, key=lambda pair: PARTS.index(pair[0])) if found else [(None, root)]
 
 
-def _files(folder: Path, errors: PlanErrors) -> list[Path]:
-    """List all files in order, without hidden ones and others that file managers create. Broken links are included, so
-    that reading them fails with an error."""
-    found = []
+def files_in(folder: Path, suffixes: tuple[str, ...], skipped: Counter[str], errors: PlanErrors) -> list[Path]:
+    """List the files of these kinds at any depth, in order. Broken links are included, so that reading them fails with
+    an error. skipped: counts the other files by suffix."""
+    found: list[Path] = []
+    unread: list[Path] = []
     for file in sorted(folder.rglob("*")):
-        if any(part.startswith(".") for part in file.relative_to(folder).parts) or file.name in _OF_WINDOWS:
-            continue
+        suffix = file.suffix.lower()
         if file.is_symlink() and file.is_dir():
             errors.add(f"{file} is a link to a folder, which is not followed; name that folder, or copy it", "path")
-        elif file.is_file() or (file.is_symlink() and not file.exists()):
-            found.append(file)
+        elif file.is_dir():
+            continue
+        elif any(map(_is_hidden, file.relative_to(folder).parts)) or suffix not in (*suffixes, *_NOT_READ):
+            skipped[_kind(file)] += 1
+        else:
+            (unread if suffix in _NOT_READ else found).append(file)
+    if unread:
+        kinds = ", ".join(sorted({file.suffix.lower() for file in unread}))
+        errors.add(
+            f"{unread[0]} is of a kind that is not read; {folder} has {len(unread)} of them ({kinds}); convert them to "
+            f"one of {', '.join(FORMATS)}, or remove them",
+            "path",
+        )
     return found
+
+
+def _kind(file: Path) -> str:
+    if file.name.startswith("._"):
+        return "._*"
+    return file.name if file.suffix in ("", ".db", ".ini") else file.suffix.lower()
+
+
+def note_skipped(skipped: Counter[str], what: str, errors: PlanErrors) -> None:
+    if skipped:
+        kinds = [f"{count:,} {kind}" for kind, count in skipped.most_common(_MOST_KINDS)]
+        more = f" and {len(skipped) - _MOST_KINDS} other kinds" if len(skipped) > _MOST_KINDS else ""
+        files = f"{skipped.total():,} file{'s' * (skipped.total() > 1)}"
+        errors.note(f"skipped {files} that are no {what}: {', '.join(kinds)}{more}")
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name in _OF_ARCHIVES

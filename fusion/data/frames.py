@@ -9,6 +9,8 @@ import dataclasses
 import functools
 import hashlib
 import os
+import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, overload
@@ -19,16 +21,20 @@ from vlora.errors import BadImage
 from vlora.models.vision.images import FORMATS, open_image, upright_rgb
 from vlora.opencv import Video, cv2
 
-PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-VIDEO_SUFFIXES = (".mp4", ".avi", ".mkv", ".mov", ".webm", ".m4v", ".mpg", ".mpeg", ".ts")
+PICTURE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+VIDEO_SUFFIXES = (
+    *(".mp4", ".avi", ".mkv", ".mov", ".webm", ".m4v", ".mpg", ".mpeg", ".ts", ".mts", ".m2ts", ".wmv", ".flv", ".3gp"),
+)
 QUARTER_TURNS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 
 _ORIENTATION = 0x0112
+_SHOWN = 80  # characters of a line
+_ELSEWHERE = re.compile(r"/|[A-Za-z]:/|\.\.?/|file:")
 _ROUNDED_S = 1e-3  # error of time stamps in containers
 
 
 class FileInfo(NamedTuple):
-    """digest: hash of the file's bytes. size: width and height in pixels."""
+    """digest: hash of a picture's decoded pixels, or of a video file's bytes. size: width and height in pixels."""
 
     digest: str
     size: tuple[int, int]
@@ -58,10 +64,7 @@ class Frames(Sequence[np.ndarray]):
                 digest = hashlib.file_digest(source, "blake2b").hexdigest()
         except OSError as error:
             raise ValueError(f"{self.file} cannot be read: {error.strerror}") from error
-        height, width = 0, 0
-        for frame in self:
-            height, width = frame.shape[:2]
-        return FileInfo(digest, (width, height))
+        return FileInfo(digest, [(frame.shape[1], frame.shape[0]) for frame in self][-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,10 @@ class Picture(Frames):
         except Exception as error:  # Pillow's readers raise many exception types on broken input
             raise ValueError(f"{self.file} is not a valid picture ({', '.join(FORMATS)}): {error}") from error
 
+    def verify(self) -> FileInfo:
+        info = super().verify()
+        return FileInfo(hashlib.blake2b(self[0].tobytes(), salt=b"%dx%d" % info.size).hexdigest(), info.size)
+
     def stored(self) -> tuple[tuple[int, int], int]:
         """Width and height before rotation, and the EXIF orientation, 1 to 8. Raises ValueError as decoding does."""
         try:
@@ -92,13 +99,26 @@ class Picture(Frames):
         return (size[1], size[0]) if turned else size, orientation if orientation in range(1, 9) else 1
 
 
-def find_file(folder: Path, name: str, what: str) -> Path | str:
-    """The file of this name, with slashes of any system, or why there is none. what: "picture" or "video"."""
-    file = folder / name
-    if os.path.isfile(file):  # also false for a name that is too long
-        return file
-    if "\\" in name and os.path.isfile(other := folder / name.replace("\\", "/")):
-        return other
+def find_file(folders: Path | Sequence[Path], name: str, what: str) -> Path | str:
+    """The file of this name in the first folder that has it, or why there is none: with slashes of any system, and with
+    letters composed as the file system does. Of a full path of another machine, or one with leading `..`, the longest
+    end that exists counts.
+
+    Args:
+        what: "picture", "video" or "folder" (then it is one).
+    """
+    folders = [folders] if isinstance(folders, Path) else folders
+    there = os.path.isdir if what == "folder" else os.path.isfile  # false for a name that is too long
+    plain = name.replace("\\", "/")
+    ends = [name, plain, unicodedata.normalize("NFC", plain), unicodedata.normalize("NFD", plain)]
+    if _ELSEWHERE.match(plain):
+        steps = [step for step in plain.split("/") if step not in ("", ".", "..")]
+        last = 2 if what == "folder" else 1  # the shortest end: `images` may be the folder of another part
+        ends += ["/".join(steps[first:]) for first in range(max(1, len(steps) - last + 1))]
+    for end in dict.fromkeys(ends):
+        if end and (found := next((folder / end for folder in folders if there(folder / end)), None)):
+            return found
+    file = folders[0] / plain
     with contextlib.suppress(OSError):
         if similar := [each for each in file.parent.iterdir() if each.name.lower() == file.name.lower()]:
             return f"there is no {what} {file}; its name in the folder is {similar[0].name}"
@@ -106,11 +126,23 @@ def find_file(folder: Path, name: str, what: str) -> Path | str:
 
 
 def read_text(file: Path) -> str:
-    """The text of a file in UTF-8, or in UTF-16 or UTF-32 with a byte order mark. Raises OSError or a UnicodeError."""
+    """The text of a file in UTF-8, UTF-16, or UTF-32 with a byte order mark. Raises OSError, or ValueError with line,
+    value and remedy."""
     data = file.read_bytes()
     marks = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}  # begins as UTF-16's
     marks |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-    return data.decode(next((encoding for mark, encoding in marks.items() if data.startswith(mark)), "utf-8-sig"))
+    encoding = next((encoding for mark, encoding in marks.items() if data.startswith(mark)), "utf-8-sig")
+    if encoding == "utf-8-sig" and len(data) % 2 == 0 and b"\0" in data[:2]:  # without a mark; files begin with ASCII
+        encoding = "utf-16-be" if data[:1] == b"\0" else "utf-16-le"
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        before = data[: error.start].count(b"\n")
+        value = data.split(b"\n")[before].decode("cp1252", "replace").strip()
+        raise ValueError(
+            f"{file}, line {before + 1}: {value[:_SHOWN]!r} (read as cp1252) is not UTF-8; save it as UTF-8, in a "
+            f"spreadsheet as 'CSV UTF-8', or convert it: iconv -f cp1252 -t utf-8 {file.name} > utf8-{file.name}"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)

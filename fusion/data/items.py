@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from fusion.data.frames import Frames
 
 Part = Literal["train", "validation", "test"]
 PARTS: tuple[Part, ...] = ("train", "validation", "test")
+PART_NAMES: dict[str, Part] = {  # in lower case, as tools write them
+    **{"train": "train", "training": "train", "val": "validation", "valid": "validation", "validation": "validation"},
+    **{"test": "test", "testing": "test", "testa": "test", "testb": "test"},  # RefCOCO's: people, and other objects
+}
 
 
 class NamedBox(NamedTuple):
@@ -41,3 +47,14 @@ class Item:
     group: str = ""
     part: Part | None = None
     size: tuple[int, int] | None = None
+
+
+def part_in(name: str) -> Part | None:
+    """The part that a file's or folder's name shows: "instances_train2017" is of train."""
+    words = (PART_NAMES.get(word) for word in re.split(r"[^a-z]+", name.lower()))
+    return next((part for part in words if part is not None), None)
+
+
+def source_picture(file: Path) -> str:
+    """The group of a picture: Roboflow's augmented copies of one picture are named SOURCE.rf.HASH.jpg."""
+    return str(file.parent / file.name.partition(".rf.")[0]) if ".rf." in file.name else str(file)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,11 +17,24 @@ from fusion.data.folders import read_images, read_unlabelled, read_videos
 from fusion.data.frames import FileInfo, Frames
 from fusion.data.items import PARTS, Item, Part
 from fusion.data.refs import EXPRESSION, read_references
-from fusion.data.samples import Sample, Splits, held_back
+from fusion.data.samples import Sample, Splits, Target, held_back
 from fusion.data.split import clusters_of, split
 from fusion.data.tables import read_labelled_videos, read_questions
 from fusion.data.targets import labels_shown, targets_of
-from fusion.plan.data_formats import Coco, DataPlan, ImageFolder, Questions, References, Unlabelled, VideoFolder
+from fusion.data.voc import read_voc
+from fusion.data.yolo import read_yolo
+from fusion.plan.data_formats import (
+    Coco,
+    DataPlan,
+    ImageFolder,
+    Questions,
+    References,
+    SplitPlan,
+    Unlabelled,
+    VideoFolder,
+    Voc,
+    Yolo,
+)
 from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold
 from fusion.plan.tasks import HEADS, METRICS, MIN_LABELS, WORDS
 from fusion.progress.progress import Progress
@@ -35,6 +48,8 @@ from vlora.plan_files.errors import PlanErrors
 _TASKS: dict[str, tuple[str, ...]] = {
     "image_folder": ("classification", "binary", "counting"),
     "coco": ("detection", "multi_label", "counting", "captioning"),
+    "yolo": ("detection", "multi_label", "counting"),
+    "voc": ("detection", "multi_label", "counting"),
     "video_folder": ("action", "classification", "binary", "counting"),
     "questions": (
         *("vqa", "captioning", "referring", "classification", "binary", "counting", "multi_label", "regression"),
@@ -50,10 +65,16 @@ _SHOWS_LABELS = ("classification", "binary", "action", "multi_label", "detection
 
 @dataclasses.dataclass(frozen=True)
 class DomainData:
-    """A domain ready for training. teacher_result: None without a teacher."""
+    """A domain ready for training.
+
+    teacher_result: None without a teacher. notes: what reading the data did that its author may not expect. digests: of
+    each part's pictures in user data.
+    """
 
     splits: Splits
     teacher_result: TeacherResult | None = None
+    notes: tuple[str, ...] = ()
+    digests: Mapping[Part, frozenset[str]] = dataclasses.field(default_factory=dict)
 
     @property
     def teacher_score(self) -> float | None:
@@ -141,6 +162,9 @@ def _load_user_data(domain: DomainPlan, seed: int, errors: PlanErrors, progress:
     except OSError as error:
         here.add(f"{error.filename} cannot be read: {error.strerror}", "path")
         return None
+    parts = {item.part for item in items}
+    if parts and not parts & {None, "train"}:
+        here.add(f"the data has samples of {' and '.join(sorted(map(str, parts)))}, but none of train", "path")
     if (domain.head or HEADS[task][0]) != WORDS:
         _check_questions(domain, task, items, here)
     seen = verify_items(items, here, progress, domain.name)
@@ -154,8 +178,8 @@ def _load_user_data(domain: DomainPlan, seed: int, errors: PlanErrors, progress:
         labelled, teacher_result = labelling
         kept = [(item, one) for item, one in zip(labelled, seen, strict=True) if item is not None]
         items, seen = [item for item, _ in kept], [one for _, one in kept]
-    splits = _split_samples(domain, data, task, items, seen, seed, here)
-    return None if here else DomainData(splits, teacher_result)
+    splits, digests = _split_samples(domain, data, task, items, seen, seed, here)
+    return None if here else DomainData(splits, teacher_result, tuple(here.notes), digests)
 
 
 def _find_task(domain: DomainPlan, form: str, errors: PlanErrors) -> str | None:
@@ -258,6 +282,10 @@ def _read(data: DataPlan, task: str, domain: DomainPlan, errors: PlanErrors) -> 
             return read_images(data, errors)
         case Coco():
             return read_coco(data, task, errors)
+        case Yolo():
+            return read_yolo(data, task, errors)
+        case Voc():
+            return read_voc(data, task, errors)
         case VideoFolder():
             return read_videos(data, errors) if data.labels is None else read_labelled_videos(data, errors)
         case Questions():
@@ -276,7 +304,7 @@ def _split_samples(
     seen: Sequence[FileInfo],
     seed: int,
     errors: PlanErrors,
-) -> Splits:
+) -> tuple[Splits, dict[Part, frozenset[str]]]:
     labels, targets = targets_of(task, items, domain.labels, errors)
     whole = [(item, one, t) for item, one, t in zip(items, seen, targets, strict=True) if t is not None]
     parts_given = Counter(item.part for item in items)
@@ -284,13 +312,12 @@ def _split_samples(
         errors.add(
             f"{parts_given[None]} of {len(items)} samples have no split; set it for all samples or for none", "path"
         )
-    if items and not parts_given[None] and "split" in data.model_fields_set:
+    if items and all(parts_given[part] for part in PARTS) and "split" in data.model_fields_set:
         errors.add("the data defines its own parts; remove this field", "split")
-    parts: Sequence[Part | None] = [item.part for item, _, _ in whole]
-    # Files with the same bytes form one group, whatever their paths.
+    # Equal pictures form one group, whatever their paths.
     clusters = clusters_of([[one.digest, item.group] if item.group else [one.digest] for item, one, _ in whole])
-    if parts_given[None]:
-        parts = split([labels_shown(task, target) for _, _, target in whole], clusters, data.split, seed)
+    labelled = [(item.part, target) for item, _, target in whole]
+    parts = _parts(task, labelled, clusters, data.split, seed, errors)
     samples: dict[Part, list[Sample]] = {part: [] for part in PARTS}
     # Files are ordered by label; see `Splits`.
     for place in np.random.default_rng(seed).permutation(len(whole)):
@@ -300,7 +327,45 @@ def _split_samples(
     splits = Splits(task, labels, samples["train"], samples["validation"], samples["test"], real=True)
     if not errors:
         check_parts(splits, errors)
-    return splits
+    digests = {
+        part: frozenset(one.digest for (_, one, _), own in zip(whole, parts, strict=True) if own == part)
+        for part in PARTS
+    }
+    return splits, digests
+
+
+def _parts(
+    task: str,
+    samples: Sequence[tuple[Part | None, Target]],
+    clusters: Sequence[int],
+    shares: SplitPlan,
+    seed: int,
+    errors: PlanErrors,
+) -> Sequence[Part | None]:
+    """The part of each sample: as the data says; parts that it lacks are split off from its training samples."""
+    given = [part for part, _ in samples]
+    lacking = [part for part in PARTS if part not in given]
+    if not lacking or not given:
+        return given
+    wanted: dict[Part, float] = {part: getattr(shares, part) for part in lacking if part != "train"}
+    wanted["train"] = 1 - sum(wanted.values())
+    divided = [place for place, part in enumerate(given) if part in (None, "train")]
+    found = split(
+        [labels_shown(task, samples[place][1]) for place in divided],
+        [clusters[place] for place in divided],
+        wanted,
+        seed,
+    )
+    parts = list(given)
+    for place, part in zip(divided, found, strict=True):
+        parts[place] = part
+    counts = Counter(found)
+    names = " and ".join(f"{part} ({counts[part]} samples)" for part in PARTS if part != "train" and part in wanted)
+    source = "train" if len(lacking) < len(PARTS) else f"all {len(given)} samples"
+    errors.note(
+        f"{names} split off from {source} with seed {seed}: in proportion of labels, equal pictures and groups together"
+    )
+    return parts
 
 
 # Data checks: unreadable files, one picture in two parts, empty parts, and labels missing from a part.

@@ -12,22 +12,14 @@ from collections import Counter
 
 from pydantic import BaseModel, TypeAdapter
 
-from fusion.data.coco import COCO, View, box_of, parse, view_of
+from fusion.data.boxes import View, box_of, view_of
+from fusion.data.coco import COCO, parse, picture_folders
 from fusion.data.frames import Picture, find_file
-from fusion.data.items import Item, Part
+from fusion.data.items import PART_NAMES, Item
 from fusion.plan.data_formats import References
 from fusion.training.text_metrics import box_in_words
 from vlora.plan_files.errors import PlanErrors
 
-# testA: expressions for people; testB: for other objects.
-_PARTS: dict[str, Part] = {
-    "train": "train",
-    "val": "validation",
-    "validation": "validation",
-    "test": "test",
-    "testA": "test",
-    "testB": "test",
-}
 EXPRESSION = "{expression}"
 
 
@@ -70,7 +62,7 @@ def read_references(data: References, question: str, errors: PlanErrors) -> list
     images = {image.id: image for image in boxes.images}
     things = {annotation.id: annotation for annotation in boxes.annotations}
     times = Counter(annotation.id for annotation in boxes.annotations)
-    folder, in_shares = data.images or data.instances.parent, boxes.in_shares
+    folders, in_shares = picture_folders(data.images, data.instances, None), boxes.in_shares
     views: dict[int, View | str] = {}
     items: list[Item] = []
     for ref in refs:
@@ -84,17 +76,17 @@ def read_references(data: References, question: str, errors: PlanErrors) -> list
             errors.add(f"{place}: annotation {ref.ann_id} is of image {thing.image_id}, not {ref.image_id}", "path")
         elif image is None:
             errors.add(f"{place}: {data.instances} has no image {ref.image_id}", "path")
-        elif ref.split is not None and ref.split not in _PARTS:
-            errors.add(f"{place}: `split` is {ref.split!r}; choose {', '.join(_PARTS)}, or omit it", "path")
-        elif isinstance(file := find_file(folder, image.file_name, "picture"), str):
+        elif ref.split is not None and ref.split.lower() not in PART_NAMES:
+            errors.add(f"{place}: `split` is {ref.split!r}; choose train, val, testA or testB, or omit it", "path")
+        elif isinstance(file := find_file(folders, image.file_name, "picture"), str):
             errors.add(f"{place}: {file}", "images" if data.images else "instances")
         elif isinstance(
             view := views.get(image.id)
-            or views.setdefault(image.id, view_of(image, file, in_shares, data.orientation)),
+            or views.setdefault(image.id, view_of((image.width, image.height), file, in_shares, data.exif)),
             str,
         ):
             errors.add(f"{place}: {view}", "instances")
-        elif isinstance(box := box_of(thing.box, "", view), str):
+        elif isinstance(box := box_of(thing.edges, "", view, f"bbox {list(thing.box)}"), str):
             errors.add(f"{place}: {box}", "instances")
         elif not ref.expressions or not all(ref.expressions):
             errors.add(f"{place}: has no sentence, or an empty one", "path")
@@ -104,7 +96,7 @@ def read_references(data: References, question: str, errors: PlanErrors) -> list
                 box_in_words((box.left, box.top, box.right, box.bottom)),
                 place,
                 group=str(file),
-                part=None if ref.split is None else _PARTS[ref.split],
+                part=None if ref.split is None else PART_NAMES[ref.split.lower()],
                 size=view.upright,
             )
             questions = (question.replace(EXPRESSION, words) for words in ref.expressions)

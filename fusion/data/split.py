@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from fusion.data.items import PARTS, Part
-from fusion.plan.data_formats import SplitPlan
 
 
-def split(labels: Sequence[Sequence[int]], clusters: Sequence[int], shares: SplitPlan, seed: int) -> list[Part]:
+def split(
+    labels: Sequence[Sequence[int]], clusters: Sequence[int], wanted: Mapping[Part, float], seed: int
+) -> list[Part]:
     """Assign each item to a part. Deterministic for a seed.
 
     Each label's items are distributed separately (an item with several labels counts for the rarest of them): first one
@@ -20,6 +21,7 @@ def split(labels: Sequence[Sequence[int]], clusters: Sequence[int], shares: Spli
     Args:
         labels: the labels of each item, if any.
         clusters: the cluster of each item; items of one cluster stay together.
+        wanted: the share of each part; together 1.
     """
     rarity = Counter(label for shown in labels for label in shown)
     together: dict[int, list[int]] = {}
@@ -30,15 +32,15 @@ def split(labels: Sequence[Sequence[int]], clusters: Sequence[int], shares: Spli
         shown = {label for item in cluster for label in labels[item]}
         rarest = min(shown, key=lambda label: (rarity[label], label), default=-1)
         strata.setdefault(rarest, []).append(cluster)
-    wanted = {"train": 1 - shares.validation - shares.test, "validation": shares.validation, "test": shares.test}
+    names = [part for part in PARTS if part in wanted]
     parts: list[Part] = ["train"] * len(labels)
     for label, stratum in sorted(strata.items()):
         rng = np.random.default_rng([seed, label + 1])
         size = sum(map(len, stratum))
-        lacking = {part: wanted[part] * size for part in PARTS}
-        empty = list(PARTS)
+        lacking = {part: wanted[part] * size for part in names}
+        empty = list(names)
         for place in rng.permutation(len(stratum)):
-            part = empty.pop(0) if empty else max(PARTS, key=lambda part: lacking[part])
+            part = empty.pop(0) if empty else max(names, key=lambda part: lacking[part])
             lacking[part] -= len(stratum[place])
             for item in stratum[place]:
                 parts[item] = part

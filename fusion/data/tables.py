@@ -10,12 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from fusion.data.frames import Clip, Picture, find_file, read_text
-from fusion.data.items import PARTS, Answer, Item, Part
+from fusion.data.items import PART_NAMES, PARTS, Answer, Item, Part
 from fusion.plan.data_formats import Questions, VideoFolder
 from vlora.plan_files.errors import PlanErrors
 
 _LONGEST_S = 1e6  # seconds of a video
 _SEVERAL = ";"  # between labels of one cell, as in "car;person"
+_FILE = ("path", "file", "filename", "file_name", "filepath", "file_path")
+_LABEL = ("class", "class_name", "category", "target")
+# Names of a field's column beside its own; several of them in one file are ambiguous.
+_ALSO: dict[str, tuple[str, ...]] = {
+    "image": (*_FILE, "image_path", "image_name", "image_file", "img", "img_path", "picture"),
+    "video": (*_FILE, "video_path", "video_name", "clip"),
+    "answer": ("label", *_LABEL, "caption"),
+    "label": _LABEL,
+    "split": ("part", "subset", "data_set"),
+}
 
 
 def read_questions(data: Questions, several: bool, errors: PlanErrors) -> list[Item]:
@@ -23,7 +33,7 @@ def read_questions(data: Questions, several: bool, errors: PlanErrors) -> list[I
     folder = data.images or data.path.parent
     items = []
     parts: dict[str, Part | None] = {}
-    for place, row in _rows(data.path, ("image", "answer"), "path", errors):
+    for place, row in _rows(data.path, ("image", "answer"), "path", data.columns, errors):
         image, answer = _text(row, "image"), _answer(row["answer"], several)
         part = _part(row, place, "path", errors)
         if not image:
@@ -46,7 +56,7 @@ def read_labelled_videos(data: VideoFolder, errors: PlanErrors) -> list[Item]:
     """Read rows video, label[, split, start_s, end_s]. Clips of one video form one group."""
     assert data.labels is not None
     items = []
-    for place, row in _rows(data.labels, ("video", "label"), "labels", errors):
+    for place, row in _rows(data.labels, ("video", "label"), "labels", data.columns, errors):
         file, label = find_file(data.path, _text(row, "video"), "video"), _text(row, "label")
         part = _part(row, place, "labels", errors)
         start, end = (_seconds(row, field, place, errors) for field in ("start_s", "end_s"))
@@ -60,59 +70,104 @@ def read_labelled_videos(data: VideoFolder, errors: PlanErrors) -> list[Item]:
 
 
 def _rows(
-    file: Path, needed: tuple[str, ...], field: str, errors: PlanErrors
+    file: Path, needed: tuple[str, ...], field: str, columns: Mapping[Any, str], errors: PlanErrors
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Rows that have the required fields, each with its file and line."""
-    read = {".csv": _csv, ".jsonl": _jsonl}.get(file.suffix.lower())
+    """Rows that have the required fields, each with its file and line. columns: the plan's."""
+    read = {".csv": _csv, ".tsv": _csv, ".jsonl": _jsonl}.get(file.suffix.lower())
     if read is None:
-        errors.add(f"{file} is neither .csv nor .jsonl", field)
+        sheet = "; save the sheet as 'CSV UTF-8'" if file.suffix.lower() in (".xlsx", ".xls", ".ods") else ""
+        errors.add(f"{file} is neither .csv nor .jsonl{sheet}", field)
         return
     if not file.is_file():
         errors.add(f"there is no file {file}", field)
         return
     reported: set[str] = set()
+    known: dict[tuple[str, ...], dict[str, str]] = {}
+    line = 0
     try:
         for line, row in read(file):
             place = f"{file}, line {line}"
             if not isinstance(row, dict):
                 errors.add(f"{place}: {row}", field)
                 continue
-            missing = [name for name in needed if row.get(name) is None]
+            if tuple(row) not in known:
+                known[tuple(row)] = _named(tuple(row), needed, columns, place, field, errors)
+            named = {name: row[column] for name, column in known[tuple(row)].items()}
+            missing = [name for name in needed if named.get(name) is None]
             if not missing:
-                yield place, row
+                yield place, named
             # A missing column is missing in every row, so it is reported once.
-            elif file.suffix.lower() != ".csv" or not reported.issuperset(missing):
+            elif file.suffix.lower() == ".jsonl" or not reported.issuperset(missing):
                 reported.update(missing)
-                errors.add(
-                    f"{place}: lacks {' and '.join(f'`{name}`' for name in missing)}; has {', '.join(row)}", field
-                )
+                lacks = f"lacks {' and '.join(f'`{name}`' for name in missing)}; has {', '.join(row)}"
+                example = f"`columns: {{{missing[0]}: {next(iter(row), 'NAME')}}}`"
+                errors.add(f"{place}: {lacks}; name other columns, like {example}", field)
     except OSError as error:
         errors.add(f"{file} cannot be read: {error}", field)
-    except UnicodeDecodeError as error:
-        errors.add(f"{file} is not UTF-8 ({error}); save it as UTF-8", field)
+    except ValueError as error:
+        errors.add(str(error), field)
+    else:
+        if not line:
+            header = "" if file.suffix.lower() == ".jsonl" else f" after a line of columns ({','.join(needed)})"
+            errors.add(f"{file}, line 1: the file is empty, or has only a line of columns; add rows{header}", field)
+
+
+def _named(
+    row: tuple[str, ...],
+    needed: tuple[str, ...],
+    columns: Mapping[Any, str],
+    place: str,
+    field: str,
+    errors: PlanErrors,
+) -> dict[str, str]:
+    """The column of each field of a row: that of the plan, else that of its own name, else one with a known name."""
+    by_name = {_plain(column): column for column in row}
+    found: dict[str, str] = {}
+    for name in dict.fromkeys((*needed, "question", "split", "group", "start_s", "end_s", *columns)):
+        wanted = (columns[name],) if name in columns else (name,)
+        there = [by_name[_plain(each)] for each in wanted if _plain(each) in by_name]
+        if name in columns and not there:
+            errors.add(f"{place}: has no column {columns[name]!r}; has {', '.join(row)}", "columns", name)
+        elif name not in columns and not there:
+            there = [by_name[each] for each in _ALSO.get(name, ()) if each in by_name and each not in needed]
+        if len(there) > 1:
+            errors.add(
+                f"{place}: {' and '.join(there)} may each be the {name}; name one: `columns: {{{name}: {there[0]}}}`",
+                field,
+            )
+        found.update(dict.fromkeys([name], there[0]) if there else {})
+    return found
+
+
+def _plain(column: str) -> str:
+    return "_".join(column.lower().replace("-", " ").replace("_", " ").split())
 
 
 def _csv(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     with io.StringIO(read_text(file), newline="") as source:
-        # Spreadsheets also separate by semicolons and tabs.
-        delimiter = max(",;\t", key=source.readline().count)
-        source.seek(0)
+        # Spreadsheets also separate by semicolons and tabs, and may say so in a first line (sep=;); blank lines may
+        # precede the columns.
+        before, start, first = 0, 0, source.readline()
+        while first and (not first.strip() or first.startswith("sep=")):
+            before, start, first = before + 1, source.tell(), source.readline()
+        delimiter = max(",;\t", key=first.count)
+        source.seek(start)
         # Strict: otherwise an unclosed quote would join all following rows into one cell.
-        reader = csv.DictReader(source, strict=True, delimiter=delimiter)
-        last = 0  # the last line that could be read
+        reader = csv.DictReader(source, strict=True, delimiter=delimiter, skipinitialspace=delimiter != "\t")
+        last = before  # the last line that could be read
         try:
-            columns = list(reader.fieldnames or ())
+            columns = [column for column in reader.fieldnames or () if column.strip()]
             if len(set(columns)) < len(columns):
-                yield 1, f"names a column twice: {', '.join(columns)}"
+                yield before + 1, f"names a column twice: {', '.join(columns)}"
                 return
-            last = reader.line_num
+            last = before + reader.line_num
             for row in reader:
-                last = reader.line_num
-                if None in row:
-                    message = f"has more cells than the first line; put quotes around commas: {row[None]!r}"
-                    yield reader.line_num, message
-                else:
-                    yield reader.line_num, row
+                last = before + reader.line_num
+                if any(more := row.pop(None, None) or ()):  # cells without a column
+                    yield last, f"has more cells than the first line; put quotes around commas: {more!r}"
+                elif any((cell or "").strip(" ,;\t") for cell in row.values()):
+                    row.pop("", None)
+                    yield last, row
         except csv.Error as error:
             yield last + 1, f"invalid CSV from this line on ({error}); look for an unclosed quote"
 
@@ -145,9 +200,9 @@ def _text(row: Mapping[str, Any], field: str) -> str:
 
 def _part(row: Mapping[str, Any], place: str, field: str, errors: PlanErrors) -> Part | None:
     given = _text(row, "split")
-    if given and given not in PARTS:
+    if given and given.lower() not in PART_NAMES:
         errors.add(f"{place}: `split` is {given!r}; choose {', '.join(PARTS)}, or omit it", field)
-    return next((part for part in PARTS if part == given), None)
+    return PART_NAMES.get(given.lower())
 
 
 def _seconds(row: Mapping[str, Any], field: str, place: str, errors: PlanErrors) -> float | None:

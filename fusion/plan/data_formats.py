@@ -35,45 +35,63 @@ class ImageFolder(_Data):
     format: Literal["image_folder"]
 
 
-Orientation = Literal["stored", "upright"]
+Exif = Literal["ignore", "apply"]
 
 
-class Coco(_Data):
-    """path: a COCO instances file, or a folder with train.json, validation.json and test.json. images: the folder that
-    its `file_name`s are relative to; the file's own folder by default. orientation: whether boxes of pictures that EXIF
-    rotates are of the pixels as stored or as shown; None to decide by their sizes."""
+class _Boxes(_Data):
+    """images: the folder of the pictures; by default it is searched beside the file and where tools export it. exif:
+    whether the tool that drew the boxes ignored the rotation in a picture's EXIF, so that they are of the pixels as
+    stored, or applied it; None to decide by the sizes in the file, if they show it."""
+
+    images: PlanPath | None = None
+    exif: Exif | None = None
+
+
+class Coco(_Boxes):
+    """path: a COCO instances or captions file, or a folder with one for each part."""
 
     format: Literal["coco"]
-    images: PlanPath | None = None
-    orientation: Orientation | None = None
+
+
+class Yolo(_Boxes):
+    """path: a data.yaml, or a folder with one, or with pictures, label files and classes.txt or obj.names."""
+
+    format: Literal["yolo"]
+
+
+class Voc(_Boxes):
+    """path: a folder with an XML file for each picture, in Pascal VOC's form."""
+
+    format: Literal["voc"]
 
 
 class VideoFolder(_Data):
     """path/LABEL/VIDEO, or path/{train,validation,test}/LABEL/VIDEO; or path/VIDEO with `labels`, a CSV or JSONL file
-    with the fields video, label and optionally split, start_s, end_s. frames: number of evenly spaced frames."""
+    with the fields video, label and optionally split, start_s, end_s. columns: as of `questions`. frames: number of
+    evenly spaced frames."""
 
     format: Literal["video_folder"]
     labels: PlanPath | None = None
+    columns: dict[Literal["video", "label", "split", "start_s", "end_s"], str] = Field(default_factory=dict)
     frames: Whole = Field(4, ge=1, le=64)
 
 
 class Questions(_Data):
     """path: a CSV or JSONL file with the fields image and answer and optionally question, split, group. images: the
-    folder that its pictures are relative to; the file's own folder by default. Rows of one group stay in one part."""
+    folder that its pictures are relative to; the file's own folder by default. columns: the file's name of a field, if
+    it is not one that is known for it (path, label, ...). Rows of one group stay in one part."""
 
     format: Literal["questions"]
     images: PlanPath | None = None
+    columns: dict[Literal["image", "answer", "question", "split", "group"], str] = Field(default_factory=dict)
 
 
-class References(_Data):
+class References(_Boxes):
     """path: a JSON list of referring expressions in RefCOCO's form (ref_id, ann_id, image_id, sentences and optionally
-    split). instances: the COCO file with their annotations. images: the folder that its `file_name`s are relative to;
-    the file's own folder by default. orientation: as of `coco`."""
+    split). instances: the COCO file with their annotations."""
 
     format: Literal["references"]
     instances: PlanPath
-    images: PlanPath | None = None
-    orientation: Orientation | None = None
 
 
 class Unlabelled(_Data):
@@ -85,5 +103,5 @@ class Unlabelled(_Data):
 
 
 DataPlan = Annotated[
-    ImageFolder | Coco | VideoFolder | Questions | References | Unlabelled, Field(discriminator="format")
+    ImageFolder | Coco | Yolo | Voc | VideoFolder | Questions | References | Unlabelled, Field(discriminator="format")
 ]

@@ -40,7 +40,7 @@ class DomainSummary:
     (`samples_needed`); None without a confidence, or if it is too large to be computed. better: by how
     much an adapter must exceed the threshold for that. classes: per label, the number of samples with it, per part.
     answers: number of distinct training answers. threshold: its value if known before training, else None.
-    also_in_words: the language model also learns the head's answers.
+    also_in_words: the language model also learns the head's answers. notes: of the readers of its data.
     """
 
     name: str
@@ -59,6 +59,7 @@ class DomainSummary:
     frames: int
     teacher: dict[str, object] | None
     also_in_words: bool
+    notes: tuple[str, ...]
 
 
 def summarize(checked: PlanChecked) -> list[DomainSummary]:
@@ -103,6 +104,7 @@ def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) ->
             "classes" if domain.classes else "answers": _shown(domain),
             "threshold": domain.rule,
             "teacher": _teacher(domain.teacher),
+            **{f"note {number}": note for number, note in enumerate(domain.notes, 1)},
         }
         _block(console, f"{domain.name}: {kind}", rows)
     plan, size = checked.plan, checked.size
@@ -202,6 +204,7 @@ def _domain(domain: DomainPlan, plan: Plan, data: DomainData) -> DomainSummary:
         frames=splits.num_frames,
         teacher=None if data.teacher_result is None else dataclasses.asdict(data.teacher_result),
         also_in_words=splits.task in TASKS and any(answer_in_words(splits, sample) for sample in splits.train),
+        notes=data.notes,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +22,6 @@ from fusion.data.items import PARTS
 from fusion.data.load import DomainData
 from fusion.data.samples import Sample
 from fusion.data.split import clusters_of, split
-from fusion.plan.data_formats import SplitPlan
 from heads import Box
 from tests.example_counts import scaled
 from tests.fusion.made import load_plan, picture, video, write_plan
@@ -138,7 +138,7 @@ def test_coco_for_each_task(tmp_path: Path, task: str, target: object) -> None:
 @pytest.mark.parametrize("orientation", range(2, 9))
 def test_boxes_turn_with_pictures_that_exif_rotates(tmp_path: Path, suffix: str, orientation: int) -> None:
     """Each box is around the one bright square of its picture. Sizes decide where EXIF exchanges width and height."""
-    for stated in ("stored", "upright", None):
+    for stated in ("ignore", "apply", None):
         content, exif = coco(tmp_path), Image.Exif()
         exif[0x0112] = orientation
         content["annotations"] = []
@@ -148,16 +148,16 @@ def test_boxes_turn_with_pictures_that_exif_rotates(tmp_path: Path, suffix: str,
             image["file_name"] = f"{image['id']}.{suffix}"
             Image.fromarray(stored).save(tmp_path / "pictures" / image["file_name"], exif=exif)
             shown = Picture(tmp_path / "pictures" / image["file_name"])[0][..., 0]
-            if stated == "upright":
+            if stated == "apply":
                 image["height"], image["width"] = shown.shape
-            down, across = ((shown if stated == "upright" else stored) > 150).nonzero()
+            down, across = ((shown if stated == "apply" else stored) > 150).nonzero()
             edges = [int(edge) for edge in (across.min(), down.min(), np.ptp(across) + 1, np.ptp(down) + 1)]
             content["annotations"] += [{"image_id": image["id"], "category_id": 3, "bbox": edges}]
         plan = coco_plan(tmp_path, content)
         if stated is not None:
-            plan.write_text(plan.read_text().replace("images: pictures", f"images: pictures, orientation: {stated}"))
+            plan.write_text(plan.read_text().replace("images: pictures", f"images: pictures, exif: {stated}"))
         if stated is None and orientation < 5:
-            assert f"EXIF (orientation {orientation})" in (error := errors_of(plan)[0]) and "`orientation: st" in error
+            assert f"EXIF (orientation {orientation})" in (error := errors_of(plan)[0]) and "`exif: ignore` if" in error
             continue
         for sample in load(plan).splits.train:
             ((_, left, top, right, bottom, *_),) = sample.target  # type: ignore[union-attr, misc, str-unpack]
@@ -257,7 +257,7 @@ def test_a_file_of_another_encoding_is_refused_with_the_remedy(tmp_path: Path) -
     (tmp_path / "boxes.json").write_bytes('{"images": "grün"}'.encode("latin-1"))
     for lines in ("data: {format: questions, path: rows.csv}", "data: {format: coco, path: boxes.json}"):
         (error,) = errors_of(write_plan(tmp_path, lines))
-        assert "is not UTF-8 ('utf-8' codec can't decode byte 0xfc" in error and "save it as UTF-8" in error
+        assert ", line " in error and "grün" in error and "is not UTF-8; save it as UTF-8" in error
 
 
 def test_videos_in_folders(tmp_path: Path) -> None:
@@ -376,8 +376,8 @@ def test_a_short_clip_repeats_frames(tmp_path: Path) -> None:
 )
 def test_groups_are_never_cut(items: list[tuple[int, int]], seed: int) -> None:
     labels, groups = [[label] for label, _ in items], [[str(group)] for _, group in items]
-    parts = split(labels, clusters_of(groups), SplitPlan(), seed)
-    assert parts == split(labels, clusters_of(groups), SplitPlan(), seed)
+    parts = split(labels, clusters_of(groups), dict(zip(PARTS, (0.7, 0.15, 0.15), strict=True)), seed)
+    assert parts == split(labels, clusters_of(groups), dict(zip(PARTS, (0.7, 0.15, 0.15), strict=True)), seed)
     homes: dict[str, set[str]] = {}
     for (group,), part in zip(groups, parts, strict=True):
         homes.setdefault(group, set()).add(part)
@@ -388,7 +388,7 @@ def test_groups_are_never_cut(items: list[tuple[int, int]], seed: int) -> None:
 @given(counts=st.lists(st.integers(3, 60), min_size=1, max_size=5), seed=st.integers(0, 9))
 def test_every_part_has_every_label_in_proportion(counts: list[int], seed: int) -> None:
     labels = [[label] for label, count in enumerate(counts) for _ in range(count)]
-    parts = split(labels, range(len(labels)), SplitPlan(validation=0.2, test=0.2), seed)
+    parts = split(labels, range(len(labels)), dict(zip(PARTS, (0.6, 0.2, 0.2), strict=True)), seed)
     for label, count in enumerate(counts):
         found = Counter(part for (own,), part in zip(labels, parts, strict=True) if own == label)
         for part, share in zip(PARTS, (0.6, 0.2, 0.2), strict=True):
@@ -499,13 +499,15 @@ def test_errors_in_a_folder(
 
 
 def test_a_part_that_is_missing_or_empty(tmp_path: Path) -> None:
+    image_folder(tmp_path / "pictures", {"validation": 2, "test": 1})
+    assert "has samples of test and validation, but none of train" in errors_of(write_plan(tmp_path, IMAGES))[-1]
     image_folder(tmp_path / "pictures", {"train": 2, "test": 1})
-    (error,) = errors_of(write_plan(tmp_path, IMAGES))
-    assert "has train, test, but no validation" in error
+    shutil.rmtree(tmp_path / "pictures" / "validation")
     for label in ("cat", "dog"):
         (tmp_path / "pictures" / "validation" / label).mkdir(parents=True)
-    (error,) = errors_of(write_plan(tmp_path, IMAGES))
-    assert "validation is empty" in error
+    loaded = load(write_plan(tmp_path, IMAGES))
+    assert [len(part) for part in loaded.splits.parts.values()] == [2, 2, 2]
+    assert "validation/cat contains no pictures" in loaded.notes[0] and "(2 samples) split off" in loaded.notes[2]
 
 
 @pytest.mark.parametrize("threshold", ["{relative_to: alone}", "{relative_to: alone, minus: 0}"])
@@ -544,7 +546,7 @@ def test_a_threshold_above_the_best_possible_bound_is_refused(tmp_path: Path) ->
         ({"annotations": [{"bbox": None}]}, "annotation 2: has no bbox and no polygon in its segmentation; add a bbox"),
         ({"annotations": [{"bbox": None, **{k: CROWD[k] for k in ("segmentation",)}}]}, "no polygon in its segm"),
         ({"annotations": [{"id": None, "bbox": None}]}, "annotation at index 0: has no bbox"),
-        ({"images": [{}, {"file_name": "1.jpg"}]}, "2 images have the file_name 1.jpg"),
+        ({"images": [{}, {"file_name": "1.jpg"}]}, "1.jpg has several entries; each would have"),
         ({"images": [{"file_name": "1.JPG"}]}, "its name in the folder is 1.jpg"),
         (
             {"annotations": [{"bbox": [20, 6, float("nan"), 12]}]},
@@ -585,7 +587,8 @@ def test_errors_in_coco(tmp_path: Path, change: dict[str, list[dict[str, Any]]],
         ("image,answer,split\n0.png,cat,dev\n", "line 2: `split` is 'dev'; choose train, validation, test"),
         ("image,answer,split\n0.png,cat,train\n1.png,dog,\n", "1 of 2 samples have no split"),
         ("image,answer\n0.png,cat\n1.png,cow\n", "line 3: the label 'cow' is unknown; known: cat, dog"),
-        ("", "train is empty"),
+        ("", "rows.csv, line 1: the file is empty, or has only a line of columns; add rows after a line of col"),
+        ("image,answer\n\n ;\n,\n", "rows.csv, line 1: the file is empty, or has only a line of columns"),
         ('image,answer\n0.png,"cat\n1.png,dog\n', "line 2: invalid CSV from this line on (unexpected end of data)"),
         ('image,answer\n0.png,cat\n1.png,"cat"s\n', "line 3: invalid CSV from this line on (',' expected after"),
         (f"image,answer\n0.png,{'c' * 200_000}\n", "line 2: invalid CSV from this line on (field larger than field"),

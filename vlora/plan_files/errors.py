@@ -42,7 +42,8 @@ class PlanText:
 class PlanErrors:
     """Errors in the order in which they were found. The first 20 are listed, the rest are counted.
 
-    len() is the number of errors in this part of the plan, its sub-parts included.
+    len() is the number of errors in this part of the plan, its sub-parts included. notes: what a reader of this part
+    did that its author may not expect; no errors.
     """
 
     def __init__(self, text: PlanText) -> None:
@@ -52,6 +53,7 @@ class PlanErrors:
         self._parent: PlanErrors | None = None
         self._listed: list[str] = []
         self._count = 0
+        self.notes: list[str] = []
 
     def __len__(self) -> int:
         return self._count
@@ -65,6 +67,11 @@ class PlanErrors:
     def add(self, message: str, *steps: int | str) -> None:
         location = self._here if self._whole else (*self._here, *steps)
         self._record(f"{self._text.place(location)}: {message}")
+
+    def note(self, message: str) -> None:
+        """Add something that is no error. Its repetition is dropped."""
+        if message not in self.notes:
+            self.notes.append(message)
 
     def raise_if_any(self) -> None:
         """Raise BadPlan with one error per line, if there are any."""
