@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 
-from heads.calibration import softmax_temperature
-from heads.f1 import F1Counts
-from heads.task import Answer, Grid, Value, check_labels, check_positive, label_ids, share_equal
+from heads.calibration import sigmoid_temperature, softmax_temperature
+from heads.f1 import F1Counts, f1_of
+from heads.task import Answer, Grid, Value, check_labels, check_positive, check_share, label_ids, share_equal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,3 +94,74 @@ class Action(Classification):
     clip like a single image."""
 
     kind: ClassVar[str] = "action"
+
+
+@dataclasses.dataclass(frozen=True)
+class Binary:
+    """labels: (negative label, positive label). threshold: the minimum probability for the positive label; set it below
+    0.5 if a miss costs more than a false alarm."""
+
+    kind: ClassVar[str] = "binary"
+    reads_images: ClassVar[bool] = False
+    metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1")
+
+    labels: tuple[str, ...] = ("no", "yes")
+    threshold: float = 0.5
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_labels(self.labels, 2)
+        if len(self.labels) != 2:
+            raise ValueError(f"labels are {self.labels!r}; a binary head needs two: the negative, then the positive")
+        check_share("threshold", self.threshold)
+        check_positive("temperature", self.temperature)
+
+    @property
+    def num_outputs(self) -> int:
+        return 1
+
+    @property
+    def calibration_decides(self) -> bool:
+        return self.threshold != 0.5  # 0.5 is logit 0 at any temperature
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        return {"threshold": self.threshold, "temperature": self.temperature}
+
+    @classmethod
+    def for_training(cls, labels: tuple[str, ...], values: Sequence[Value]) -> Self:
+        return cls(labels)
+
+    def loss(
+        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
+    ) -> torch.Tensor:
+        together = torch.stack(list(logits)).float()[:, 0]
+        return F.binary_cross_entropy_with_logits(together, label_ids(values, 2, together.device).float())
+
+    def decode(self, logits: torch.Tensor, grids: Sequence[Grid] = ()) -> Answer:
+        so = float(torch.sigmoid(logits.detach().double()[0] / self.temperature))
+        decision = int(so >= self.threshold)
+        scores = (1 - so, so)
+        return Answer(
+            value=decision, label=self.labels[decision], confidence=scores[decision], scores=scores, label_id=decision
+        )
+
+    def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
+        """f1: of the positive label; 1 if there are neither positive answers nor positive labels."""
+        return {"accuracy": share_equal(found, wanted), "f1": f1_of(self.f1_counts(found, wanted))}
+
+    def f1_counts(self, found: Sequence[Value], wanted: Sequence[Value]) -> list[F1Counts]:
+        pairs = zip(found, wanted, strict=True)
+        return [(2 * bool(one and other), bool(one) + bool(other)) for one, other in pairs]
+
+    def right(self, found: Value, wanted: Value) -> bool:
+        return found == wanted
+
+    def calibrated(
+        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
+    ) -> Self:
+        if not logits:
+            return self
+        together = torch.stack(list(logits))
+        holds = label_ids(values, 2, together.device)[:, None] == 1
+        return dataclasses.replace(self, temperature=sigmoid_temperature(together, holds))

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from heads.binary import Binary
-from heads.classification import Action, Classification
+from heads.classification import Action, Binary, Classification
 from heads.counting import Counting
 from heads.detection import Detection
 from heads.multi_label import MultiLabel

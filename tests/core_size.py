@@ -56,13 +56,11 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
         "vlora.engine.tensor_parallel",
         "vlora.parallel",
         "vlora.models.sharding",
-        "vlora.lora.sharded",
     ),
     "other forms of adapters than LoRA": (
         "vlora.lora.composition",
         "vlora.lora.output_changes",
         "vlora.lora.own_layers",
-        "vlora.lora.placements",
     ),
     "processes": ("vlora.engine.ipc",),
     "grammars": ("vlora.engine.grammar_cache", "vlora.models.grammar"),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import vlora.cli.fetching
+import vlora.cli.query
 from apps.retrieval import RetrievalIndex
 from tests.cli.conftest import Vlora
 from tests.server.running import png
@@ -295,8 +295,8 @@ def silent() -> Iterator[str]:
 def test_user_errors_are_one_line_and_code_2(
     asking: Vlora, inputs: Path, site: str, silent: str, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    monkeypatch.setattr(vlora.cli.fetching, "MAX_BYTES", 1000)
-    monkeypatch.setattr(vlora.cli.fetching, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(vlora.cli.query, "MAX_BYTES", 1000)
+    monkeypatch.setattr(vlora.cli.query, "TIMEOUT_S", 0.2)
     for name, text in FILES.items():
         (inputs / name).write_text(text + "\n")
     if ".sqlite" in command:

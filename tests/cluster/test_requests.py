@@ -16,9 +16,8 @@ from tests.cluster.sleeping_engine import KILLER, SleepingEngine, expected
 from tests.virtual_clock import VirtualClockLoop
 from vlora.cluster import members
 from vlora.cluster.adapters import ReplicatedAdapters
-from vlora.cluster.cluster import Cluster
+from vlora.cluster.cluster import Cluster, LivePlacement
 from vlora.cluster.members import Health
-from vlora.cluster.placement import LivePlacement
 from vlora.cluster.prefix_keys import MAX_BLOCKS, prefix_keys
 from vlora.engine.ipc.messages import Train
 from vlora.errors import BadRequest, DeadlineUnreachable, Disconnected, EngineDead

@@ -16,11 +16,10 @@ import pytest
 from tests.cluster.in_process import STEP_S, Here, LocalReplica, Maker, at, virtual
 from tests.cluster.running import SLEEPING, asked, check, outputs_of
 from vlora.cluster.autoscaler import Autoscaler
-from vlora.cluster.cluster import Cluster
+from vlora.cluster.cluster import COSTS, REBALANCE_S, REPLAN_S, Cluster, LivePlacement
 from vlora.cluster.members import clients
 from vlora.cluster.on_ray.cluster import LocalCluster
 from vlora.cluster.on_ray.settings import Folder
-from vlora.cluster.placement import COSTS, REBALANCE_S, REPLAN_S, LivePlacement
 from vlora.errors import BadRequest
 from vlora.routing import MoveCosts, Need, Room, Router
 from vlora.routing.placement import proactive

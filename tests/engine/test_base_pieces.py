@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.processes import PATIENCE_S
-from vlora.engine.base_executor import EngineExecutor
+from vlora.engine.base_service import EngineExecutor
 from vlora.engine.build import WorkByTurns
 from vlora.orchestrator.latency_promise import QUIET_S, LatencyPromise
 from vlora.split.base_server import Stopped

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.processes import PATIENCE_S, until
 from vlora.config import Token
-from vlora.engine.base_executor import EngineExecutor
+from vlora.engine.base_service import EngineExecutor
 from vlora.errors import Disconnected, Unauthorized, VLoraError
 from vlora.orchestrator.latency_promise import LatencyPromise
 from vlora.split import Base, connect, transport

@@ -25,9 +25,8 @@ from fusion.synthetic.sources import load_source
 from fusion.teachers import TEACHERS, SmallNetwork
 from fusion.teachers.boxes import FromBoxes
 from fusion.teachers.classifier import classify
-from fusion.teachers.function import UserFunction
 from fusion.teachers.labelling import restrict_answers
-from fusion.teachers.opening import open_teacher
+from fusion.teachers.opening import UserFunction, open_teacher
 from fusion.teachers.protocol import Teacher
 from fusion.training.objectives import objective_of
 from heads import Box

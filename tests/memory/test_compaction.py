@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from tests.example_counts import scaled
 from tests.orchestrator.sample_requests import make_request
-from vlora.memory.adapter_cache import AdapterCache
+from vlora.memory.adapter_cache import AdapterCache, CompactionPlan, plan_compaction
 from vlora.memory.block_manager import BlockManager
-from vlora.memory.compaction import CompactionPlan, plan_compaction
 from vlora.memory.page_allocator import PageAllocator, PageRun
 from vlora.memory.prefix_cache import PrefixCache, TokenChain
 

@@ -11,9 +11,7 @@ from torch import nn
 
 import atmm
 from tests.families import FAMILIES, build_model
-from vlora.models.gpu.fused_mlp import fuse_gates
-from vlora.models.rms_norm import fuse_norms
-from vlora.models.rotation import fuse_rotations
+from vlora.models.fused_layers import fuse_gates, fuse_norms, fuse_rotations
 
 
 @pytest.mark.parametrize("family", FAMILIES)

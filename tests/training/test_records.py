@@ -19,7 +19,7 @@ from vlora.models.processing import InputProcessor
 from vlora.plan_files.errors import PlanErrors, PlanText
 from vlora.training import MicroStep, PackedTrainer, samples
 from vlora.training.plan import read_plan
-from vlora.training.record_order import RecordOrder
+from vlora.training.progress import RecordOrder
 from vlora.training.records import MAX_NAMED, Record, Records, read_records
 from vlora.types import TrainingStatus
 

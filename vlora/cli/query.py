@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import re
+import urllib.error
+import urllib.parse
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +17,7 @@ from click.core import ParameterSource
 from vlora.cli.group import cli
 from vlora.cli.progress import waiting
 from vlora.cli.server_flags import json_option, print_json, server_option
-from vlora.errors import BadRequest
+from vlora.errors import BadImage, BadRequest, TooLarge
 
 if TYPE_CHECKING:
     from vlora.client import Client, HeadResult
@@ -121,7 +125,7 @@ def _is_picture(argument: str) -> bool:
 def _picture(image: str) -> bytes | Path:
     if not _is_url(image):
         return Path(image)
-    from vlora.cli.fetching import fetch_picture
+    from vlora.cli.query import fetch_picture
 
     return fetch_picture(image)
 
@@ -134,3 +138,37 @@ def _print_result(result: HeadResult, own_head: str | None) -> None:
     for box in result.boxes:
         edges = ", ".join(f"{edge:.0f}" for edge in (box.left, box.top, box.right, box.bottom))
         click.echo(f"  {box.label}  {box.score:.1%}  [{edges}]" + (f"  picture {box.image + 1}" if several else ""))
+
+
+MAX_BYTES = 64 * 2**20  # above every server's default; the server's own limit applies
+TIMEOUT_S = 30.0
+
+
+def fetch_picture(url: str) -> bytes:
+    """Fetch an encoded image, through the proxy of the environment if set (HTTPS_PROXY, NO_PROXY).
+
+    Raises:
+        BadImage: the URL cannot be fetched, or does not contain an image.
+        TooLarge: it has more than 64 MiB.
+    """
+    host: str | None = None
+    try:
+        host = urllib.parse.urlsplit(url).hostname
+        request = urllib.request.Request(url, headers={"Accept": "image/*", "User-Agent": "vlora"})
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            kind = response.headers.get_content_type()
+            body = bytes(response.read(MAX_BYTES + 1))
+    except urllib.error.HTTPError as error:
+        raise BadImage(f"the picture cannot be fetched from {host!r}: status {error.code}") from error
+    except urllib.error.URLError as error:
+        why = error.reason.strerror if isinstance(error.reason, OSError) else error.reason
+        raise BadImage(f"the picture cannot be fetched from {host!r}: {why or error.reason}") from error
+    except TimeoutError as error:
+        raise BadImage(f"the picture cannot be fetched from {host!r}: no answer within {TIMEOUT_S:g} s") from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise BadImage(f"the picture cannot be fetched from {url[:100]!r}; check the URL") from error
+    if kind.partition("/")[0] in ("text", "audio", "video"):
+        raise BadImage(f"{host!r} sent {kind!r}; an image is expected")
+    if len(body) > MAX_BYTES:
+        raise TooLarge(f"the picture from {host!r} has over {MAX_BYTES} bytes; send a smaller one")
+    return body

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from vlora.cluster.adapter_home import AdapterHome
 from vlora.cluster.adapter_sender import AdapterSender, ShippingLimits
@@ -18,7 +18,6 @@ from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.door import Address
 from vlora.cluster.flights import Flights
 from vlora.cluster.members import Health, Member, alive, clients
-from vlora.cluster.placement import LivePlacement
 from vlora.cluster.replica_client import ReplicaClient
 from vlora.cluster.status import Events, status_of
 from vlora.cluster.summary import merged_stats
@@ -26,7 +25,7 @@ from vlora.engine.ipc.client import EngineClient
 from vlora.engine.output_stream import OutputStream
 from vlora.engine.snapshot import EngineLoad, EngineSnapshot
 from vlora.errors import Aborted, BadRequest, EngineDead, UnknownReplica
-from vlora.routing import Report, Room, Router
+from vlora.routing import MoveCosts, Report, Room, Router
 from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput, TrainingStatus
 from vlora.types.replicas import DEVICE, FAILED, HOST, PENDING, REGISTERED, UNKNOWN, AdapterPlace, ClusterStatus
 
@@ -377,3 +376,56 @@ def _place(adapter: str, home: AdapterHome, status: AdapterStatus | None) -> Ada
         state = DEVICE if status.resident else HOST if status.loaded else REGISTERED
     version, pinned = ("", False) if status is None else (status.version, status.pinned)
     return AdapterPlace(adapter=adapter, replica=home.name, state=state, version=version, pinned=pinned, cause=cause)
+
+
+REPLAN_S, REBALANCE_S = 60.0, 10.0
+COSTS = MoveCosts(load_s=0.5, again_s=0.1)
+"""Of a move, as assumed in the simulations of docs/decisions/0076; not measured on a cluster."""
+
+
+class LivePlacement:
+    """Calls the router's placement at intervals, and after replicas have joined or left.
+
+    Planned homes move nothing by themselves: they decide where a further copy of an adapter goes (`PlacedAdapters`).
+    """
+
+    def __init__(self, router: Router, clock: Callable[[], float], follow: Callable[[str], None]) -> None:
+        """Begin without replicas."""
+        self._router = router
+        self._clock = clock
+        self._follow = follow
+        self._replan_s = self._rebalance_s = 0.0  # when each is due
+        self._looked_s = clock()
+        self._busy_s = 0.0  # of all replicas, and the requests that have ended; recent ones count most
+        self._num_ended = 0.0
+
+    def replicas_changed(self) -> None:
+        """A replica has joined or left: plan with the next `tick`."""
+        self._replan_s = self._rebalance_s = self._clock()
+
+    def ended(self) -> None:
+        self._num_ended += 1
+
+    def tick(self) -> None:
+        """To be called every 100 ms or so."""
+        now = self._clock()
+        replicas = self._router.replicas.values()
+        self._busy_s += (now - self._looked_s) * sum(bool(standing.holds) for standing in replicas)
+        self._looked_s = now
+        if now >= self._replan_s:
+            self._replan_s = now + REPLAN_S
+            self._router.replan()
+        if now >= self._rebalance_s and self._num_ended:
+            self._rebalance_s = now + REBALANCE_S
+            if self._some_wait_needlessly():
+                for move in self._router.rebalance(self._busy_s / self._num_ended, COSTS):
+                    self._follow(move.request_id)
+            self._busy_s /= 2
+            self._num_ended /= 2
+
+    def _some_wait_needlessly(self) -> bool:
+        """Whether one replica has more requests than its batch, and another one fewer: only then is a move worth it."""
+        serving = [standing for standing in self._router.replicas.values() if not standing.draining]
+        return any(standing.size > standing.room.max_batch_size for standing in serving) and any(
+            standing.size < standing.room.max_batch_size for standing in serving
+        )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,19 +16,201 @@ from torch import nn
 from atmm.stored_linear import StoredLinear
 from vlora.auth_rate_limit import AuthRateLimit
 from vlora.config import ServedBase, Token
-from vlora.engine.base_executor import EngineExecutor
 from vlora.engine.device_runtime import DeviceRuntime
+from vlora.engine.piece_prices import PiecePrices
 from vlora.errors import BadConfig
-from vlora.orchestrator.latency_promise import LatencyPromise
-from vlora.split import transport
+from vlora.orchestrator.latency_promise import QUIET_S, LatencyPromise
+from vlora.split import frames, transport
 from vlora.split.addresses import secured, warn_of_no_tls
-from vlora.split.base_server import BaseServer
-from vlora.split.batching import CallQueue
+from vlora.split.base_server import BaseServer, Stopped
+from vlora.split.batching import FIXED_ROWS, CallQueue
+from vlora.split.executor import BaseExecutor
 from vlora.split.greeting import Greeter, Limits
 from vlora.split.layers import frozen_layers
 from vlora.split.peer import Peer
 from vlora.threads import compute_alone
 from vlora.tls import server_context
+
+_LONGEST_S = 0.2  # of a piece, for the request that arrives during it
+_ATTEND_S = 0.2
+
+
+class _Rows(NamedTuple):
+    """Rows of one product. num_tokens: with `FIXED_ROWS`, the time of reading the weights."""
+
+    kind: Hashable
+    num_tokens: int
+
+
+class _Product:
+    """A product that the server's thread waits for.
+
+    Attributes:
+        first: The row with which its next piece begins.
+        is_wanted: Whether a client still waits for it.
+        waits_since_s: When there was first no room for its next piece; None if there was.
+    """
+
+    def __init__(
+        self, direction: int, group: int, mask: int, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor]
+    ) -> None:
+        self.direction, self.group, self.mask = direction, group, mask
+        self.inputs, self.out = inputs, out
+        self.num_rows, self.first = len(inputs[0]), 0
+        self.is_wanted = True
+        self.waits_since_s: float | None = None
+        self.error: Exception | None = None
+        self.done = threading.Event()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Let `compute` return, or raise."""
+        self.error = error
+        self.done.set()
+
+
+class EngineExecutor(BaseExecutor):
+    """`compute` is called by the base server's thread, which waits; `advance` computes, as `SharedWork` of the engine.
+
+    The promise bounds pieces like those of trainings: rows are independent, so a product is cut where the room ends.
+
+    Attributes:
+        wake, waits, fits_later: See `SharedWork`.
+        attend: Called by the server's thread while a product waits. Returns whether a client still waits for it.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, nn.Module], *, name: str, promise: LatencyPromise, clock: Callable[[], float]
+    ) -> None:
+        super().__init__(layers, name=name)
+        self.wake: Callable[[], None] = lambda: None
+        self.attend: Callable[[], bool] = lambda: True
+        self.waits = False
+        self.fits_later = False
+        self.num_rows = 0
+        self._promise = promise
+        self._clock = clock
+        self._prices = PiecePrices()
+        self._handing = threading.Lock()
+        self._product: _Product | None = None
+        self._closed = False
+
+    # -- the server's thread ------------------------------------------------------------------------------------------
+
+    def compute(
+        self,
+        direction: int,
+        group: int,
+        mask: int,
+        inputs: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor] | None = None,
+    ) -> Sequence[torch.Tensor]:
+        """As `BaseExecutor.compute`, with results in host memory. Raises Stopped when the engine closes."""
+        if out is None:
+            _, widths = frames.widths(self.groups[group], direction, mask)
+            out = [torch.empty(len(inputs[0]), width, dtype=self.dtype) for width in widths]
+        product = _Product(direction, group, mask, inputs, out)
+        with self._handing:
+            if self._closed:
+                raise Stopped
+            assert self._product is None, "the server computes one product at a time"
+            self._product = product
+        self.wake()
+        while not product.done.wait(_ATTEND_S):
+            if product.is_wanted and not self.attend():
+                product.is_wanted = False
+                self.wake()
+        if product.error is not None:
+            raise product.error
+        return out
+
+    # -- the engine's thread ------------------------------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        product = self._product
+        self.waits = False
+        if product is None:
+            return False
+        if not product.is_wanted:
+            self._end(product, RuntimeError("no client waits for it"))
+            return False
+        kind = product.direction, self._shapes(product.group, product.mask)
+        left = product.num_rows - product.first
+        rows = self._rows_now(kind, left) or self._rows_to_measure(product, kind, left)
+        if not rows:
+            self.waits = True
+            return False
+        product.waits_since_s = None
+        before = self._clock()
+        error = self._compute_piece(product, slice(product.first, product.first + rows))
+        seconds = self._clock() - before
+        self._promise.spent(seconds)
+        if error is None:
+            self._prices.observe(_Rows(kind, rows + FIXED_ROWS), seconds)
+            self.num_rows += rows
+        product.first += rows
+        if error is not None or product.first == product.num_rows:
+            self._end(product, error)
+        return True
+
+    @property
+    def retry_s(self) -> float | None:
+        return self._promise.quiet_in_s if self.waits else None
+
+    def close(self) -> None:
+        """End the product that is waited for, and refuse further ones."""
+        with self._handing:
+            self._closed = True
+            product, self._product = self._product, None
+        if product is not None:
+            product.end(Stopped())
+
+    def _end(self, product: _Product, error: Exception | None) -> None:
+        self._product = None
+        product.end(error)
+
+    def _compute_piece(self, product: _Product, rows: slice) -> Exception | None:
+        """Compute rows of a product. Returns the error for its clients, which must not end the engine."""
+        inputs, out = [x[rows] for x in product.inputs], [y[rows] for y in product.out]
+        try:
+            super().compute(product.direction, product.group, product.mask, inputs, out)
+        except (RuntimeError, MemoryError) as error:
+            return error
+        except Exception as error:
+            return RuntimeError(f"{type(error).__name__}: {error}")
+        return None
+
+    def _rows_now(self, kind: Hashable, left: int) -> int:
+        """Rows of the next piece; 0 if the promise leaves no room for it."""
+        room_s = self._promise.room_s
+        least = min(left, FIXED_ROWS)  # with fewer, most of the time would be for reading the weights
+        row_s = self._prices.expected_s(_Rows(kind, 1))
+        if row_s == 0:  # not known yet
+            self.fits_later = True
+            return least if room_s > 0 else 0
+        if math.isinf(room_s):
+            return min(left, max(least, int(_LONGEST_S / row_s) - FIXED_ROWS))
+        price_s = row_s * (least + FIXED_ROWS)
+        if price_s > room_s:
+            self.fits_later = price_s <= self._promise.longest_s
+            return 0
+        # As micro-steps: half of what an idle engine may spend, as prices vary, and at most what requests leave.
+        usual_s = min(room_s, self._promise.usual_room_s / 2, self._promise.beside_room_s, _LONGEST_S)
+        return min(left, max(least, int(usual_s / row_s) - FIXED_ROWS))
+
+    def _rows_to_measure(self, product: _Product, kind: Hashable, left: int) -> int:
+        """Rows of a piece without room that runs now and then nevertheless; 0 for none.
+
+        A price that was measured once may be too high by far, and would then never be measured again.
+        """
+        now_s = self._clock()
+        since_s = product.waits_since_s = now_s if product.waits_since_s is None else product.waits_since_s
+        doubtful = self._prices.num_measured(kind) == 1 and self._promise.room_s > 0
+        return min(left, FIXED_ROWS) if doubtful and now_s - since_s >= QUIET_S else 0
+
+    def _shapes(self, group: int, mask: int) -> tuple[tuple[int, int], ...]:
+        """Of the selected layers. Layers of one shape have one price."""
+        return tuple((each.d_in, each.d_out) for place, each in enumerate(self.groups[group]) if mask >> place & 1)
+
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from vlora.errors import BadConfig, BadPlan
 from vlora.plan_files.run_lock import lock_folder
 from vlora.training.adapter import LoraSettings, TrainableLora
 from vlora.training.micro_step import Loss
-from vlora.training.progress import Phase, Progress
-from vlora.training.record_order import RecordOrder
+from vlora.training.progress import Phase, Progress, RecordOrder
 from vlora.training.records import MAX_NAMED, Record, Records, too_many
 from vlora.training.start import read_start
 from vlora.types import TrainingStatus
