@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from heads.calibration import sigmoid_temperature, softmax_temperature
 from heads.f1 import F1Counts, f1_of
-from heads.task import Answer, Grid, Value, check_labels, check_positive, check_share, label_ids, share_equal
+from heads.task import (
+    Answer,
+    Grid,
+    Grids,
+    Logits,
+    Task,
+    Value,
+    check_labels,
+    check_positive,
+    check_share,
+    label_ids,
+    share_equal,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Classification:
+class Classification(Task):
     """temperature: divides the logits; values above 1 lower the confidence."""
 
     kind: ClassVar[str] = "classification"
-    reads_images: ClassVar[bool] = False
-    calibration_decides: ClassVar[bool] = False
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1")
 
     labels: tuple[str, ...]
@@ -30,21 +40,7 @@ class Classification:
         check_labels(self.labels, 2)
         check_positive("temperature", self.temperature)
 
-    @property
-    def num_outputs(self) -> int:
-        return len(self.labels)
-
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        return {"temperature": self.temperature}
-
-    @classmethod
-    def for_training(cls, labels: tuple[str, ...], values: Sequence[Value]) -> Self:
-        return cls(labels)
-
-    def loss(
-        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
-    ) -> torch.Tensor:
+    def loss(self, logits: Logits, values: Sequence[Value], grids: Grids) -> torch.Tensor:
         together = torch.stack(list(logits)).float()
         return F.cross_entropy(together, label_ids(values, len(self.labels), together.device))
 
@@ -68,20 +64,10 @@ class Classification:
             scores.append(2 * sum(one == other == label for one, other in pairs) / said_or_wanted)
         return {"accuracy": share_equal(found, wanted), "f1": sum(scores) / len(scores)}
 
-    def f1_counts(self, found: Sequence[Value], wanted: Sequence[Value]) -> list[F1Counts]:
-        return []  # f1 is a mean over labels
-
-    def right(self, found: Value, wanted: Value) -> bool:
-        return found == wanted
-
-    def calibrated(
-        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
-    ) -> Self:
-        if not logits:
-            return self
+    def fitted(self, logits: Logits, values: Sequence[Value], grids: Grids) -> dict[str, Any]:
         together = torch.stack(list(logits))
         wanted = label_ids(values, len(self.labels), together.device)
-        return dataclasses.replace(self, temperature=softmax_temperature(together, wanted))
+        return {"temperature": softmax_temperature(together, wanted)}
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """The probabilities of all labels, in float64."""
@@ -97,12 +83,11 @@ class Action(Classification):
 
 
 @dataclasses.dataclass(frozen=True)
-class Binary:
+class Binary(Task):
     """labels: (negative label, positive label). threshold: the minimum probability for the positive label; set it below
     0.5 if a miss costs more than a false alarm."""
 
     kind: ClassVar[str] = "binary"
-    reads_images: ClassVar[bool] = False
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1")
 
     labels: tuple[str, ...] = ("no", "yes")
@@ -124,17 +109,7 @@ class Binary:
     def calibration_decides(self) -> bool:
         return self.threshold != 0.5  # 0.5 is logit 0 at any temperature
 
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        return {"threshold": self.threshold, "temperature": self.temperature}
-
-    @classmethod
-    def for_training(cls, labels: tuple[str, ...], values: Sequence[Value]) -> Self:
-        return cls(labels)
-
-    def loss(
-        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
-    ) -> torch.Tensor:
+    def loss(self, logits: Logits, values: Sequence[Value], grids: Grids) -> torch.Tensor:
         together = torch.stack(list(logits)).float()[:, 0]
         return F.binary_cross_entropy_with_logits(together, label_ids(values, 2, together.device).float())
 
@@ -154,14 +129,7 @@ class Binary:
         pairs = zip(found, wanted, strict=True)
         return [(2 * bool(one and other), bool(one) + bool(other)) for one, other in pairs]
 
-    def right(self, found: Value, wanted: Value) -> bool:
-        return found == wanted
-
-    def calibrated(
-        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
-    ) -> Self:
-        if not logits:
-            return self
+    def fitted(self, logits: Logits, values: Sequence[Value], grids: Grids) -> dict[str, Any]:
         together = torch.stack(list(logits))
         holds = label_ids(values, 2, together.device)[:, None] == 1
-        return dataclasses.replace(self, temperature=sigmoid_temperature(together, holds))
+        return {"temperature": sigmoid_temperature(together, holds)}

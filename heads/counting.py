@@ -14,7 +14,7 @@ from typing import ClassVar, Self
 import torch
 
 from heads.classification import Classification
-from heads.task import Answer, Grid, Value, label_ids, share_equal
+from heads.task import Answer, Grid, Grids, Logits, Value, label_ids, share_equal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +32,7 @@ class Counting(Classification):
         most = max((value for value in values if isinstance(value, int)), default=0)
         return cls(tuple(map(str, range(max(1, most) + 1))))
 
-    def loss(
-        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
-    ) -> torch.Tensor:
+    def loss(self, logits: Logits, values: Sequence[Value], grids: Grids) -> torch.Tensor:
         """Cross entropy plus the ranked probability score (Epstein 1969).
 
         The score is the squared distance of the cumulative probabilities, which grows with the error of a count. Both

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from heads.boxes import Box, f1_counts, mean_average_precision, suppress
 from heads.calibration import softmax_temperature
 from heads.f1 import F1Counts, f1_of
-from heads.task import Answer, Grid, Value, check_labels, check_positive, check_share
+from heads.task import Answer, Grid, Grids, Logits, Task, Value, check_labels, check_positive, check_share
 
 _NOTHING_WEIGHT = 0.4  # most tokens contain no centre
 _BOX_WEIGHT = 4.0
@@ -26,13 +26,12 @@ _CANDIDATE = 0.05  # minimum score of candidates; mean average precision uses bo
 
 
 @dataclasses.dataclass(frozen=True)
-class Detection:
+class Detection(Task):
     """threshold: minimum probability of a reported box. overlap: two boxes of one label with more IoU than this count
     as one object. temperature: divides the logits of labels, not those of edges."""
 
     kind: ClassVar[str] = "detection"
     reads_images: ClassVar[bool] = True
-    calibration_decides: ClassVar[bool] = True  # scores decide which boxes are reported and which are suppressed
     metric_names: ClassVar[tuple[str, ...]] = ("f1", "map")
 
     labels: tuple[str, ...]
@@ -51,16 +50,10 @@ class Detection:
         return num_outputs(len(self.labels))
 
     @property
-    def parameters(self) -> Mapping[str, Any]:
-        return {"threshold": self.threshold, "overlap": self.overlap, "temperature": self.temperature}
+    def calibration_decides(self) -> bool:
+        return True  # scores decide which boxes are reported and which are suppressed
 
-    @classmethod
-    def for_training(cls, labels: tuple[str, ...], values: Sequence[Value]) -> Self:
-        return cls(labels)
-
-    def loss(
-        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
-    ) -> torch.Tensor:
+    def loss(self, logits: Logits, values: Sequence[Value], grids: Grids) -> torch.Tensor:
         """Mean over the image tokens of all samples; the grids may differ."""
         classes, edges = self._targets(values, grids)
         together = torch.cat(list(logits))
@@ -95,15 +88,11 @@ class Detection:
         """Whether all objects are found, without false positives."""
         return f1_of(self.f1_counts([found], [wanted])) == 1.0
 
-    def calibrated(
-        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
-    ) -> Self:
+    def fitted(self, logits: Logits, values: Sequence[Value], grids: Grids) -> dict[str, Any]:
         """Fits the temperature on the classes of single image tokens."""
-        if not logits:
-            return self
         classes, _ = self._targets(values, grids)
         together = torch.cat(list(logits))[:, :-4]
-        return dataclasses.replace(self, temperature=softmax_temperature(together, classes.to(together.device)))
+        return {"temperature": softmax_temperature(together, classes.to(together.device))}
 
     def _sure(self, found: Iterable[Sequence[Box]]) -> list[list[Box]]:
         return [[box for box in boxes if box.score >= self.threshold] for boxes in found]

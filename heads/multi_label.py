@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from heads.calibration import sigmoid_temperature
 from heads.f1 import F1Counts, f1_of
-from heads.task import Answer, Grid, Value, check_labels, check_positive, check_share
+from heads.task import Answer, Grid, Grids, Logits, Task, Value, check_labels, check_positive, check_share
 
 
 @dataclasses.dataclass(frozen=True)
-class MultiLabel:
+class MultiLabel(Task):
     """threshold: minimum probability of a chosen label."""
 
     kind: ClassVar[str] = "multi_label"
-    reads_images: ClassVar[bool] = False
     metric_names: ClassVar[tuple[str, ...]] = ("f1", "accuracy")
 
     labels: tuple[str, ...]
@@ -32,24 +31,10 @@ class MultiLabel:
         check_positive("temperature", self.temperature)
 
     @property
-    def num_outputs(self) -> int:
-        return len(self.labels)
-
-    @property
     def calibration_decides(self) -> bool:
         return self.threshold != 0.5  # 0.5 is logit 0 at any temperature
 
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        return {"threshold": self.threshold, "temperature": self.temperature}
-
-    @classmethod
-    def for_training(cls, labels: tuple[str, ...], values: Sequence[Value]) -> Self:
-        return cls(labels)
-
-    def loss(
-        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
-    ) -> torch.Tensor:
+    def loss(self, logits: Logits, values: Sequence[Value], grids: Grids) -> torch.Tensor:
         together = torch.stack(list(logits)).float()
         return F.binary_cross_entropy_with_logits(together, self._holds(values, together.device).float())
 
@@ -81,14 +66,10 @@ class MultiLabel:
     def right(self, found: Value, wanted: Value) -> bool:
         return _chosen(found) == _chosen(wanted)
 
-    def calibrated(
-        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
-    ) -> Self:
-        if not logits:
-            return self
+    def fitted(self, logits: Logits, values: Sequence[Value], grids: Grids) -> dict[str, Any]:
         together = torch.stack(list(logits))
         holds = self._holds(values, together.device)
-        return dataclasses.replace(self, temperature=sigmoid_temperature(together, holds))
+        return {"temperature": sigmoid_temperature(together, holds)}
 
     def _holds(self, values: Sequence[Value], device: torch.device) -> torch.Tensor:
         """Labels as bool [n, labels]. Raises ValueError for invalid label ids."""

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 
-from heads.f1 import F1Counts
-from heads.task import Answer, Grid, Value, check_labels, check_positive
+from heads.task import Answer, Grid, Grids, Logits, Task, Value, check_labels, check_positive
 
 _TOLERANCE = 0.25  # default tolerance, as a fraction of the standard deviation of the training values
 
 
 @dataclasses.dataclass(frozen=True)
-class Regression:
+class Regression(Task):
     """labels: the names of the numbers. Rows predict `(value - offset) / scale`, so that one learning rate fits metres
     and percent.
 
@@ -26,8 +25,6 @@ class Regression:
     """
 
     kind: ClassVar[str] = "regression"
-    reads_images: ClassVar[bool] = False
-    calibration_decides: ClassVar[bool] = False
     metric_names: ClassVar[tuple[str, ...]] = ("within", "mae")
 
     labels: tuple[str, ...]
@@ -47,19 +44,6 @@ class Regression:
                 elif isinstance(entry, bool) or not isinstance(entry, int | float) or not math.isfinite(entry):
                     raise ValueError(f"offset is {entry!r}; it must be a finite number")
 
-    @property
-    def num_outputs(self) -> int:
-        return len(self.labels)
-
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        return {
-            "offset": self.offset,
-            "scale": self.scale,
-            "tolerance": self.tolerance,
-            "deviations": self.deviations,
-        }
-
     @classmethod
     def for_training(cls, labels: tuple[str, ...], values: Sequence[Value]) -> Self:
         """Offset and scale are the values' mean and standard deviation; the tolerance is a quarter of the scale."""
@@ -72,9 +56,7 @@ class Regression:
         scale = tuple(spread.tolist())
         return cls(labels, tuple(numbers.mean(0).tolist()), scale, tuple(_TOLERANCE * each for each in scale), scale)
 
-    def loss(
-        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
-    ) -> torch.Tensor:
+    def loss(self, logits: Logits, values: Sequence[Value], grids: Grids) -> torch.Tensor:
         """Huber loss, which limits the effect of outliers."""
         together = torch.stack(list(logits)).float()
         numbers = torch.tensor([_numbers(value, len(self.labels)) for value in values], dtype=torch.float64)
@@ -108,28 +90,21 @@ class Regression:
         right = sum(self.right(ours, truth) for ours, truth in zip(found, wanted, strict=True))
         return {"within": right / len(wanted), "mae": sum(errors) / len(errors)}
 
-    def f1_counts(self, found: Sequence[Value], wanted: Sequence[Value]) -> list[F1Counts]:
-        return []
-
     def right(self, found: Value, wanted: Value) -> bool:
         count = len(self.labels)
         pairs = zip(_numbers(found, count), _numbers(wanted, count), self.tolerance, strict=True)
         return all(abs(one - other) <= tolerance for one, other, tolerance in pairs)
 
-    def calibrated(
-        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
-    ) -> Self:
+    def fitted(self, logits: Logits, values: Sequence[Value], grids: Grids) -> dict[str, Any]:
         """Sets the deviations to the root mean square errors, the maximum likelihood estimate for normal errors.
 
         The minimum is 1/200 of the tolerance, so that exact answers on all samples do not give unlimited confidence.
         """
-        if not logits:
-            return self
         found = torch.tensor([self.decode(row).values for row in logits], dtype=torch.float64)
         numbers = torch.tensor([_numbers(value, len(self.labels)) for value in values], dtype=torch.float64)
         roots = (found - numbers).square().mean(0).sqrt().tolist()
         least = [tolerance / 200 for tolerance in self.tolerance]
-        return dataclasses.replace(self, deviations=tuple(map(max, roots, least)))
+        return {"deviations": tuple(map(max, roots, least))}
 
 
 def _numbers(value: Value, count: int) -> tuple[float, ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -41,62 +42,77 @@ class Answer:
     boxes: tuple[Box, ...] = ()
 
 
-class Task(Protocol):
-    """A task with its labels and parameters. Training, evaluation and serving use the same object.
+Logits = Sequence[torch.Tensor]
+"""The logits of each sample."""
+
+Grids = Sequence[Sequence[Grid]]
+"""The grids of each sample's images."""
+
+
+class Task(abc.ABC):
+    """A task with its labels and parameters, a frozen dataclass. Training, evaluation and serving use the same object.
 
     The logits of a sample are [num_outputs] if the head reads the last prompt token. If it reads every image token
     (reads_images), they are [tokens, num_outputs], with the tokens of all images concatenated; `grids` then has the
     grid of each image.
 
     kind: the name in plans and files. metric_names: the metrics of `metrics`; the first one is the main metric. All
-    metrics except those in LESS_IS_BETTER are fractions of 1. calibration_decides: whether calibration can change the
-    answers, not only their confidence.
+    metrics except those in LESS_IS_BETTER are fractions of 1. labels: the names of the label ids of an answer.
     """
 
     kind: ClassVar[str]
-    reads_images: ClassVar[bool]
+    reads_images: ClassVar[bool] = False
     metric_names: ClassVar[tuple[str, ...]]
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The names of the label ids of an answer."""
+    labels: tuple[str, ...]
 
     @property
     def num_outputs(self) -> int:
         """Number of rows of the head."""
+        return len(self.labels)
 
     @property
-    def calibration_decides(self) -> bool: ...
+    def calibration_decides(self) -> bool:
+        """Whether calibration can change the answers, not only their confidence."""
+        return False
 
     @property
     def parameters(self) -> Mapping[str, Any]:
         """The task's parameters besides labels and rows, as in the head's file: numbers, or tuples of numbers."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]  # of the subclass
+        return {field.name: getattr(self, field.name) for field in fields if field.name != "labels"}
 
     @classmethod
     def for_training(cls, labels: tuple[str, ...], values: Sequence[Value]) -> Self:
         """A new task with parameters computed from the training values. Raises ValueError for invalid labels."""
+        return cls(labels)  # type: ignore[call-arg]
 
-    def loss(
-        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
-    ) -> torch.Tensor:
+    @abc.abstractmethod
+    def loss(self, logits: Logits, values: Sequence[Value], grids: Grids) -> torch.Tensor:
         """The training loss over samples, a scalar."""
 
+    @abc.abstractmethod
     def decode(self, logits: torch.Tensor, grids: Sequence[Grid] = ()) -> Answer:
         """The answer for one sample."""
 
+    @abc.abstractmethod
     def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
         """All metrics of metric_names, by name. Requires at least one sample."""
 
     def f1_counts(self, found: Sequence[Value], wanted: Sequence[Value]) -> list[F1Counts]:
         """The counts of each sample from which `f1_of` computes the metric f1; empty if the task has no such f1."""
+        return []
 
     def right(self, found: Value, wanted: Value) -> bool:
         """Whether one answer is correct; `confidence` estimates the probability of this."""
+        return found == wanted
 
-    def calibrated(
-        self, logits: Sequence[torch.Tensor], values: Sequence[Value], grids: Sequence[Sequence[Grid]]
-    ) -> Self:
+    @abc.abstractmethod
+    def fitted(self, logits: Logits, values: Sequence[Value], grids: Grids) -> dict[str, Any]:
+        """The parameters that calibrate confidences, from at least one (validation) sample."""
+
+    def calibrated(self, logits: Logits, values: Sequence[Value], grids: Grids) -> Self:
         """The same task with confidences calibrated on these (validation) samples; unchanged without samples."""
+        return dataclasses.replace(self, **self.fitted(logits, values, grids)) if logits else self  # type: ignore[type-var]
 
 
 LESS_IS_BETTER = frozenset({"mae"})

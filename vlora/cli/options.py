@@ -15,6 +15,11 @@ class HeadedOption(click.Option):
         self.heading = heading
 
 
+def headed(heading: str, *names: str, **settings: Any) -> Any:
+    """As `click.option`, under a heading."""
+    return click.option(*names, cls=HeadedOption, heading=heading, **settings)
+
+
 def long_flag(option: click.Option) -> str:
     """The flag without its dashes, "max-tokens": its name in config files, and in the environment in capitals."""
     return next(flag for flag in option.opts if flag.startswith("--")).removeprefix("--")

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from vlora.cli.cluster_options import RULES
-from vlora.cli.options import HeadedOption
-from vlora.errors import BadConfig
-
-if TYPE_CHECKING:
-    from vlora.cluster.nodes.plan import ClusterPlan
-
-import functools
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 from vlora.adapter_files import CONFIG_FILE
+from vlora.cli.cluster_options import RULES
 from vlora.cli.cluster_plan import read_cluster
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
+from vlora.cli.options import headed
 from vlora.cli.progress import waiting
 from vlora.cli.settings import EMBEDDED, config_flags, make_config, model_path
 from vlora.config import EngineConfig, ServedBase, ServerConfig
-from vlora.errors import BadAdapter
+from vlora.errors import BadAdapter, BadConfig
 from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
 from vlora.types.composition import name_problem
 
@@ -80,10 +73,9 @@ class ReplicaOptions(NamedTuple):
 def replica_options(command: Any) -> Any:
     """Add the options."""
     for name, kind, default, text in reversed(_OPTIONS):
-        command = click.option(
+        command = headed(
+            "Replicas",
             f"--{name.replace('_', '-')}",
-            cls=HeadedOption,
-            heading="Replicas",
             type=kind,
             is_flag=kind is None,
             default=default,
@@ -152,95 +144,73 @@ def take_replica_options(
 
 
 @cli.command()
-@click.option(
-    "-m",
-    "--model",
-    cls=HeadedOption,
-    heading="Model",
-    default=EMBEDDED,
-    show_default=True,
-    help="Folder, hub name, or the model in the package.",
+@headed(
+    "Model", "-m", "--model", default=EMBEDDED, show_default=True, help="Folder, hub name, or the model in the package."
 )
-@click.option(
+@headed(
+    "Model",
     "--served-model-name",
-    cls=HeadedOption,
-    heading="Model",
     metavar="NAME",
     help="The base model's name in requests. Default: the folder's name, or the hub name.",
 )
-@click.option(
+@headed(
+    "Adapters",
     "-a",
     "--adapter",
     "adapters",
-    cls=HeadedOption,
-    heading="Adapters",
     multiple=True,
     metavar="NAME=PATH",
     help="Serve this adapter; may be repeated.",
 )
-@click.option(
+@headed(
+    "Adapters",
     "--adapters",
     "folder",
-    cls=HeadedOption,
-    heading="Adapters",
     type=click.Path(path_type=Path),
     help="Serve every adapter folder in this folder.",
 )
 @replica_options
-@click.option(
+@headed(
+    "Replicas",
     "--cluster",
     "cluster_file",
-    cls=HeadedOption,
-    heading="Replicas",
     type=click.Path(path_type=Path),
     help="Plan of several machines (YAML, see docs/cluster.md), with model, adapters and replicas.",
 )
-@click.option(
+@headed(
+    "Replicas",
     "--adapter-state",
-    cls=HeadedOption,
-    heading="Replicas",
     metavar="FOLDER",
     type=click.Path(path_type=Path),
     help="Keep the adapters, as changed while it serves, in this folder, and serve them again after a restart.",
 )
-@click.option(
+@headed(
+    "Network",
     "--token-file",
-    cls=HeadedOption,
-    heading="Network",
     type=click.Path(path_type=Path),
     help="Token file (YAML, see docs/api.md), in addition to VLORA_TOKEN and VLORA_ADMIN_TOKEN.",
 )
-@click.option(
+@headed(
+    "Log",
     "--log-level",
-    cls=HeadedOption,
-    heading="Log",
     type=click.Choice(LEVELS),
     default="warning",
     show_default=True,
     envvar=LEVEL_VARIABLE,
     help="Level of the log on stderr; info writes a line per request.",
 )
-@click.option(
-    "--log-json",
-    cls=HeadedOption,
-    heading="Log",
-    is_flag=True,
-    envvar=JSON_VARIABLE,
-    help="Write the log as JSON lines.",
-)
+@headed("Log", "--log-json", is_flag=True, envvar=JSON_VARIABLE, help="Write the log as JSON lines.")
 @config_flags(EngineConfig, skip=("model", "serve_base"))
 @config_flags(ServerConfig, skip=("tokens",))
-@click.option(
+@headed(
+    "Training",
     "--learn",
-    cls=HeadedOption,
-    heading="Training",
     metavar="PLAN",
     help="Plan file (YAML, see docs/training.md) of adapters that learn from corrections of their answers.",
 )
-@click.option(
+@headed(
+    "Training",
     "--serve-base",
-    cls=HeadedOption,
-    heading="Training",
     multiple=True,
     metavar="ADDRESS",
     help="Serve the weights to clients of `vlora.split`, too, at HOST:PORT or unix:PATH; may be repeated.",

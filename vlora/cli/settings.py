@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from vlora.cli.options import HeadedOption
+from vlora.cli.options import headed
 from vlora.config import DTYPES, POLICY_ALIASES, POLICY_NAMES
 from vlora.errors import BadConfig
 
@@ -117,11 +117,10 @@ def config_flags(config: type, *, skip: tuple[str, ...] = (), only: tuple[str, .
         for field in reversed(sorted(fields, key=lambda each: list(_HEADINGS).index(each.name))):
             flag = f"--{field.name.replace('_', '-')}"
             heading = _HEADINGS[field.name]
-            command = click.option(
+            command = headed(
+                heading,
                 *([_SHORT[field.name]] if field.name in _SHORT else []),
                 f"{flag}/--no-{flag[2:]}" if hints[field.name] is bool else flag,
-                cls=HeadedOption,
-                heading=heading,
                 type=_flag_type(field.name, hints[field.name]),
                 multiple=typing.get_origin(hints[field.name]) is tuple,
                 default=field.default,
