@@ -61,6 +61,7 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
         "vlora.lora.composition",
         "vlora.lora.output_changes",
         "vlora.lora.own_layers",
+        "vlora.lora.placements",
     ),
     "processes": ("vlora.engine.ipc",),
     "grammars": ("vlora.engine.grammar_cache", "vlora.models.grammar"),

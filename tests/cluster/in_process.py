@@ -19,10 +19,12 @@ from vlora.cluster import members
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.door import Address
 from vlora.cluster.members import Health
-from vlora.cluster.replica_client import ReplicaClient
+from vlora.engine import operations
 from vlora.engine.ipc import messages
+from vlora.engine.ipc.client import EngineClient
 from vlora.engine.ipc.load_reports import LoadReporter
 from vlora.engine.ipc.worker import OutputCoalescer
+from vlora.engine.operations import Operation
 from vlora.errors import BadAdapter, BadRequest, Disconnected, VLoraError
 from vlora.routing import Router
 from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput
@@ -106,7 +108,7 @@ class LocalReplica:
         self.max_batch_size = max_batch_size
         self.faults: dict[str, str] = {}
         self.call_s = 0.0
-        self.calls: list[messages.Call] = []
+        self.calls: list[Operation] = []
         self.num_requests = 0
         self.alive = self.hung = self.opens_lines = False
         self.num_reports = 0
@@ -145,14 +147,14 @@ class LocalReplica:
         for line, data in kept:
             self._receive(line, data)
 
-    async def connect(self) -> ReplicaClient:
+    async def connect(self) -> EngineClient:
         if not self.alive:
             raise Disconnected("the process has ended")
         while self.hung and not self.opens_lines:
             await asyncio.sleep(STEP_S)
         self._drop(self._line)
         self._line = line = _Line(self._receive)
-        return ReplicaClient(line, line, messages.Ready("", 1, 10_000, self.max_batch_size, 16, 1000))  # type: ignore[arg-type]
+        return EngineClient(line, line, messages.Ready("", 1, 10_000, self.max_batch_size, 16, 1000))  # type: ignore[arg-type]
 
     def _drop(self, line: _Line | None) -> None:
         """As a replica's process does with a lost front end."""
@@ -184,7 +186,7 @@ class LocalReplica:
                 self._reports.watch(message.every_s)
             case _:
                 assert isinstance(message, messages.Call), message
-                outputs = self._call(message)
+                outputs = self._call(message.call_id, messages.decode_operation(message.operation))
         self._send_outputs(outputs)
         self._reports.poll()
 
@@ -198,35 +200,36 @@ class LocalReplica:
         self._coalescer.add(request)
         return ()
 
-    def _call(self, call: messages.Call) -> tuple[RequestOutput, ...]:
+    def _call(self, call_id: int, operation: Operation) -> tuple[RequestOutput, ...]:
         """Answer a call about adapters, after `call_s`. Returns outputs of requests."""
-        engine, outputs, found = self.engine, tuple[RequestOutput, ...](), dict[str, Any]()
+        found: Any = None
+        engine, outputs, error = self.engine, tuple[RequestOutput, ...](), None
         try:
-            match call:
-                case messages.GetStats():
-                    found["stats"] = engine.stats()
-                case messages.ListAdapters():
-                    found["adapters"] = engine.adapters(call.after)
-                case messages.RegisterAdapters():
-                    engine.register_adapters(call.paths, call.versions)
-                case messages.LoadAdapter():
-                    found["adapters"] = (engine.load_adapter(call.name, call.path, call.version),)
-                case messages.KeepAdapters():
-                    found["contents"] = engine.keep_adapters(call.versions)
-                case messages.UnloadAdapter():
-                    outputs = engine.unload_adapter(call.name, call.drain)
-                case messages.PinAdapter():
-                    found["adapters"] = (engine.pin_adapter(call.name, call.pinned),)
+            match operation:
+                case operations.UnloadAdapter(name, drain):
+                    outputs = engine.unload_adapter(name, drain)
+                case operations.GetStats():
+                    found = engine.stats()
+                case operations.ListAdapters(after):
+                    found = engine.adapters(after)
+                case operations.RegisterAdapters(paths, versions):
+                    engine.register_adapters(paths, versions)
+                case operations.LoadAdapter(name, path, version):
+                    found = engine.load_adapter(name, path, version)
+                case operations.KeepAdapters(versions):
+                    found = engine.keep_adapters(versions)
+                case operations.PinAdapter(name, pinned):
+                    found = engine.pin_adapter(name, pinned)
                 case other:
                     raise AssertionError(other)
         except VLoraError as refused:
-            found["error"] = ErrorValue.of(refused)
-        self.calls.append(call)
-        reply = messages.Reply(call_id=call.call_id, **found)
+            error = ErrorValue.of(refused)
+        self.calls.append(operation)
+        reply = messages.Reply(call_id, found, error)
         asyncio.get_running_loop().call_later(self.call_s, self._reply, self._line, reply)
         return outputs
 
-    def _reply(self, line: _Line | None, reply: messages.Reply) -> None:
+    def _reply(self, line: _Line | None, reply: messages.Reply[Any]) -> None:
         if line is self._line and self.alive:
             self._send(reply)
 
@@ -296,10 +299,10 @@ class _Line:
         await asyncio.wait({self.closed})
 
 
-def connecting(replicas: dict[int, LocalReplica]) -> Callable[..., Coroutine[Any, Any, ReplicaClient]]:
+def connecting(replicas: dict[int, LocalReplica]) -> Callable[..., Coroutine[Any, Any, EngineClient]]:
     """In place of `door.connect`. replicas: by port."""
 
-    async def connect(address: Address, *_: Any, **__: Any) -> ReplicaClient:
+    async def connect(address: Address, *_: Any, **__: Any) -> EngineClient:
         try:
             async with asyncio.timeout(0.5):
                 return await replicas[address.port].connect()

@@ -19,7 +19,7 @@ from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.cluster.adapters import RETRY_S
 from vlora.cluster.former_contents import MAX_FORMER
 from vlora.cluster.held_requests import CONTENT_S
-from vlora.engine.ipc import messages
+from vlora.engine.operations import LoadAdapter
 from vlora.errors import Aborted, AdapterChanged, BadAdapter, BadRequest, Disconnected, UnknownAdapter, VLoraError
 from vlora.routing import RULES
 from vlora.types import Request, RequestOutput, seed_of
@@ -318,7 +318,7 @@ async def test_a_reload_reaches_replica_after_replica(cluster: Maker) -> None:
         assert {V1, V2} in seen and here.contents() == {V2}
         # A replica that joins meanwhile waits for none of it.
         calls = [[type(call) for call in replica.calls] for replica in here.replicas.values()]
-        assert all(own.count(messages.LoadAdapter) == 1 for own in calls)
+        assert all(own.count(LoadAdapter) == 1 for own in calls)
 
 
 @virtual
@@ -513,7 +513,7 @@ async def test_a_replica_that_fails_one_adapter_serves_the_others(
         assert caplog.text.count("replica 'b' is no home for adapter 'x'") == 1
 
         def num_tries() -> int:
-            return sum(isinstance(call, messages.LoadAdapter) and call.name == "x" for call in replica.calls)
+            return sum(isinstance(call, LoadAdapter) and call.name == "x" for call in replica.calls)
 
         # It is tried again with growing pauses, and used again once it is as desired.
         before = num_tries()

@@ -28,6 +28,7 @@ from vlora.cluster.replica import MISSED_BEATS, Replica
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.client import EngineClient
 from vlora.engine.ipc.transport import ClientTransport
+from vlora.engine.operations import GetStats, ListAdapters
 from vlora.errors import BadConfig, Disconnected, EngineDead, Unauthorized, VLoraError
 from vlora.types import ErrorValue, Request, RequestOutput, SamplingParams
 
@@ -260,7 +261,7 @@ async def test_other_secrets_versions_beats_and_tls_are_refused(
         async with a_door(certificate if tls else None) as (address, _):
             other = secrets.token_bytes(32)
             await refused(line(address, tls=tls, secret=other), Unauthorized, "the cluster's secret differs")
-            both = f"runs vlora {handshake.own_version()!r} with protocol 1, this front end vlora '99.1'"
+            both = f"runs vlora {handshake.own_version()!r} with protocol {handshake.PROTOCOL}, this front end vlora '99.1'"
             await refused(line(address, tls=tls, version="99.1"), BadConfig, both)
             for beat_s in (0.0, -1.0, 1e9, float("nan")):
                 message = "it must be between 0.01 and 60 seconds"
@@ -522,13 +523,14 @@ async def test_a_front_end_gets_no_reply_to_the_one_before() -> None:
     """Both number their calls from 1 on."""
     here = Between()
     first = here.front_end()
-    first.say(messages.ListAdapters(call_id=1, after=""))
+    first.say(messages.Call(1, ListAdapters()))
     second = here.front_end()
-    second.say(messages.GetStats(call_id=1))
-    [former, own] = [messages.decode_to_engine(data) for data in here.engine.sent]
-    assert isinstance(former, messages.ListAdapters) and isinstance(own, messages.GetStats)
-    for call in (former, own):
-        here.engine.say(messages.Reply(call_id=call.call_id, error=ErrorValue("aborted", type(call).__name__)))
+    second.say(messages.Call(1, GetStats()))
+    for data in here.engine.sent:
+        call = messages.decode_to_engine(data)
+        assert isinstance(call, messages.Call)
+        kind = type(messages.decode_operation(call.operation)).__name__
+        here.engine.say(messages.Reply(call.call_id, error=ErrorValue("aborted", kind)))
     replies = [(each.call_id, each.error.message) for each in second.got(messages.Reply)]
     assert replies == [(1, "GetStats")] and not first.got(messages.Reply)
 

@@ -19,7 +19,7 @@ from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.cluster import Cluster, LivePlacement
 from vlora.cluster.members import Health
 from vlora.cluster.prefix_keys import MAX_BLOCKS, prefix_keys
-from vlora.engine.ipc.messages import Train
+from vlora.engine.operations import Train
 from vlora.errors import BadRequest, DeadlineUnreachable, Disconnected, EngineDead
 from vlora.routing import Router
 from vlora.routing.router import Recalled

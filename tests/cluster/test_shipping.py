@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
@@ -30,19 +31,19 @@ from vlora.adapter_files import CONFIG_FILE, WEIGHTS_FILE, content_hash
 from vlora.cluster import adapter_failure, adapter_sender
 from vlora.cluster.adapter_incoming import digest_of
 from vlora.cluster.adapter_messages import (
-    FilesCall,
-    FilesReply,
+    Files,
+    FilesOperation,
     Finish,
     Hold,
     Offer,
     Piece,
     ShippedFile,
-    decode_from_replica,
 )
 from vlora.cluster.adapter_sender import AdapterContent, AdapterSender, ReplicaFiles, ShippingLimits
 from vlora.cluster.adapter_state import DesiredAdapter
 from vlora.cluster.adapter_store import AdapterStore, Busy, default_root
 from vlora.cluster.replica import AdapterReceiver
+from vlora.engine.ipc import messages
 from vlora.errors import Aborted, BadAdapter, BadRequest, OverCapacity
 from vlora.server.cluster_metrics import ClusterCollector
 from vlora.types.replicas import AdapterPlace
@@ -122,19 +123,15 @@ class ScriptedClient:
     """A replica that lacks files, and puts what it gets into a folder."""
 
     def __init__(self, missing: tuple[str, ...] = (), store: str = "/store/x") -> None:
-        self.calls: list[FilesCall] = []
+        self.calls: list[FilesOperation] = []
         self._missing, self._store = missing, store
 
-    @property
-    def next_file_id(self) -> int:
-        return len(self.calls)
-
-    def call_files(self, call: FilesCall) -> asyncio.Future[FilesReply]:
+    def post(self, call: FilesOperation) -> asyncio.Future[messages.Reply[msgspec.Raw]]:
         self.calls.append(call)
-        found: asyncio.Future[FilesReply] = asyncio.get_running_loop().create_future()
+        found: asyncio.Future[messages.Reply[msgspec.Raw]] = asyncio.get_running_loop().create_future()
         path = self._store if isinstance(call, Finish) or (isinstance(call, Offer) and not self._missing) else ""
         missing = self._missing if isinstance(call, Offer) else ()
-        found.set_result(FilesReply(call_id=call.call_id, path=path, missing=missing))
+        found.set_result(messages.Reply(len(self.calls), msgspec.Raw(messages.encode(Files(path, missing)))))
         return found
 
 
@@ -188,7 +185,7 @@ def offer_of(folder: Path, path: str = "/nowhere", **fields: Any) -> Offer:
         "adapter_bytes": 1 << 20,
         "total_bytes": 1 << 20,
     }
-    return Offer(call_id=0, path=path, receive=True, **(plain | fields))
+    return Offer(path=path, receive=True, **(plain | fields))
 
 
 def send(store: AdapterStore, folder: Path, offer: Offer, missing: tuple[str, ...]) -> str:
@@ -403,23 +400,24 @@ async def test_errors_are_the_answers_of_their_calls(tmp_path: Path, source: Pat
     receiver = AdapterReceiver(tmp_path / "adapters")
     answers: asyncio.Queue[bytes] = asyncio.Queue()
 
-    async def answer(call: FilesCall) -> FilesReply:
-        receiver.receive(call, answers.put_nowait)
-        found = decode_from_replica(await asyncio.wait_for(answers.get(), PATIENCE_S))
-        assert isinstance(found, FilesReply)
+    async def answer(call: FilesOperation) -> messages.Reply[msgspec.Raw]:
+        receiver.receive(1, call, answers.put_nowait)
+        found = messages.decode_from_engine(await asyncio.wait_for(answers.get(), PATIENCE_S))
+        assert isinstance(found, messages.Reply)
         return found
 
     offer = offer_of(source)
     escaping = replace(offer, version="0" * 32, files=(ShippedFile("../../escaped", 1, ""),))
-    piece = Piece(1, "../" + "0" * 29, "../../escaped", b"x")
+    piece = Piece("../" + "0" * 29, "../../escaped", b"x")
     named = "'../../escaped' is no file of an adapter"
-    for call, reason in ((escaping, named), (piece, ""), (Hold(2, ("..",)), "")):
+    for call, reason in ((escaping, named), (piece, ""), (Hold(("..",)), "")):
         error = (await answer(call)).error
         assert error is not None and error.code == "bad_request" and reason in error.message, call
     assert not list(tmp_path.rglob("*escaped*")) and not (tmp_path / "adapters").exists()
     error = (await answer(replace(offer, path="a null \0 character"))).error
     assert error is not None and "ValueError" in error.message
-    assert (await answer(offer)).missing == (CONFIG_FILE, WEIGHTS_FILE)
+    found = msgspec.msgpack.decode((await answer(offer)).value, type=Files)
+    assert found.missing == (CONFIG_FILE, WEIGHTS_FILE)
     await receiver.close()
 
 

@@ -20,10 +20,11 @@ from tests.processes import until
 from tests.server.scripted import ENGINE_COMMAND, write_adapter
 from tests.server.served import children
 from vlora.config import EngineConfig, ServedBase
-from vlora.engine.ipc import messages, supervisor
+from vlora.engine.ipc import supervisor
 from vlora.engine.ipc.client import EngineClient
 from vlora.engine.ipc.supervisor import SupervisedEngine
 from vlora.engine.ipc.transport import ClientTransport
+from vlora.engine.operations import ADAPTERS_PER_REPLY
 from vlora.errors import BadAdapter, BadConfig, BadPlan, BadRequest, EngineDead, UnknownAdapter
 from vlora.types import Request, RequestOutput, SamplingParams
 
@@ -150,7 +151,7 @@ async def test_adapters_of_an_engine_process(tmp_path: Path) -> None:
     status = await engine.load_adapter("signs", signs)
     assert status.name == "signs" and await engine.adapters() == (status,)
     # More than one batch, and exactly one batch.
-    for count in (2 * messages.ADAPTERS_PER_REPLY, 2 * messages.ADAPTERS_PER_REPLY + 1):
+    for count in (2 * ADAPTERS_PER_REPLY, 2 * ADAPTERS_PER_REPLY + 1):
         await engine.register_adapters({f"cam{number}": signs for number in range(count - 1)})
         names = [each.name for each in await engine.adapters()]
         assert len(names) == count and names == sorted({*names, "signs"})

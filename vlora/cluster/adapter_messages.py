@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from vlora.engine.ipc import messages
-from vlora.types import ErrorValue
+from vlora.engine.operations import EngineOperation, Operation
 
 
 class ShippedFile(msgspec.Struct, frozen=True):
@@ -20,7 +19,21 @@ class ShippedFile(msgspec.Struct, frozen=True):
     digest: str
 
 
-class Offer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Files(msgspec.Struct, frozen=True):
+    """What a replica has of a content.
+
+    Attributes:
+        path: The folder with the content; empty: it is not there.
+        missing: Names of the files that are to be sent.
+        busy: Another process of the machine is receiving this content.
+    """
+
+    path: str = ""
+    missing: tuple[str, ...] = ()
+    busy: bool = False
+
+
+class Offer(Operation, frozen=True, kw_only=True):
     """Ask for the folder of a content. The replica holds the content from then on, until a `Hold` without it.
 
     Attributes:
@@ -31,7 +44,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         total_bytes: The limit of all received contents on the machine.
     """
 
-    call_id: int
+    result = Files
     path: str
     version: str
     files: tuple[ShippedFile, ...]
@@ -40,48 +53,29 @@ class Offer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     total_bytes: int
 
 
-class Piece(msgspec.Struct, frozen=True, tag=True):
+class Piece(Operation, frozen=True):
     """The next bytes of a file that is missing. Files come in the order of the reply to the offer."""
 
-    call_id: int
+    result = Files
     version: str
     name: str
     data: bytes
 
 
-class Finish(msgspec.Struct, frozen=True, tag=True):
+class Finish(Operation, frozen=True):
     """All pieces were sent; or, if some were not, none follow."""
 
-    call_id: int
+    result = Files
     version: str
 
 
-class Hold(msgspec.Struct, frozen=True, tag=True):
+class Hold(Operation, frozen=True):
     """These received contents are in use, and no others: they may be removed when others need the room."""
 
-    call_id: int
+    result = Files
     versions: tuple[str, ...]
 
 
-FilesCall = Offer | Piece | Finish | Hold
+FilesOperation = Offer | Piece | Finish | Hold
 
-
-class FilesReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The answer to the call with that id.
-
-    Attributes:
-        path: The folder with the content; empty: it is not there.
-        missing: Names of the files that are to be sent.
-        busy: Another process of the machine is receiving this content.
-    """
-
-    call_id: int
-    path: str = ""
-    missing: tuple[str, ...] = ()
-    busy: bool = False
-    error: ErrorValue | None = None
-
-
-encode = msgspec.msgpack.Encoder().encode
-decode_to_replica = msgspec.msgpack.Decoder(messages.ToEngine | FilesCall).decode
-decode_from_replica = msgspec.msgpack.Decoder(messages.FromEngine | FilesReply).decode
+decode_operation = msgspec.msgpack.Decoder(EngineOperation | FilesOperation).decode

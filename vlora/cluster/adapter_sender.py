@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+import msgspec
+
 from vlora.adapter_files import ADAPTER_FILES, CONFIG_FILE, content_hash, other_weights
 from vlora.cluster.adapter_incoming import digest_of
-from vlora.cluster.adapter_messages import FilesReply, Finish, Hold, Offer, Piece, ShippedFile
+from vlora.cluster.adapter_messages import Files, Finish, Hold, Offer, Piece, ShippedFile
 from vlora.cluster.adapter_state import DesiredAdapter
-from vlora.cluster.replica_client import ReplicaClient
+from vlora.engine.ipc.client import EngineClient
+from vlora.engine.ipc.messages import Reply
 from vlora.errors import Aborted, BadAdapter
 
 PIECE_BYTES = 128 << 10
@@ -90,7 +93,7 @@ class ReplicaFiles:
         num_bytes_sent: Of all files.
     """
 
-    def __init__(self, sender: AdapterSender, client: ReplicaClient) -> None:
+    def __init__(self, sender: AdapterSender, client: EngineClient) -> None:
         self.progress: dict[str, str] = {}
         self._sender = sender
         self._client = client
@@ -153,7 +156,7 @@ class ReplicaFiles:
         if held != self._held:
             self._held = held
             try:
-                await self._answer(self._client.call_files(Hold(self._client.next_file_id, tuple(sorted(held)))))
+                await self._answer(self._client.post(Hold(tuple(sorted(held)))))
             except BaseException:
                 self._held = None
                 raise
@@ -170,10 +173,9 @@ class ReplicaFiles:
             self._held = None
         return path
 
-    async def _offer(self, wanted: DesiredAdapter, content: AdapterContent | None, *, receive: bool) -> FilesReply:
+    async def _offer(self, wanted: DesiredAdapter, content: AdapterContent | None, *, receive: bool) -> Files:
         limits = self._sender.limits
         offer = Offer(
-            call_id=self._client.next_file_id,
             path=wanted.path,
             version=wanted.version,
             files=() if content is None else content.files,
@@ -181,22 +183,22 @@ class ReplicaFiles:
             adapter_bytes=limits.adapter_bytes,
             total_bytes=limits.total_bytes,
         )
-        return await self._answer(self._client.call_files(offer))
+        return await self._answer(self._client.post(offer))
 
     async def _send_files(
         self, wanted: DesiredAdapter, content: AdapterContent, missing: tuple[str, ...], is_wanted: Callable[[], bool]
     ) -> str:
         files = [file for file in content.files if file.name in missing]
         total, sent = sum(file.size for file in files), 0
-        answers: deque[asyncio.Future[FilesReply]] = deque()
+        answers: deque[asyncio.Future[Reply[msgspec.Raw]]] = deque()
         try:
             for file in files:
                 async for data in pieces_of(Path(wanted.path, file.name), file.size):
                     if not is_wanted():
                         raise Aborted("it is not wanted there any more")
                     self.progress[wanted.version] = f"{sent / 1e6:.1f} of {total / 1e6:.1f} MB of its files were sent"
-                    call = Piece(self._client.next_file_id, wanted.version, file.name, data)
-                    answers.append(self._client.call_files(call))
+                    call = Piece(wanted.version, file.name, data)
+                    answers.append(self._client.post(call))
                     sent += len(data)
                     self.num_bytes_sent += len(data)
                     if len(answers) >= WINDOW:
@@ -206,10 +208,10 @@ class ReplicaFiles:
         finally:
             self.progress.pop(wanted.version, None)
             # Also after an error, so that the replica drops what has arrived.
-            finish = self._client.call_files(Finish(self._client.next_file_id, wanted.version))
+            finish = self._client.post(Finish(wanted.version))
         return (await self._answer(finish)).path
 
-    async def _answer(self, reply: asyncio.Future[FilesReply]) -> FilesReply:
+    async def _answer(self, reply: asyncio.Future[Reply[msgspec.Raw]]) -> Files:
         try:
             async with asyncio.timeout(ANSWER_S):
                 found = await reply
@@ -217,7 +219,7 @@ class ReplicaFiles:
             raise Aborted(f"it did not answer within {ANSWER_S:g} s; its disk may hang") from error
         if found.error is not None:
             raise found.error.to_exception()
-        return found
+        return msgspec.msgpack.decode(found.value, type=Files)
 
 
 async def pieces_of(path: Path, size: int) -> AsyncIterator[bytes]:

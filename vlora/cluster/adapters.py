@@ -17,8 +17,8 @@ from vlora.cluster.adapter_home import AdapterHome, Goal
 from vlora.cluster.adapter_sender import AdapterSender, ReplicaFiles
 from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.cluster.former_contents import FormerContents, parts_of
-from vlora.cluster.replica_client import ReplicaClient
 from vlora.cluster.summary import failed_status, merged_status
+from vlora.engine.ipc.client import EngineClient
 from vlora.errors import Aborted, BadRequest, EngineDead, UnknownAdapter, VLoraError, listed
 from vlora.types import AdapterStatus, ErrorValue
 
@@ -79,7 +79,7 @@ class ReplicatedAdapters:
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
-    async def join(self, name: str, engine: ReplicaClient, is_member: Callable[[], bool]) -> None:
+    async def join(self, name: str, engine: EngineClient, is_member: Callable[[], bool]) -> None:
         """Synchronize a new replica with the desired state; note what it cannot serve. Raises EngineDead.
 
         Args:

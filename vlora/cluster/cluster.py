@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
 from vlora.cluster.adapter_home import AdapterHome
 from vlora.cluster.adapter_sender import AdapterSender, ShippingLimits
@@ -18,15 +19,27 @@ from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.door import Address
 from vlora.cluster.flights import Flights
 from vlora.cluster.members import Health, Member, alive, clients
-from vlora.cluster.replica_client import ReplicaClient
 from vlora.cluster.status import Events, status_of
 from vlora.cluster.summary import merged_stats
+from vlora.engine.interface import EngineInterface
 from vlora.engine.ipc.client import EngineClient
+from vlora.engine.operations import (
+    CancelTraining,
+    GetSnapshot,
+    GetStats,
+    ListTrainings,
+    LoadAdapter,
+    Operation,
+    PinAdapter,
+    RegisterAdapters,
+    Train,
+    UnloadAdapter,
+)
 from vlora.engine.output_stream import OutputStream
-from vlora.engine.snapshot import EngineLoad, EngineSnapshot
+from vlora.engine.snapshot import EngineLoad
 from vlora.errors import Aborted, BadRequest, EngineDead, UnknownReplica
 from vlora.routing import MoveCosts, Report, Room, Router
-from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput, TrainingStatus
+from vlora.types import AdapterStatus, Request, RequestOutput
 from vlora.types.replicas import DEVICE, FAILED, HOST, PENDING, REGISTERED, UNKNOWN, AdapterPlace, ClusterStatus
 
 log = logging.getLogger("vlora.cluster")
@@ -36,7 +49,7 @@ ABSENT_S = 60.0  # without any replica, before waiting requests fail
 _TICK_S = 0.1
 
 
-class Cluster:
+class Cluster(EngineInterface):
     """`EngineInterface` over replicas that `add` connects."""
 
     def __init__(
@@ -168,17 +181,32 @@ class Cluster:
     async def cancel(self, request_id: str) -> None:
         self._flights.cancel(request_id)
 
-    async def register_adapters(self, paths: Mapping[str, str]) -> None:
-        await self._adapters.register(paths)
-
-    async def load_adapter(self, name: str, path: str) -> AdapterStatus:
-        return await self._adapters.load(name, path)
-
-    async def unload_adapter(self, name: str, drain: bool = False) -> None:
-        await self._adapters.unload(name, drain)
-
-    async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
-        return await self._adapters.pin(name, pinned)
+    async def call(self, operation: Operation) -> Any:
+        """See EngineInterface. A cluster does not train: replicas would train the same adapters in the same folder."""
+        match operation:
+            case RegisterAdapters(paths):
+                return await self._adapters.register(paths)
+            case LoadAdapter(name, path):
+                return await self._adapters.load(name, path)
+            case UnloadAdapter(name, drain):
+                return await self._adapters.unload(name, drain)
+            case PinAdapter(name, pinned):
+                return await self._adapters.pin(name, pinned)
+            case Train(plan):
+                raise BadRequest(
+                    f"a cluster does not train; serve {plan} with `vlora serve --train` on one of its machines"
+                )
+            case ListTrainings():
+                return ()
+            case CancelTraining(name):
+                raise BadRequest(f"no training named {name[:128]!r} is running; a cluster does not train")
+            case GetStats():  # the sums; requests that wait for a replica are waiting ones
+                found = await asyncio.gather(*(client.stats() for client in alive(self.members).values()))
+                return merged_stats(found, num_waiting=self._router.num_waiting)
+            case GetSnapshot():  # of the first replica by name
+                return await next(iter(alive(self.members).values())).call(operation)
+            case _:
+                raise AssertionError(f"no cluster performs {type(operation).__name__}")
 
     async def adapters(self) -> tuple[AdapterStatus, ...]:
         """See EngineInterface. An adapter is resident if any replica has it on its device."""
@@ -190,27 +218,6 @@ class Cluster:
 
     async def adapter_places(self) -> tuple[AdapterPlace, ...]:
         return await _places_of(self._adapters, self.members)
-
-    async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
-        """Raises BadRequest: replicas would train the same adapters in the same folder."""
-        raise BadRequest(f"a cluster does not train; serve {plan} with `vlora serve --train` on one of its machines")
-
-    async def trainings(self) -> tuple[TrainingStatus, ...]:
-        """See EngineInterface. A cluster has none."""
-        return ()
-
-    async def cancel_training(self, name: str) -> TrainingStatus:
-        """Raises BadRequest: there is no training."""
-        raise BadRequest(f"no training named {name[:128]!r} is running; a cluster does not train")
-
-    async def stats(self) -> EngineStats:
-        """See EngineInterface. The sums over the replicas; requests that wait for a replica are waiting ones."""
-        found = await asyncio.gather(*(client.stats() for client in alive(self.members).values()))
-        return merged_stats(found, num_waiting=self._router.num_waiting)
-
-    async def snapshot(self, since: int = 0) -> EngineSnapshot:
-        """See EngineInterface. That of the first replica by name."""
-        return await next(iter(alive(self.members).values())).snapshot(since)
 
     def status(self) -> ClusterStatus:
         """The replicas, the queue, and what happened so far."""
@@ -252,7 +259,7 @@ class Cluster:
             if name in self._router.replicas:
                 self._left(member, died=False)
 
-    async def _prepare(self, member: Member, client: ReplicaClient) -> None:
+    async def _prepare(self, member: Member, client: EngineClient) -> None:
         await self._adapters.join(member.name, client, lambda: self.members.get(member.name) is member)
 
     def _joined(self, member: Member) -> None:

@@ -17,7 +17,6 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from vlora.cluster import handshake
-from vlora.cluster.replica_client import ReplicaClient
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.client import EngineClient
 from vlora.engine.ipc.transport import ClientTransport
@@ -271,10 +270,10 @@ class Line(NamedTuple):
 
 async def connect(
     address: Address, secret: bytes, *, tls: bool, beat_s: float, version: str | None = None
-) -> ReplicaClient:
+) -> EngineClient:
     """Connect to a replica's engine. Arguments and errors are those of `open_line`."""
     line = await open_line(address, secret, tls=tls, beat_s=beat_s, version=version)
-    client = ReplicaClient(_RemoteProcess(line.transport), line.transport, line.ready)
+    client = EngineClient(_RemoteProcess(line.transport), line.transport, line.ready)
     line.inbox.hand_over(line.transport, line.transport.on_message)
     return client
 

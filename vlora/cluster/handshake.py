@@ -18,7 +18,7 @@ import msgspec
 from vlora.errors import BadConfig, Disconnected, Unauthorized, VLoraError
 from vlora.types import ErrorValue
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_BYTES = 4096
 """The largest message before both ends have proved themselves."""
 

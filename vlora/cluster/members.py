@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from vlora.cluster.door import Address, connect, watch_beats
-from vlora.cluster.replica_client import ReplicaClient
 from vlora.engine.ipc.client import EngineClient
 from vlora.errors import Disconnected, EngineDead, VLoraError
 
@@ -49,7 +48,7 @@ class Member:
         *,
         tls: bool,
         health: Health,
-        prepare: Callable[[Member, ReplicaClient], Any],
+        prepare: Callable[[Member, EngineClient], Any],
         on_join: Callable[[Member], None],
         on_leave: Callable[[Member], None],
     ) -> None:
@@ -62,7 +61,7 @@ class Member:
         """
         self.name = name
         self.address = address
-        self.client: ReplicaClient | None = None
+        self.client: EngineClient | None = None
         self.cause = "it has not been connected yet"
         self._secret = secret
         self._tls = tls
@@ -104,7 +103,7 @@ class Member:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    async def _connect(self) -> ReplicaClient:
+    async def _connect(self) -> EngineClient:
         client = await connect(self.address, self._secret, tls=self._tls, beat_s=self._health.beat_s)
         beats = asyncio.create_task(self._beat(client))
         try:
@@ -123,7 +122,7 @@ class Member:
     def _closed_meanwhile(self) -> Disconnected:
         return Disconnected(f"replica {self.name!r} was removed before it had joined")
 
-    async def _serve(self, client: ReplicaClient | None) -> None:
+    async def _serve(self, client: EngineClient | None) -> None:
         pause_s = FIRST_PAUSE_S
         while True:
             if client is None:

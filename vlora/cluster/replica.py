@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vlora.cluster import adapter_messages, claim, framing
-from vlora.cluster.adapter_messages import FilesCall, FilesReply, Finish, Hold, Offer, Piece, encode
+from vlora.cluster.adapter_messages import Files, FilesOperation, Finish, Hold, Offer, Piece
 from vlora.cluster.adapter_store import AdapterStore, Busy, check_versions, default_root
 from vlora.cluster.claim import RunningReplica
 from vlora.cluster.door import Address, Certificate, Door, Inbox
@@ -49,7 +49,8 @@ _CLOSE_S = 1.0
 
 
 class _Waiting(NamedTuple):
-    call: FilesCall
+    call_id: int
+    operation: FilesOperation
     send: Callable[[bytes], object]
 
 
@@ -64,12 +65,12 @@ class AdapterReceiver:
         self._calls: asyncio.Queue[_Waiting] = asyncio.Queue()
         self._answering: asyncio.Task[None] | None = None
 
-    def receive(self, call: FilesCall, send: Callable[[bytes], object]) -> None:
+    def receive(self, call_id: int, operation: FilesOperation, send: Callable[[bytes], object]) -> None:
         if self._calls.qsize() >= MAX_WAITING:
             error = Aborted(f"{MAX_WAITING} messages about files wait on this machine; its disk may hang")
-            send(encode(FilesReply(call_id=call.call_id, error=ErrorValue.of(error))))
+            send(messages.encode(messages.Reply(call_id, error=ErrorValue.of(error))))
             return
-        self._calls.put_nowait(_Waiting(call, send))
+        self._calls.put_nowait(_Waiting(call_id, operation, send))
         if self._answering is None:
             self._answering = asyncio.create_task(self._answer_all(), name="vlora-adapter-files")
 
@@ -95,18 +96,18 @@ class AdapterReceiver:
     async def _answer_all(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            call, send = await self._calls.get()
-            send(encode(await loop.run_in_executor(self._thread, self._answer, call)))
+            call_id, operation, send = await self._calls.get()
+            send(messages.encode(await loop.run_in_executor(self._thread, self._answer, call_id, operation)))
 
     # -- in the thread ------------------------------------------------------------------------------------------------
 
-    def _answer(self, call: FilesCall) -> FilesReply:
+    def _answer(self, call_id: int, operation: FilesOperation) -> messages.Reply[Files]:
         try:
             if self._store is None:
                 self._store = AdapterStore(self._root or default_root(os.environ))
-            return _done(self._store, call)
+            return messages.Reply(call_id, _done(self._store, operation))
         except Busy:
-            return FilesReply(call_id=call.call_id, busy=True)
+            return messages.Reply(call_id, Files(busy=True))
         except OSError as error:
             log.warning("received adapters: %s", error)
             why = OverCapacity(f"its files cannot be written there: {error.strerror}")
@@ -116,10 +117,10 @@ class AdapterReceiver:
         except Exception as error:  # otherwise no later call would be answered
             log.exception("received adapters")
             found = ErrorValue.of(Aborted(f"internal error: {type(error).__name__}; the log of the replica has it"))
-        if self._store is not None and not isinstance(call, Hold):
+        if self._store is not None and not isinstance(operation, Hold):
             with contextlib.suppress(OSError):
-                self._store.abort(call.version)
-        return FilesReply(call_id=call.call_id, error=found)
+                self._store.abort(operation.version)
+        return messages.Reply(call_id, error=found)
 
     def _abort_all(self) -> None:
         if self._store is not None:
@@ -130,21 +131,21 @@ class AdapterReceiver:
             self._store.close()
 
 
-def _done(store: AdapterStore, call: FilesCall) -> FilesReply:
-    match call:
+def _done(store: AdapterStore, operation: FilesOperation) -> Files:
+    match operation:
         case Offer():
-            path, missing = store.find(call), tuple[str, ...]()
-            if path is None and call.receive and not (missing := store.begin(call)):
-                path = store.finish(call.version)
-            return FilesReply(call_id=call.call_id, path=path or "", missing=missing)
+            path, missing = store.find(operation), tuple[str, ...]()
+            if path is None and operation.receive and not (missing := store.begin(operation)):
+                path = store.finish(operation.version)
+            return Files(path=path or "", missing=missing)
         case Piece():
-            store.write(call.version, call.name, call.data)
+            store.write(operation.version, operation.name, operation.data)
         case Finish():
-            return FilesReply(call_id=call.call_id, path=store.finish(call.version))
+            return Files(path=store.finish(operation.version))
         case Hold():
-            check_versions(call.versions)
-            store.hold(call.versions)
-    return FilesReply(call_id=call.call_id)
+            check_versions(operation.versions)
+            store.hold(operation.versions)
+    return Files()
 
 
 """Beats without a byte after which a front end counts as gone. More than the front end itself allows a replica: its
@@ -296,22 +297,23 @@ class Replica:
         if data == messages.PING:
             self._engine.send(data)
             return
-        message = adapter_messages.decode_to_replica(data)
+        message = messages.decode_to_engine(data)
         match message:
-            case Offer() | Piece() | Finish() | Hold():
-                self._files.receive(message, peer.transport.send)
-                return
-            case messages.Start() | messages.Stop():
-                raise ValueError(f"a front end may not send {type(message).__name__} to a replica")
             case messages.Add():
                 peer.unfinished[message.request.request_id] += 1
             case messages.Cancel() | messages.WatchLoad() | messages.Ping():
                 pass
-            case call:
+            case messages.Call(call_id, data_of_operation):
+                operation = adapter_messages.decode_operation(data_of_operation)
+                if isinstance(operation, FilesOperation):
+                    self._files.receive(call_id, operation, peer.transport.send)
+                    return
                 # A reply to the front end before must not answer a call of this one.
                 own_id = next(self._call_ids)
-                peer.calls[own_id] = call.call_id
-                data = messages.encode(msgspec.structs.replace(call, call_id=own_id))
+                peer.calls[own_id] = call_id
+                data = messages.encode(messages.Call(own_id, operation))
+            case _:
+                raise ValueError(f"a front end may not send {type(message).__name__} to a replica")
         self._engine.send(data)
 
     def _from_engine(self, data: bytes) -> None:

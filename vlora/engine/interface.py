@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
+from vlora.engine.operations import (
+    ADAPTERS_PER_REPLY,
+    CancelTraining,
+    GetSnapshot,
+    GetStats,
+    ListAdapters,
+    ListTrainings,
+    LoadAdapter,
+    Operation,
+    PinAdapter,
+    RegisterAdapters,
+    Train,
+    UnloadAdapter,
+)
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput, TrainingStatus
 
@@ -12,7 +26,8 @@ from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput, Trai
 class EngineInterface(Protocol):
     """The calls a front end may make to an engine.
 
-    All are asyncio; a dead engine raises EngineDead at once, with the cause.
+    All are asyncio; a dead engine raises EngineDead at once, with the cause. An engine implements `generate`, `call`
+    and `close`; a cluster, which has no engine of its own, each operation.
     """
 
     def generate(self, request: Request, until: float | None = None) -> AsyncIterator[RequestOutput]:
@@ -31,12 +46,16 @@ class EngineInterface(Protocol):
         """Cancel a request; its iterator ends with finish_reason "cancelled". Unknown ids are ignored."""
         ...
 
+    async def call(self, operation: Operation) -> Any:
+        """Perform an operation; the methods below are calls."""
+        ...
+
     async def register_adapters(self, paths: Mapping[str, str]) -> None:
         """Register adapter folders by name, all or none. Only headers are read now, the rest at first use.
 
         Raises BadAdapter with the reason, or OverCapacity for one that can never be loaded onto the device.
         """
-        ...
+        await self.call(RegisterAdapters(dict(paths)))
 
     async def load_adapter(self, name: str, path: str) -> AdapterStatus:
         """Register the adapter folder `path` as `name`; returns when all of it was read, in the background.
@@ -49,14 +68,14 @@ class EngineInterface(Protocol):
             BadRequest: The name is pinned.
             Aborted: The name was unloaded meanwhile.
         """
-        ...
+        return await self.call(LoadAdapter(name, path))
 
     async def unload_adapter(self, name: str, drain: bool = False) -> None:
         """Remove an adapter; new requests by its name are refused. Raises UnknownAdapter.
 
         Its running requests are cancelled and its memory is freed; with `drain` they finish first.
         """
-        ...
+        await self.call(UnloadAdapter(name, drain))
 
     async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
         """Load an adapter onto the device in the background and keep it resident, or allow it to be evicted again.
@@ -66,11 +85,16 @@ class EngineInterface(Protocol):
             OverCapacity: There is no room for it, or another adapter would no longer fit.
             Aborted: It was unpinned or unloaded meanwhile.
         """
-        ...
+        return await self.call(PinAdapter(name, pinned))
 
     async def adapters(self) -> tuple[AdapterStatus, ...]:
         """Every registered adapter, by name."""
-        ...
+        found: tuple[AdapterStatus, ...] = ()
+        while True:
+            page = await self.call(ListAdapters(found[-1].name if found else ""))
+            found += page
+            if len(page) < ADAPTERS_PER_REPLY:
+                return found
 
     async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
         """Begin or continue the trainings of a plan file, all or none. Returns when its files were read.
@@ -83,23 +107,23 @@ class EngineInterface(Protocol):
             BadPlan: The plan or its data cannot be used.
             BadRequest: The engine cannot train, the model lacks a target, or the name of a training is in use.
         """
-        ...
+        return await self.call(Train(plan, reopen))
 
     async def trainings(self) -> tuple[TrainingStatus, ...]:
         """Every training since the engine started."""
-        ...
+        return await self.call(ListTrainings())
 
     async def cancel_training(self, name: str) -> TrainingStatus:
         """End a training; its checkpoint remains. Raises BadRequest if it is not running."""
-        ...
+        return await self.call(CancelTraining(name))
 
     async def stats(self) -> EngineStats:
         """Counters since the engine started."""
-        ...
+        return await self.call(GetStats())
 
     async def snapshot(self, since: int = 0) -> EngineSnapshot:
         """The engine's current state between two steps, with the steps after number `since`."""
-        ...
+        return await self.call(GetSnapshot(since))
 
     async def close(self) -> None:
         """Stop the engine; requests still running end as cancelled."""

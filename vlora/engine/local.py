@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from concurrent.futures import Executor
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
 from vlora.config import EngineConfig
 from vlora.engine.engine import Engine
+from vlora.engine.interface import EngineInterface
+from vlora.engine.operations import Operation, perform
 from vlora.engine.output_stream import OutputStream
-from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import EngineDead, VLoraError
 from vlora.threads import compute_with, launch_on
-from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput, TrainingStatus
+from vlora.types import ErrorValue, Request, RequestOutput
 
 T = TypeVar("T")
 
 
-class LocalEngine:
+class LocalEngine(EngineInterface):
     """`EngineInterface` without a socket. Use either `run` or the asyncio calls at a time, not both."""
 
     def __init__(self, config: EngineConfig, *, model: object | None = None, executor: Executor | None = None) -> None:
@@ -84,42 +84,9 @@ class LocalEngine:
     async def cancel(self, request_id: str) -> None:
         await self._call(lambda: self._cancel(request_id))
 
-    async def register_adapters(self, paths: Mapping[str, str]) -> None:
-        await self._call(lambda: self.engine.register_adapters(paths))
-
-    async def load_adapter(self, name: str, path: str) -> AdapterStatus:
-        return await asyncio.wrap_future(await self._call(lambda: self.engine.load_in_background(name, path)))
-
-    async def unload_adapter(self, name: str, drain: bool = False) -> None:
-        def unload() -> None:
-            for output in self.engine.unload_adapter(name, drain):
-                self._deliver(output)
-
-        await self._call(unload)
-
-    async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
-        if not pinned:
-            return await self._call(lambda: self.engine.pin_adapter(name, False))
-        return await asyncio.wrap_future(await self._call(lambda: self.engine.pin_in_background(name)))
-
-    async def adapters(self) -> tuple[AdapterStatus, ...]:
-        return await self._call(self.engine.adapters)
-
-    async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
-        submit = functools.partial(self.engine.parts.trainings.submit, plan, reopen=reopen)
-        return await asyncio.wrap_future(await self._call(submit))
-
-    async def trainings(self) -> tuple[TrainingStatus, ...]:
-        return await self._call(self.engine.parts.trainings.statuses)
-
-    async def cancel_training(self, name: str) -> TrainingStatus:
-        return await self._call(lambda: self.engine.parts.trainings.cancel(name))
-
-    async def stats(self) -> EngineStats:
-        return await self._call(self.engine.stats)
-
-    async def snapshot(self, since: int = 0) -> EngineSnapshot:
-        return await self._call(lambda: self.engine.snapshot(since))
+    async def call(self, operation: Operation) -> Any:
+        found = await self._call(lambda: perform(self.engine, operation, self._deliver_all))
+        return await asyncio.wrap_future(found) if isinstance(found, Future) else found
 
     async def close(self) -> None:
         if self._thread is not None and self._thread.is_alive():

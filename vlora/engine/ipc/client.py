@@ -15,13 +15,15 @@ import msgspec
 from vlora.config import EngineConfig, Token
 from vlora.engine.exit_status import describe_exit
 from vlora.engine.host_resources import thread_waiting
+from vlora.engine.interface import EngineInterface
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.load_reports import WatchedLoad
 from vlora.engine.ipc.transport import ClientTransport, UnreadableMessage
+from vlora.engine.operations import KeepAdapters, LoadAdapter, Operation, RegisterAdapters
 from vlora.engine.output_stream import OutputStream
-from vlora.engine.snapshot import EngineLoad, EngineSnapshot
+from vlora.engine.snapshot import EngineLoad
 from vlora.errors import BadRequest, EngineDead
-from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput, TrainingStatus
+from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput
 
 ENGINE_COMMAND = (sys.executable, "-m", "vlora.engine.ipc.worker")
 
@@ -50,7 +52,7 @@ class EngineProcess(Protocol):
         ...
 
 
-class EngineClient:
+class EngineClient(EngineInterface):
     """Created by `start`. Belongs to the event loop that started it."""
 
     def __init__(self, process: EngineProcess, transport: ClientTransport, ready: messages.Ready) -> None:
@@ -61,7 +63,7 @@ class EngineClient:
         self._process = process
         self._transport = transport
         self._streams: dict[str, Callable[[RequestOutput], None]] = {}
-        self._calls: dict[int, asyncio.Future[messages.Reply]] = {}
+        self._calls: dict[int, asyncio.Future[messages.Reply[msgspec.Raw]]] = {}
         self._call_ids = itertools.count()
         self._cause: str | None = None
         self._reported_cause: str | None = None
@@ -134,48 +136,28 @@ class EngineClient:
         self._check_alive()
         self._post(messages.Cancel(request_id))
 
+    async def call(self, operation: Operation) -> Any:
+        reply = await self.post(operation)
+        if reply.error is not None:
+            raise reply.error.to_exception()
+        return msgspec.msgpack.decode(reply.value, type=operation.result)
+
+    def post(self, operation: Operation) -> asyncio.Future[messages.Reply[msgspec.Raw]]:
+        """Send an operation now; its reply comes later. Raises EngineDead."""
+        self._check_alive()
+        call_id = next(self._call_ids)
+        self._post(messages.Call(call_id, operation))
+        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda _: self._calls.pop(call_id, None))
+        return future
+
     async def register_adapters(self, paths: Mapping[str, str], versions: Mapping[str, str] = {}) -> None:
         """See EngineInterface. versions: Content hashes by name; an adapter with other content fails at first use."""
-        await self._call(messages.RegisterAdapters(next(self._call_ids), dict(paths), dict(versions)))
+        await self.call(RegisterAdapters(dict(paths), dict(versions)))
 
     async def load_adapter(self, name: str, path: str, version: str = "") -> AdapterStatus:
         """See EngineInterface. Raises BadAdapter also if the content has another hash than `version`."""
-        return (await self._call(messages.LoadAdapter(next(self._call_ids), name, path, version))).adapters[0]
-
-    async def unload_adapter(self, name: str, drain: bool = False) -> None:
-        await self._call(messages.UnloadAdapter(next(self._call_ids), name, drain))
-
-    async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
-        return (await self._call(messages.PinAdapter(next(self._call_ids), name, pinned))).adapters[0]
-
-    async def adapters(self) -> tuple[AdapterStatus, ...]:
-        found: tuple[AdapterStatus, ...] = ()
-        while True:
-            page = (
-                await self._call(messages.ListAdapters(next(self._call_ids), found[-1].name if found else ""))
-            ).adapters
-            found += page
-            if len(page) < messages.ADAPTERS_PER_REPLY:
-                return found
-
-    async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
-        return (await self._call(messages.Train(next(self._call_ids), plan, reopen))).trainings
-
-    async def trainings(self) -> tuple[TrainingStatus, ...]:
-        return (await self._call(messages.ListTrainings(next(self._call_ids)))).trainings
-
-    async def cancel_training(self, name: str) -> TrainingStatus:
-        return (await self._call(messages.CancelTraining(next(self._call_ids), name))).trainings[0]
-
-    async def stats(self) -> EngineStats:
-        stats = (await self._call(messages.GetStats(next(self._call_ids)))).stats
-        assert stats is not None
-        return stats
-
-    async def snapshot(self, since: int = 0) -> EngineSnapshot:
-        snapshot = (await self._call(messages.GetSnapshot(next(self._call_ids), since))).snapshot
-        assert snapshot is not None
-        return snapshot
+        return await self.call(LoadAdapter(name, path, version))
 
     # -- for a router -------------------------------------------------------------------------------------------------
 
@@ -184,8 +166,7 @@ class EngineClient:
 
         Returns those of them that the engine has.
         """
-        kept = {name: tuple(contents) for name, contents in versions.items()}
-        return (await self._call(messages.KeepAdapters(next(self._call_ids), kept))).contents
+        return await self.call(KeepAdapters({name: tuple(contents) for name, contents in versions.items()}))
 
     def watch_load(self, every_s: float, on_change: Callable[[EngineLoad, int], None]) -> None:
         """Call `on_change` with the engine's load now and after changes, at most once in `every_s` seconds.
@@ -227,7 +208,7 @@ class EngineClient:
         if self._cause is not None:
             raise EngineDead(self._cause)
 
-    def _post(self, message: messages.ToEngine) -> None:
+    def _post(self, message: messages.ToEngine | messages.Call[Operation]) -> None:
         try:
             data = messages.encode(message)
         except OverflowError as error:
@@ -235,18 +216,6 @@ class EngineClient:
         except UnicodeEncodeError as error:
             raise BadRequest(f"text in the request contains an unpaired surrogate: {error}") from error
         self._transport.send(data)
-
-    async def _call(self, call: messages.Call) -> messages.Reply:
-        self._check_alive()
-        future = self._calls[call.call_id] = asyncio.get_running_loop().create_future()
-        try:
-            self._post(call)
-            reply = await future
-        finally:
-            del self._calls[call.call_id]
-        if reply.error is not None:
-            raise reply.error.to_exception()
-        return reply
 
     async def _watch(self) -> None:
         """Wait for the end of the process, then fail all waiting calls with the cause."""
@@ -275,7 +244,7 @@ class EngineClient:
                             del self._streams[output.request_id]
                         on_output(output)
             case messages.Reply():
-                if (future := self._calls.get(message.call_id)) is not None and not future.done():
+                if (future := self._calls.pop(message.call_id, None)) is not None and not future.done():
                     future.set_result(message)
             case messages.Failed():
                 self._reported_cause = message.error.message
@@ -298,9 +267,10 @@ class EngineClient:
         streams, self._streams = self._streams, {}
         for request_id, on_output in streams.items():
             on_output(RequestOutput(request_id=request_id, finish_reason="error", error=error))
-        for future in self._calls.values():
+        calls, self._calls = self._calls, {}
+        for call_id, future in calls.items():
             if not future.done():
-                future.set_exception(error.to_exception())
+                future.set_result(messages.Reply(call_id, error=error))
         self._transport.close()
 
 

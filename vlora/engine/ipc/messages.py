@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 import msgspec
 
 from vlora.config import EngineConfig, Token
-from vlora.engine.snapshot import EngineLoad, EngineSnapshot
-from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput, TrainingStatus
+from vlora.engine.operations import EngineOperation
+from vlora.engine.snapshot import EngineLoad
+from vlora.types import ErrorValue, Request, RequestOutput
+
+T = TypeVar("T")
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -25,85 +30,17 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
-class RegisterAdapters(msgspec.Struct, frozen=True, tag=True):
-    """paths: by name. versions: the content hashes that they must have, by name."""
+class Call(msgspec.Struct, Generic[T], frozen=True, tag=True):
+    """Perform an `Operation`. It is answered by a Reply with the same call_id."""
 
     call_id: int
-    paths: dict[str, str]
-    versions: dict[str, str] = {}
-
-
-class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """version: the content hash that the folder must have; empty: any."""
-
-    call_id: int
-    name: str
-    path: str
-    version: str = ""
-
-
-class KeepAdapters(msgspec.Struct, frozen=True, tag=True):
-    """From now on, keep these versions by name when other content replaces them, and no others.
-
-    The reply has those of them that the engine has.
-    """
-
-    call_id: int
-    versions: dict[str, tuple[str, ...]]
-
-
-class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
-    call_id: int
-    name: str
-    drain: bool
-
-
-class PinAdapter(msgspec.Struct, frozen=True, tag=True):
-    call_id: int
-    name: str
-    pinned: bool
-
-
-class ListAdapters(msgspec.Struct, frozen=True, tag=True):
-    """Answered by the first `ADAPTERS_PER_REPLY` adapters with names after `after`; a full list would delay a step."""
-
-    call_id: int
-    after: str
-
-
-ADAPTERS_PER_REPLY = 250
-
-
-class Train(msgspec.Struct, frozen=True, tag=True):
-    """Begin the trainings of a plan file. reopen: also those that were cancelled or have failed."""
-
-    call_id: int
-    plan: str
-    reopen: bool
-
-
-class ListTrainings(msgspec.Struct, frozen=True, tag=True):
-    call_id: int
+    operation: T
 
 
 class ReplaceBaseTokens(msgspec.Struct, frozen=True, tag=True):
     """Admit clients of the base model with these tokens from now on. It is not answered."""
 
     tokens: tuple[Token, ...]
-
-
-class CancelTraining(msgspec.Struct, frozen=True, tag=True):
-    call_id: int
-    name: str
-
-
-class GetStats(msgspec.Struct, frozen=True, tag=True):
-    call_id: int
-
-
-class GetSnapshot(msgspec.Struct, frozen=True, tag=True):
-    call_id: int
-    since: int
 
 
 class WatchLoad(msgspec.Struct, frozen=True, tag=True):
@@ -120,22 +57,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Cancel all running requests and end the process."""
 
 
-Call = (
-    RegisterAdapters
-    | LoadAdapter
-    | KeepAdapters
-    | UnloadAdapter
-    | PinAdapter
-    | ListAdapters
-    | Train
-    | ListTrainings
-    | CancelTraining
-    | GetStats
-    | GetSnapshot
-)
-"""Calls that are answered by a Reply of the same call_id."""
-
-ToEngine = Start | Add | Cancel | Call | ReplaceBaseTokens | WatchLoad | Ping | Stop
+ToEngine = Start | Add | Cancel | Call[msgspec.Raw] | ReplaceBaseTokens | WatchLoad | Ping | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -164,16 +86,12 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     outputs: tuple[RequestOutput, ...]
 
 
-class Reply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The answer to the call with that id; the fields are those that the call returns, or error if it was refused."""
+class Reply(msgspec.Struct, Generic[T], frozen=True, tag=True):
+    """The answer to the call with that id: the operation's result, or the error if it was refused."""
 
     call_id: int
+    value: T = None  # type: ignore[assignment]  # with an error
     error: ErrorValue | None = None
-    adapters: tuple[AdapterStatus, ...] = ()
-    contents: dict[str, tuple[str, ...]] = {}
-    trainings: tuple[TrainingStatus, ...] = ()
-    stats: EngineStats | None = None
-    snapshot: EngineSnapshot | None = None
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -198,9 +116,10 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
     step_s: float
 
 
-FromEngine = Ready | Failed | Outputs | Reply | LoadReport | Pong
+FromEngine = Ready | Failed | Outputs | Reply[msgspec.Raw] | LoadReport | Pong
 
 encode = msgspec.msgpack.Encoder().encode
 PING = encode(Ping())
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+decode_operation = msgspec.msgpack.Decoder(EngineOperation).decode

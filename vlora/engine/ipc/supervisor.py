@@ -6,17 +6,26 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
 from vlora.config import EngineConfig, Token
 from vlora.engine.interface import EngineInterface
 from vlora.engine.ipc.client import ENGINE_COMMAND, EngineClient
-from vlora.engine.snapshot import EngineSnapshot
+from vlora.engine.operations import (
+    GetSnapshot,
+    GetStats,
+    LoadAdapter,
+    Operation,
+    PinAdapter,
+    RegisterAdapters,
+    Train,
+    UnloadAdapter,
+)
 from vlora.errors import BadConfig, EngineDead, VLoraError
-from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput, TrainingStatus
+from vlora.types import Request, RequestOutput
 
 _MOST_STARTS = 5  # in a row that ended early
 _LASTING_S = 60.0
@@ -49,7 +58,7 @@ class RestartedEngine(EngineInterface, Protocol):
         ...
 
 
-class SupervisedEngine:
+class SupervisedEngine(EngineInterface):
     """`EngineInterface` over successive engine processes; created by `start`.
 
     When an engine process dies, pending and new requests fail with the cause until a replacement is ready. The
@@ -106,41 +115,28 @@ class SupervisedEngine:
     async def cancel(self, request_id: str) -> None:
         await self._alive().cancel(request_id)
 
-    async def register_adapters(self, paths: Mapping[str, str]) -> None:
-        await self._alive().register_adapters(paths)
-        self._paths |= paths
-
-    async def load_adapter(self, name: str, path: str) -> AdapterStatus:
-        status = await self._alive().load_adapter(name, path)
-        self._paths[name] = path
-        return status
-
-    async def unload_adapter(self, name: str, drain: bool = False) -> None:
-        await self._alive().unload_adapter(name, drain)
-        self._paths.pop(name, None)
-        self._pinned.discard(name)
-
-    async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
-        status = await self._alive().pin_adapter(name, pinned)
-        (self._pinned.add if pinned else self._pinned.discard)(name)
-        return status
-
-    async def adapters(self) -> tuple[AdapterStatus, ...]:
-        return await self._alive().adapters()
-
-    async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
-        """See EngineInterface. After a restart the trainings continue."""
-        statuses = await self._alive().train(plan, reopen=reopen)
-        # Those of learning adapters are removed when they have ended.
-        self._plans = {known: None for known in self._plans if os.path.exists(known)} | {plan: None}
-        return statuses
-
-    async def trainings(self) -> tuple[TrainingStatus, ...]:
-        """See EngineInterface. Those of the present process."""
-        return await self._alive().trainings()
-
-    async def cancel_training(self, name: str) -> TrainingStatus:
-        return await self._alive().cancel_training(name)
+    async def call(self, operation: Operation) -> Any:
+        """See EngineInterface. Adapters, pins and trainings are restored after a restart, and counters restart."""
+        found = await self._alive().call(operation)
+        match operation:
+            case RegisterAdapters(paths):
+                self._paths |= paths
+            case LoadAdapter(name, path):
+                self._paths[name] = path
+            case UnloadAdapter(name):
+                self._paths.pop(name, None)
+                self._pinned.discard(name)
+            case PinAdapter(name, pinned):
+                (self._pinned.add if pinned else self._pinned.discard)(name)
+            case Train(plan):
+                # Those of learning adapters are removed when they have ended.
+                self._plans = {known: None for known in self._plans if os.path.exists(known)} | {plan: None}
+            case GetStats():
+                return msgspec.structs.replace(found, num_restarts=self._num_restarts)
+            case GetSnapshot():
+                stats = msgspec.structs.replace(found.stats, num_restarts=self._num_restarts)
+                return msgspec.structs.replace(found, stats=stats)
+        return found
 
     def replace_base_tokens(self, tokens: tuple[Token, ...]) -> None:
         """Admit clients of the base model with these tokens from now on, also after a restart."""
@@ -149,17 +145,6 @@ class SupervisedEngine:
         self._config = dataclasses.replace(self._config, serve_base=dataclasses.replace(base, tokens=tokens))
         if self._engine is not None:
             self._engine.replace_base_tokens(tokens)
-
-    async def stats(self) -> EngineStats:
-        """See EngineInterface. Counters restart with every process, except the number of restarts."""
-        return msgspec.structs.replace(await self._alive().stats(), num_restarts=self._num_restarts)
-
-    async def snapshot(self, since: int = 0) -> EngineSnapshot:
-        """See EngineInterface. Step numbers restart with every process."""
-        snapshot = await self._alive().snapshot(since)
-        return msgspec.structs.replace(
-            snapshot, stats=msgspec.structs.replace(snapshot.stats, num_restarts=self._num_restarts)
-        )
 
     async def close(self) -> None:
         """See EngineInterface. Stops restarting."""

@@ -27,9 +27,10 @@ from vlora.engine.host_resources import default_threads
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.load_reports import LoadReporter
 from vlora.engine.ipc.transport import EngineTransport
+from vlora.engine.operations import perform
 from vlora.errors import EngineDead, StepFailed, VLoraError
 from vlora.logging_format import configure
-from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput, TokenScore
+from vlora.types import ErrorValue, Request, RequestOutput, TokenScore
 
 if TYPE_CHECKING:
     from vlora.engine.engine import Engine
@@ -181,16 +182,8 @@ class EngineWorker:
                 self._transport.send(self._pong())
             case messages.Start():
                 raise AssertionError("the engine is already started")
-            case messages.LoadAdapter():
-                loaded = self._engine.load_in_background(message.name, message.path, message.version)
-                self._reply_when_changed(message.call_id, loaded)
-            case messages.PinAdapter(pinned=True):
-                self._reply_when_changed(message.call_id, self._engine.pin_in_background(message.name))
-            case messages.Train(call_id):
-                done = self._trainings.submit(message.plan, reopen=message.reopen)
-                self._reply_when_done(call_id, done, lambda: messages.Reply(call_id=call_id, trainings=done.result()))
-            case call:
-                self._send(self._reply(call))
+            case messages.Call(call_id, operation):
+                self._perform(call_id, operation)
 
     def _add(self, message: messages.Add) -> None:
         request_id = message.request.request_id
@@ -214,59 +207,35 @@ class EngineWorker:
         refused = RequestOutput(request_id=request_id, finish_reason="error", error=ErrorValue.of(error))
         self._send_outputs((refused,))
 
-    def _reply_when_changed(self, call_id: int, done: Future[AdapterStatus]) -> None:
-        self._reply_when_done(call_id, done, lambda: messages.Reply(call_id=call_id, adapters=(done.result(),)))
-
-    def _reply_when_done(self, call_id: int, done: Future[Any], reply: Callable[[], messages.Reply]) -> None:
-        """The engine sets the result in its own thread, between two steps."""
-        done.add_done_callback(lambda _: self._send(self._try_reply(call_id, reply)))
-
-    def _reply(self, call: messages.Call) -> messages.Reply:
-        return self._try_reply(call.call_id, lambda: self._result(call))
-
-    def _try_reply(self, call_id: int, result: Callable[[], messages.Reply]) -> messages.Reply:
+    def _perform(self, call_id: int, operation: msgspec.Raw) -> None:
+        done: Future[Any] = Future()
         try:
-            return result()
-        except VLoraError as error:
-            return messages.Reply(call_id=call_id, error=ErrorValue.of(error))
+            found = perform(self._engine, messages.decode_operation(operation), self._send_outputs)
+            if isinstance(found, Future):
+                done = found
+            else:
+                done.set_result(found)
         except Exception as error:
-            traceback.print_exc()
-            return messages.Reply(call_id=call_id, error=ErrorValue("error", f"{type(error).__name__}: {error}"))
-
-    def _result(self, call: messages.Call) -> messages.Reply:
-        match call:
-            case messages.RegisterAdapters():
-                self._engine.register_adapters(call.paths, call.versions)
-                return messages.Reply(call_id=call.call_id)
-            case messages.KeepAdapters():
-                return messages.Reply(call_id=call.call_id, contents=self._engine.keep_adapters(call.versions))
-            case messages.UnloadAdapter():
-                self._send_outputs(self._engine.unload_adapter(call.name, call.drain))
-                return messages.Reply(call_id=call.call_id)
-            case messages.PinAdapter():
-                return messages.Reply(
-                    call_id=call.call_id, adapters=(self._engine.pin_adapter(call.name, call.pinned),)
-                )
-            case messages.ListAdapters():
-                page = self._engine.adapters(call.after, messages.ADAPTERS_PER_REPLY)
-                return messages.Reply(call_id=call.call_id, adapters=page)
-            case messages.ListTrainings():
-                return messages.Reply(call_id=call.call_id, trainings=self._trainings.statuses())
-            case messages.CancelTraining():
-                return messages.Reply(call_id=call.call_id, trainings=(self._trainings.cancel(call.name),))
-            case messages.GetStats():
-                return messages.Reply(call_id=call.call_id, stats=self._engine.stats())
-            case messages.GetSnapshot():
-                return messages.Reply(call_id=call.call_id, snapshot=self._engine.snapshot(call.since))
-            case _:
-                raise AssertionError(f"{type(call).__name__} is answered asynchronously")
+            done.set_exception(error)
+        # The engine completes others in its own thread, between two steps.
+        done.add_done_callback(lambda _: self._send(_reply(call_id, done)))
 
     def _send_outputs(self, outputs: tuple[RequestOutput, ...]) -> None:
         if outputs := self._coalescer.coalesce(outputs):
             self._send(messages.Outputs(outputs))
 
-    def _send(self, message: messages.FromEngine) -> None:
+    def _send(self, message: messages.FromEngine | messages.Reply[Any]) -> None:
         self._transport.send(messages.encode(message))
+
+
+def _reply(call_id: int, done: Future[Any]) -> messages.Reply[Any]:
+    try:
+        return messages.Reply(call_id, done.result())
+    except VLoraError as error:
+        return messages.Reply(call_id, error=ErrorValue.of(error))
+    except Exception as error:
+        traceback.print_exc()
+        return messages.Reply(call_id, error=ErrorValue("error", f"{type(error).__name__}: {error}"))
 
 
 # Coalesces tokens into fewer messages: for answers that are read as a whole, and for streams with short steps.

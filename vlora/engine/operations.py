@@ -1,0 +1,142 @@
+"""The calls to an engine that are answered once: a struct each. `perform` is what an engine does for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+
+from vlora.engine.snapshot import EngineSnapshot
+from vlora.types import AdapterStatus, EngineStats, RequestOutput, TrainingStatus
+
+if TYPE_CHECKING:
+    from vlora.engine.engine import Engine
+
+ADAPTERS_PER_REPLY = 250
+
+
+class Operation(msgspec.Struct, frozen=True, tag=True):
+    """result: the type of what the call returns."""
+
+    result: ClassVar[Any] = None
+
+
+class RegisterAdapters(Operation, frozen=True):
+    """paths: by name. versions: the content hashes that they must have, by name."""
+
+    paths: dict[str, str]
+    versions: dict[str, str] = {}
+
+
+class LoadAdapter(Operation, frozen=True):
+    """version: the content hash that the folder must have; empty: any."""
+
+    result = AdapterStatus
+    name: str
+    path: str
+    version: str = ""
+
+
+class KeepAdapters(Operation, frozen=True):
+    """From now on, keep these versions by name when other content replaces them, and no others.
+
+    Returns those of them that the engine has.
+    """
+
+    result = dict[str, tuple[str, ...]]
+    versions: dict[str, tuple[str, ...]]
+
+
+class UnloadAdapter(Operation, frozen=True):
+    name: str
+    drain: bool
+
+
+class PinAdapter(Operation, frozen=True):
+    result = AdapterStatus
+    name: str
+    pinned: bool
+
+
+class ListAdapters(Operation, frozen=True):
+    """Returns the first `ADAPTERS_PER_REPLY` adapters with names after `after`; a full list would delay a step."""
+
+    result = tuple[AdapterStatus, ...]
+    after: str = ""
+
+
+class Train(Operation, frozen=True):
+    """Begin the trainings of a plan file. reopen: also those that were cancelled or have failed."""
+
+    result = tuple[TrainingStatus, ...]
+    plan: str
+    reopen: bool
+
+
+class ListTrainings(Operation, frozen=True):
+    result = tuple[TrainingStatus, ...]
+
+
+class CancelTraining(Operation, frozen=True):
+    result = TrainingStatus
+    name: str
+
+
+class GetStats(Operation, frozen=True):
+    result = EngineStats
+
+
+class GetSnapshot(Operation, frozen=True):
+    result = EngineSnapshot
+    since: int
+
+
+EngineOperation = (
+    RegisterAdapters
+    | LoadAdapter
+    | KeepAdapters
+    | UnloadAdapter
+    | PinAdapter
+    | ListAdapters
+    | Train
+    | ListTrainings
+    | CancelTraining
+    | GetStats
+    | GetSnapshot
+)
+
+
+def perform(engine: Engine, operation: Operation, send: Callable[[tuple[RequestOutput, ...]], object]) -> Any:
+    """Run an operation between two steps; the result, or a future of it that a later step completes.
+
+    Args:
+        engine: The engine, of this thread.
+        send: Called with the last outputs of requests that the operation ends, before this returns.
+    """
+    trainings = engine.parts.trainings
+    match operation:
+        case RegisterAdapters(paths, versions):
+            return engine.register_adapters(paths, versions)
+        case LoadAdapter(name, path, version):
+            return engine.load_in_background(name, path, version)
+        case KeepAdapters(versions):
+            return engine.keep_adapters(versions)
+        case UnloadAdapter(name, drain):
+            return send(engine.unload_adapter(name, drain))
+        case PinAdapter(name, pinned):
+            return engine.pin_in_background(name) if pinned else engine.pin_adapter(name, False)
+        case ListAdapters(after):
+            return engine.adapters(after, ADAPTERS_PER_REPLY)
+        case Train(plan, reopen):
+            return trainings.submit(plan, reopen=reopen)
+        case ListTrainings():
+            return trainings.statuses()
+        case CancelTraining(name):
+            return trainings.cancel(name)
+        case GetStats():
+            return engine.stats()
+        case GetSnapshot(since):
+            return engine.snapshot(since)
+        case _:
+            raise AssertionError(f"no engine performs {type(operation).__name__}")
