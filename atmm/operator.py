@@ -96,7 +96,6 @@ def begin_deltas(x: Tensor, site: Site, plan: SegmentPlan | None) -> None:
 
     Args:
         x: [T, d_in], as for `add_delta`.
-        site: a layer of the group that reads x.
         plan: the lanes; None: nothing is added.
     """
     if plan is None or plan.room is None or x.shape != (plan.num_tokens, site.d_in):

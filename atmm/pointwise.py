@@ -37,7 +37,6 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     Args:
         x: [..., width].
         weight: [width], contiguous, of x's type.
-        epsilon: added to the mean square.
 
     Returns:
         A contiguous tensor of x's shape.
@@ -120,7 +119,6 @@ def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tenso
         k_cache: [rows, width], last stride 1.
         v_cache: likewise, with the row stride of k_cache.
         k: [T, width], last stride 1, of the caches' type.
-        v: likewise.
         rows: int32 or int64 [T], different rows of the caches.
 
     Raises:

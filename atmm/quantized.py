@@ -18,7 +18,6 @@ class WeightFormat(Protocol):
     """A way to store weights [..., out, in] as values [..., out, v] and scales [..., out, s].
 
     Attributes:
-        name: the name in settings.
         value_dtype: the type of the values; scales are float32.
         weights_per_value: in / v.
         alignment: in is a multiple of this.
@@ -54,7 +53,6 @@ class QuantizedWeight:
         values: [..., out, v].
         scales: float32 [..., out, s].
         dtype: the type of the weights before quantization, and of products.
-        format: the format.
     """
 
     values: Tensor

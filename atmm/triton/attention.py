@@ -95,7 +95,6 @@ def decode(
             b * block_rows + t % block_size, and its value lies block_size rows behind.
         block_table: int32 [batch, most blocks], entries adjacent; entries past a context are not read.
         lengths: int32 [batch], context lengths in tokens, at least 1 each.
-        block_rows: Rows from the start of a block to the start of the next one.
         places: int32 [batch], rows of `q` and `out`; default: 0 to batch - 1.
         out: [T, heads, head_dim], contiguous; rows that are not in `places` are not modified. Default: a new tensor.
         scratch: From `make_scratch` for this batch; default: new for this call.

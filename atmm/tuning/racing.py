@@ -25,12 +25,10 @@ def race(
     Args:
         calls: each call runs the candidate once and returns its seconds. The first call of each is a warm-up and does
             not count.
-        turns: the maximum number of timed calls per candidate.
         in_race: multiple of the smallest mean so far. A candidate without any call as fast as that is eliminated. A
             single fast call is enough, because some candidates are slow in their first two or three calls and fastest
             afterwards.
         enough_s: seconds per remaining candidate after which the race ends early.
-        seed: of the shuffled order.
     """
     for call in calls.values():
         call()

@@ -171,7 +171,6 @@ def search(cases: Sequence[Case], device: str, journal: Path, seconds: float) ->
 
     Args:
         journal: findings so far, one JSON object per line; an interrupted search resumes from it.
-        seconds: time limit.
     """
     stop = time.monotonic() + seconds
     found = read(journal)

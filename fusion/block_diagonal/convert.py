@@ -69,7 +69,6 @@ def convert(
         base: the base model; None for the one that the adapter names.
         data: a plan for distillation: the result is trained on its domains to answer like the adapter. Only domains,
             training and seed are used.
-        progress: display for conversion, training and scoring.
 
     Raises:
         BadAdapter: the adapter cannot be converted.

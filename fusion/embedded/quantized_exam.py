@@ -55,7 +55,6 @@ def compare(
     Args:
         checkpoint: A folder with a model and a processor.
         num_scenes: Pictures per seed; a quarter as many clips are added.
-        say: Called with each step's description.
     """
     asked = [pair for seed in seeds for pair in _questions(seed, num_scenes)]
     say(f"{len(asked)} questions without quantization")

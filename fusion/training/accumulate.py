@@ -17,9 +17,6 @@ Result = TypeVar("Result")
 def halving(size: int, attempt: Callable[[int], Result], undo: Callable[[int], None]) -> tuple[Result, int]:
     """Run `attempt(size)`, halving the size each time memory runs out.
 
-    Args:
-        undo: called with the next size before it is tried.
-
     Returns:
         The result, and the size that succeeded.
 

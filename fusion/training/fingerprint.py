@@ -54,9 +54,6 @@ def inputs_of(
 ) -> Inputs:
     """Fields of the plan, hashes of each domain's data, of the base's weights and of its processing, and the format of
     stored heads, which tells their layers.
-
-    Args:
-        progress: display for reading all pictures.
     """
     fields = plan.model_dump(mode="json", include={"seed", "quantize", "lora", "training"})
     del fields["training"]["rehearsal"]  # part of the names of those trainings that rehearse

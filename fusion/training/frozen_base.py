@@ -38,7 +38,6 @@ class FrozenBase:
     Args:
         features: folder for image features; None keeps all of them in memory.
         train_vision: do not precompute image features, since training changes them.
-        progress: display for work over samples.
     """
 
     def __init__(
@@ -73,11 +72,7 @@ class FrozenBase:
         samples: Sequence[Sample],
         on_encoded: Callable[[int], None] = lambda count: None,
     ) -> list[EncodedSample]:
-        """Encode every sample's frames with its question, or the domain's.
-
-        Args:
-            on_encoded: called after each batch with its number of samples.
-        """
+        """Encode every sample's frames with its question, or the domain's."""
         encoded: list[EncodedSample] = []
         for first in range(0, len(samples), ENCODE_AT_ONCE):
             part = samples[first : first + ENCODE_AT_ONCE]

@@ -15,7 +15,6 @@ class ResumeHint:
     """The finished trainings of a run, counted on disk on each access.
 
     Args:
-        out: the run's folder.
         restart: the run deletes the trainings of an earlier run.
     """
 

@@ -79,11 +79,7 @@ class Evaluator:
     def decode_answers(
         self, domain: str, samples: Sequence[EncodedSample], update: ProgressCallback = _ignore_progress
     ) -> list[str]:
-        """The language model's answer to each sample, up to twice the length of the longest training answer.
-
-        Args:
-            update: called with the number of samples done.
-        """
+        """The language model's answer to each sample, up to twice the length of the longest training answer."""
         limit = _MAX_ANSWER_RATIO * max(len(sample.answer) for sample in self.adapter.domains[domain].train)
 
         def decode(part: Sequence[EncodedSample]) -> list[str]:
@@ -100,11 +96,7 @@ class Evaluator:
     def answers(
         self, domain: str, samples: Sequence[EncodedSample], update: ProgressCallback = _ignore_progress
     ) -> list[object]:
-        """The answer to each sample, in the form that the domain's metric compares.
-
-        Args:
-            update: called with the number of samples done.
-        """
+        """The answer to each sample, in the form that the domain's metric compares."""
         task = self.adapter.domains[domain].task
         if task.needs_text:
             return list(self.decode_answers(domain, samples, update))

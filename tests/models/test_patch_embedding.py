@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.example_counts import scaled
 from tests.families import FAMILIES, VIDEO_FAMILIES, build_model, make_prompt
+from vlora.models.fused_layers import convert_patch_embeddings
 from vlora.models.hf_model import HFModel
 from vlora.models.processing import to_tensor
-from vlora.models.vision.patch_embedding import convert_patch_embeddings
 
 CONVOLUTIONS: dict[int, type[nn.Conv2d] | type[nn.Conv3d]] = {2: nn.Conv2d, 3: nn.Conv3d}
 

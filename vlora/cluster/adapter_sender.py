@@ -90,7 +90,6 @@ class ReplicaFiles:
 
     Attributes:
         progress: How far contents are that are being sent.
-        num_bytes_sent: Of all files.
     """
 
     def __init__(self, sender: AdapterSender, client: EngineClient) -> None:

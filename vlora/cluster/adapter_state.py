@@ -25,7 +25,6 @@ class DesiredAdapter(msgspec.Struct, frozen=True):
 
     Attributes:
         version: The hash of its content; empty until a replica has read it.
-        pinned: Whether an operator keeps it on the devices.
     """
 
     path: str

@@ -48,11 +48,7 @@ def default_root(environ: Mapping[str, str]) -> Path:
 
 
 class AdapterStore:
-    """One process's view of the folder. Belongs to one thread at a time.
-
-    Attributes:
-        root: The folder, which is made when something is received.
-    """
+    """One process's view of the folder. Belongs to one thread at a time."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

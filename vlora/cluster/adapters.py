@@ -52,7 +52,6 @@ class ReplicatedAdapters:
         """Begin without replicas. Call in a running event loop.
 
         Args:
-            state: The desired state at first.
             on_usable: Called with a replica, an adapter or composition, and whether it can be used there from now on.
             on_lack: Called with a replica, an adapter, a content hash, and whether the replica lacks that content.
             on_drain: Called with the name and content of an adapter that is unloaded once its requests have ended.

@@ -73,11 +73,7 @@ class Autoscaler:
         automatic: bool,
         start_s: float = START_S,
     ) -> None:
-        """Begin with the present number of replicas.
-
-        Args:
-            settings: When they are added and released.
-        """
+        """Begin with the present number of replicas."""
         self.automatic = automatic
         self._scaled = scaled
         self._settings = settings

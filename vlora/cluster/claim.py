@@ -24,7 +24,6 @@ class RunningReplica(msgspec.Struct, frozen=True):
     """A replica that serves.
 
     Attributes:
-        pid: Of the process that holds the claim.
         settings: `digest` of the settings with which it was started.
     """
 

@@ -65,9 +65,7 @@ class Cluster(EngineInterface):
         """Begin without replicas. Call in a running event loop.
 
         Args:
-            router: Decides which replica gets which request.
             secret: The shared secret, see `handshake`.
-            health: When a replica counts as dead.
             absent_s: How long requests wait while there is no replica.
             adapters: The desired adapters at first; the cluster closes it. None for an empty state without a file.
             shipping: Send adapters' files to replicas whose machines lack them, within limits; None: do not.

@@ -315,7 +315,6 @@ async def open_proved(
 
     Args:
         then: Exchanges them, within the time for the proof. The connection stays open unless it fails.
-        peer: What listens there, for errors.
     """
     handshake.check_secret(secret)
     inbox = Inbox()

@@ -18,23 +18,15 @@ class Flight:
     Each attempt has a request id of its own, so that an output of an earlier one is recognized.
 
     Attributes:
-        request: As it came from the caller.
-        tokens: The answer so far.
         replica: Where the current attempt runs; None while the request waits.
         leaving: Whether it is moved, and its replica still has to return the last tokens.
-        cancelled: The caller has cancelled it.
-        began_s: When it came from the caller.
         refusal: The error of a replica that could not take it.
         lacking: Replicas that have refused it, since they lack the content with which it began.
         num_moves, num_deaths: See Timings.
     """
 
     def __init__(self, request: Request, deliver: Callable[[RequestOutput], None], clock: Callable[[], float]) -> None:
-        """Begin without an attempt.
-
-        Args:
-            deliver: Passes an output to the caller.
-        """
+        """Begin without an attempt."""
         self.request = request
         self.tokens: list[int] = []
         self.replica: str | None = None

@@ -79,8 +79,6 @@ class Flights:
         """Begin without requests. Call in a running event loop.
 
         Args:
-            router: Decides which replica gets which request.
-            events: Counts what happens to requests.
             client_of: The engine of a replica; None without a line to it.
         """
         self.open: dict[str, Flight] = {}

@@ -101,7 +101,6 @@ async def introduce(
 
     Args:
         send, receive: The line's messages.
-        peer: The server's address, for errors.
         certificate: The server's certificate as this end sees it; empty without TLS.
         version: Of this end; None is the installed one.
 

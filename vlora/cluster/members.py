@@ -37,7 +37,6 @@ class Member:
 
     Attributes:
         client: Its engine; None while there is no line.
-        cause: Why there is no line.
     """
 
     def __init__(

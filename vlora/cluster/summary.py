@@ -15,12 +15,7 @@ _LARGEST = frozenset({"highest_credit_s", "num_adapters"})
 
 
 def merged_stats(stats: Sequence[EngineStats], *, num_waiting: int = 0) -> EngineStats:
-    """Sums of counters and of memory, the largest credit, and descriptions of the first engine.
-
-    Args:
-        stats: Of each engine, at least one.
-        num_waiting: Further waiting requests.
-    """
+    """Sums of counters and of memory, the largest credit, and descriptions of the first engine."""
     merged: dict[str, Any] = {}
     for field in EngineStats.__struct_fields__:
         values = [getattr(each, field) for each in stats]

@@ -57,7 +57,6 @@ class AdapterVersions:
         """Start without requests.
 
         Args:
-            adapters: Finds a request's adapter by name.
             waits_for_grammar: Whether a request is held for its grammar too.
         """
         self._adapters = adapters

@@ -219,11 +219,7 @@ _STOP_S = 2.0  # the server's thread computes nothing that takes longer
 
 
 class BaseService:
-    """An `EngineExecutor` and its server. `start` may be called once, after the model was loaded.
-
-    Attributes:
-        executor: Set by `start`.
-    """
+    """An `EngineExecutor` and its server. `start` may be called once, after the model was loaded."""
 
     executor: EngineExecutor
     _greeter: Greeter

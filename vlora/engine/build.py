@@ -132,7 +132,6 @@ class Hooks:
         before_schedule: Returns outputs of requests, the last ones of those that it has ended.
         on_add: Called with each admitted request, which has its adapter's name.
         on_release: Called with the id of each request that has ended, possibly more than once.
-        on_close: Called when the engine closes.
         pending: Returns the futures that requests wait for.
         alarm: A file descriptor that becomes readable when an idle engine must call `check`.
     """

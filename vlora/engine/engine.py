@@ -24,7 +24,6 @@ class Engine:
     Args:
         model: A built transformers model; None loads `config.model`.
         executor: Reads adapters, loads them onto the device, compiles grammars; None creates a thread for each.
-        policy: Replaces the policy that `config` names.
         cost: Learns step times; None for an untrained one.
 
     Attributes:

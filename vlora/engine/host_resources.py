@@ -29,7 +29,6 @@ def default_threads(
     Args:
         num_ranks: Processes that share the machine, each with its own threads.
         cpus: Logical CPUs of the process; None queries the system.
-        root: Root of the system's files.
     """
     configured = environ.get("OMP_NUM_THREADS", "")
     cores = int(configured) if configured.isdecimal() else _cores(cpus, root)

@@ -31,10 +31,7 @@ class ModelCheck:
         num_layers: Layers of the language model, as are the next three.
         hidden_size: Values of a hidden state.
         num_parameters: Parameters of the whole model; tied ones count once.
-        dtype: Type of the weights in memory.
         quantize: Format of the language model's linear layers; none: `dtype`.
-        weight_bytes: Size of the weights in memory.
-        max_context: Maximum tokens of one request.
         kv_token_bytes: KV cache of one token, all layers.
         device_type: cpu or cuda.
         memory_bytes: Memory of the device, weights included.

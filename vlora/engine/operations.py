@@ -111,7 +111,6 @@ def perform(engine: Engine, operation: Operation, send: Callable[[tuple[RequestO
     """Run an operation between two steps; the result, or a future of it that a later step completes.
 
     Args:
-        engine: The engine, of this thread.
         send: Called with the last outputs of requests that the operation ends, before this returns.
     """
     trainings = engine.parts.trainings

@@ -8,11 +8,7 @@ from vlora.types import RequestOutput
 
 
 class OutputStream:
-    """An asynchronous iterator over a request's outputs; it ends after the last one.
-
-    Attributes:
-        finished: The last output was read.
-    """
+    """An asynchronous iterator over a request's outputs; it ends after the last one."""
 
     def __init__(self) -> None:
         """Without outputs and without a bound."""

@@ -29,7 +29,6 @@ class QueuedRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         credit_s: The request starves if this is above theta.
         new_tokens: Tokens to compute before the next output token.
-        num_sampled: Output tokens so far.
     """
 
     adapter: str | None

@@ -24,9 +24,6 @@ class StepsAhead:
     Only a decode step stays in flight, and only if its requests need nothing of their last token on the host: text
     without grammar, penalties and log probabilities. Other steps, and those that have switched weights or have failed
     for a request, change inputs of the next decision and are collected at once.
-
-    Attributes:
-        pending: Whether a step is in flight.
     """
 
     def __init__(

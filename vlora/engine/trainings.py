@@ -58,7 +58,6 @@ class Trainings:
         wake: See `OtherWork`.
         waits: See `SharedWork`.
         promise: Notified of requests and steps.
-        prices: Of the pieces so far.
         load_processor: Returns the model's processor; called in the training's thread.
     """
 
@@ -111,7 +110,6 @@ class Trainings:
         `advance` sets the result, the status of each training, or the exception.
 
         Args:
-            plan: A file.
             reopen: Continue trainings that were cancelled or have failed, too. False: the plan has been submitted
                 before, so that its records are not checked again.
         """

@@ -78,8 +78,6 @@ def why_roll_back(
     answers of one version and did not ask the other one would hide a difference, or feign one.
 
     Args:
-        before: Counts of the version before.
-        after: Counts of the present version.
         evaluated: The comparison by which it was promoted, for a version before without any answer.
         max_share: With 1, one token suffices.
     """

@@ -54,7 +54,6 @@ class Evaluator:
 
         Args:
             pair: The present version, and the candidate under its own name.
-            candidate: Its files.
             look: Number of this evaluation against the present version, from 1.
 
         Raises:

@@ -63,7 +63,6 @@ class Learner:
 
         Args:
             initial: The adapter to begin with, if the folder has none.
-            executor: With one thread.
             clock: Seconds since 1970.
             sleep: Pauses between attempts of an evaluation.
 

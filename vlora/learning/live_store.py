@@ -103,7 +103,6 @@ class LiveStore:
         """Open or create the file, which only this user may read.
 
         Args:
-            file: Its folder exists.
             max_records: Records with a label, and also those without one. Tenants share them equally.
             held_out: Share of the contents that is never trained on. A key in the file draws them, so that callers
                 cannot choose the part of a record. Stored records stay in their part when the share changes.

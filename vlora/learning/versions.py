@@ -101,9 +101,6 @@ class Versions:
 
     A change is written to the trail before it takes effect. A process that dies between the two is followed by one that
     serves the trail's version.
-
-    Attributes:
-        trail: What was decided.
     """
 
     def __init__(

@@ -29,7 +29,6 @@ class LoadedBaseLayers:
         """Create the view.
 
         Args:
-            slabs: The language model's weights.
             unmerged: The layers of the vision side, the output head and the token embedding, which are never merged.
             base_weights: W0 in host memory, for slabs that merged weights overwrite; None if the slabs always hold W0.
             stream: A separate stream of the slabs' GPU, which computes; None computes on the caller's.

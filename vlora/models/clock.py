@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any, Protocol
 
-import torch
-
 
 class Clock(Protocol):
     """Marks points of a step's work, and gives the times between them."""
@@ -35,18 +33,3 @@ class HostClock:
 
     def seconds(self, start: float, end: float) -> float:
         return end - start
-
-
-class StreamClock:
-    """A GPU's clock, by events on its stream: a launch returns before the device has computed anything."""
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def wait(self, mark: torch.cuda.Event) -> None:
-        mark.synchronize()
-
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return start.elapsed_time(end) / 1e3

@@ -66,7 +66,6 @@ class ForwardBatch:
     """Packed arrays of one step, in the order of `items`.
 
     Attributes:
-        text: Rows that sample a token.
         head_rows: Rows with a token that the request's task head reads, or with its answer.
         text_index: The places of their last tokens in the batch, on the model's device.
         draws: On a GPU the `draw_table` of the text rows, if any of them is not greedy.
@@ -164,8 +163,6 @@ def queries_of(
     """Build the queries of a packed batch.
 
     Args:
-        lanes: The batch's lanes.
-        dtype: The KV cache's type.
         gpu: The kernels of the model's device.
         put: Copies indices to the device.
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings, RMS norms and gated MLPs of the model's layers with one kernel each, where the device has one.
+"""Rotary embeddings, RMS norms and gated MLPs of a model with one kernel each, and patch embeddings as products.
 
 The models' own code runs otherwise: in training, and for layers that compute something else.
 """
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import atmm
+from atmm.matmul import patch_products
 from vlora.models.class_changes import change_classes
 
 _ROTATION = "apply_rotary_pos_emb"  # the function's name in the models' code
@@ -167,3 +168,30 @@ def _fused_mlp(mlp: Any) -> type | None:
         x = torch.linspace(-1, 1, mlp.gate_proj.in_features, dtype=dtype, device=weight.device)[None]
         same = torch.equal(mlp(x), mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)))
     return type(f"Fused{kind.__name__}", (_FusedMLP, kind), {}) if same else None
+
+
+class _Patches(nn.Module):
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return patch_products(input, self.weight, self.bias)
+
+
+_CLASSES: dict[type, type] = {k: type(f"Patch{k.__name__}", (_Patches, k), {}) for k in (nn.Conv2d, nn.Conv3d)}
+
+
+def convert_patch_embeddings(model: nn.Module) -> int:
+    """Compute convolutions of disjoint patches as products with the same weights, not copied. Returns their number.
+
+    cuDNN takes seconds for Qwen's convolution in three dimensions. A CPU multiplies faster too (docs/decisions/0045).
+    """
+    found = [module for module in model.modules() if type(module) in _CLASSES and _is_disjoint(module)]
+    for module in found:
+        module.__class__ = _CLASSES[type(module)]
+    return len(found)
+
+
+def _is_disjoint(conv: Any) -> bool:
+    plain = conv.groups == 1 and set(conv.dilation) == {1} and (conv.padding == "valid" or set(conv.padding) == {0})
+    return plain and conv.stride == conv.kernel_size and conv.weight.is_contiguous()

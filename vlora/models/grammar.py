@@ -36,11 +36,7 @@ class GrammarCompiler:
     """Compiles grammars for one model's tokens. The first grammar loads the tokenizer. Not thread-safe."""
 
     def __init__(self, model: str, num_tokens: int, eos_ids: Iterable[int]) -> None:
-        """Store the settings; the tokenizer is not loaded yet.
-
-        Args:
-            model: Folder or hub name with the tokenizer.
-        """
+        """Store the settings; the tokenizer is not loaded yet."""
         self._model = model
         self._num_tokens = num_tokens
         self._eos_ids = sorted(eos_ids)

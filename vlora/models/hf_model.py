@@ -26,10 +26,9 @@ from vlora.lora.own_layers import OwnLayers
 from vlora.memory.huge_pages import in_huge_pages
 from vlora.models.attention import StepAttention, paged_attention
 from vlora.models.families import Family, family_of
-from vlora.models.fused_layers import fuse_gates, fuse_norms, fuse_rotations
+from vlora.models.fused_layers import convert_patch_embeddings, fuse_gates, fuse_norms, fuse_rotations
 from vlora.models.supported import max_positions
 from vlora.models.vision.flash_tower import register_vision_attention
-from vlora.models.vision.patch_embedding import convert_patch_embeddings
 from vlora.models.vision.stepwise_tower import pace
 
 # Must not contain "flash" or "sdpa": transformers tests attention names for those substrings.

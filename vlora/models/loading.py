@@ -252,7 +252,6 @@ def load_grouped(name: str, config: Any, form: GroupedForm, dtype: torch.dtype, 
 
     Args:
         config: Its transformers config, without `quantization_config`.
-        form: How its weights are stored.
         dtype: The type of the other weights and of products.
         keep: Whether the language model's linear layers have the stored values, as `quantized` of `StoredLinear`, and a
             `weight` of zeros without memory. Otherwise they have restored weights.

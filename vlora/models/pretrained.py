@@ -20,7 +20,6 @@ def from_pretrained(kind: Any, model: str | Path | None, **options: Any) -> Any:
     """Load an object from a folder or hub name.
 
     Args:
-        kind: One of transformers' Auto classes.
         model: The folder or hub name. None if the options have all tensors.
 
     Raises:

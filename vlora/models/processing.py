@@ -317,9 +317,6 @@ class InputProcessor:
 
         Without videos, their marker is text.
 
-        Args:
-            prompt: After the chat template.
-
         Raises:
             BadRequest: The numbers of markers differ from those of images and videos.
         """

@@ -29,8 +29,6 @@ def sample(
 
     Args:
         logits: float32 [n, vocab], contiguous.
-        params: Sampling parameters of each row.
-        seeds: Seed of each row.
         places: Index of the token in each row's answer.
         draws: The rows' `draw_table` on the device of the logits. Used on a GPU only; None if all rows are greedy.
     """

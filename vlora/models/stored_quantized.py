@@ -137,8 +137,6 @@ def restore_stored(model: Any, files: Sequence[str], quantize: Quantize, *, keep
     """Restore the weights of a language model's linear layers from their stored values and scales.
 
     Args:
-        model: A transformers model on the host, with the stored values in its dtype as weights.
-        files: The checkpoint's safetensors files.
         quantize: The checkpoint's format.
         keep: Whether the layers also keep values and scales, as `quantized` of `StoredLinear`.
 

@@ -66,8 +66,6 @@ def proactive(
 
     Args:
         rates: demand by adapter, in any unit. Adapters in highest demand are placed first.
-        slots: the number of adapters that each replica has room for.
-        now: the present adapters of each replica.
         most_homes: upper limit of an adapter's homes, unless its demand exceeds them.
         keep: a replica that has the adapter keeps it while its load is at most this part of an average load above the
             average, or above the lightest candidate's. A replica that joins so gets less than its share at first.
@@ -163,8 +161,6 @@ def reactive(
     Args:
         groups: all unfinished requests.
         resident: the adapters of each replica.
-        slots: the number of adapters that each replica has room for.
-        most: upper limit of the number of shifts.
     """
     ends = dict.fromkeys(slots, 0.0)
     # On each replica, by adapter and the replica where they are now: number of requests, and the cost of each.

@@ -278,9 +278,6 @@ class Router:
 
         Rules that fill busy replicas first also empty the least loaded replica, if all of its requests fit into busier
         ones; otherwise nothing is moved.
-
-        Args:
-            most: upper limit of the number of moves.
         """
         if self.num_waiting:
             return []
@@ -326,7 +323,6 @@ class Router:
 
         Args:
             request_s: the seconds that a request still costs its replica, on average.
-            most: upper limit of the number of moves.
         """
         serving = [s for s in self.replicas.values() if not s.draining]
         if len(serving) < 2 or self.num_waiting:

@@ -78,7 +78,6 @@ class ReplicaConfig:
             concurrent with the steps.
         move_s: Seconds to move a KV block within memory, between steps. Adapters are never moved, since here every gap
             fits one.
-        resident_adapters: Number of adapters of equal size that fit in addition.
         prefix_cache: KV of the common tokens of arrivals with the same prefix is reused.
 
     Raises:

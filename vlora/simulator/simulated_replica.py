@@ -48,7 +48,6 @@ class Totals(NamedTuple):
     Attributes:
         num_switches, switch_s: of merged weights.
         num_preemptions: requests that lost their KV to continue others.
-        num_loads: adapter loads.
         busy_s, batch_s: seconds with requests, and their sum over the requests.
         longest_wait_s, wait_bound_s: of admitted requests for their next step; 0 if not simulated.
     """

@@ -30,7 +30,6 @@ class _Part:
         reused: of these, tokens that the prefix cache had.
         left: of these, tokens to compute.
         ends: number of the step after which it is answered, while it decodes.
-        ready_s: when its adapter is usable.
     """
 
     __slots__ = ("adapter", "ends", "job", "left", "prompt", "ready_s", "reused")

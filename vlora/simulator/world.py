@@ -50,11 +50,7 @@ class ReplicaAccount:
 
 
 class World:
-    """Runs arrivals on replicas.
-
-    Attributes:
-        replicas: those that serve, by name.
-    """
+    """Runs arrivals on replicas."""
 
     def __init__(self, config: ReplicaConfig, cluster: ClusterConfig) -> None:
         self._config, self._cluster = config, cluster

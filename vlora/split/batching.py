@@ -65,15 +65,7 @@ class _Progress:
     """Where a client is.
 
     Attributes:
-        order: Position among all clients by arrival.
-        last_step: For each key, the step of the client's last call of it.
-        key: The key of its last call.
-        last_event: Time of its last call or answer.
-        last_rows: Rows of its last call.
-        last_backward: The step of its last backward call.
-        resumes: End of its pause.
         served: Its counter of rows, with fixed charges and the smallest counter of the others at its arrival.
-        rows: Rows computed for it.
     """
 
     order: int

@@ -30,7 +30,6 @@ class BaseExecutor:
 
     Attributes:
         instance: Random bytes that identify this executor among others of the same base.
-        busy_s: Time of all products so far.
     """
 
     def __init__(
@@ -100,7 +99,6 @@ class BaseExecutor:
         """Multiply rows with the weights of the selected layers.
 
         Args:
-            mask: Bits of the group's layers.
             inputs: One tensor [rows, d_in], or for BACKWARD one gradient [rows, outputs] for each selected layer.
 
         Returns:

@@ -30,7 +30,6 @@ class Peer:
     """An admitted client. Used by the executor's thread only.
 
     Attributes:
-        name: The client, for log lines and for fairness.
         slot: uint8 shared memory with two halves, for inputs and outputs; None if tensors travel on the connection.
         waits: Whether a call has been received and not been answered.
         is_permitted: Returns whether its token still is.

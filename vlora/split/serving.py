@@ -41,7 +41,6 @@ def load_base(model: str, dtype: str = "auto") -> Any:
     text models), so that the names of its layers are the same.
 
     Args:
-        model: Folder or hub name.
         dtype: Precision of the weights; auto: the checkpoint's.
 
     Raises:

@@ -111,7 +111,6 @@ class _Held(threading.local):
 
     Attributes:
         state: The input, its version, and whether gradients were on.
-        outputs: By place.
     """
 
     state: tuple[torch.Tensor, int, bool] | None = None

@@ -97,7 +97,6 @@ class TrainableLora:
         """Create an adapter with a random A and a B of zeros, as PEFT does.
 
         Args:
-            name: The key of its lanes.
             shapes: (d_in, d_out) of each target layer.
             like: A tensor of the model's dtype and device.
         """

@@ -49,7 +49,6 @@ class PackedBatch:
 
     Attributes:
         adapters: In the order of their tokens.
-        plan: One lane per adapter.
         spans: First and last token (exclusive) of each sample.
         num_tokens: T.
         predicting: Tokens with a label on the next one, int64 [n], ascending.

@@ -51,9 +51,6 @@ class TrainingJob:
     def __init__(self, plan: TrainingPlan, records: Records, folder: Path, model: str = "") -> None:
         """Lock the folder, if no other process has, and read its files.
 
-        Args:
-            model: Hash of the base model's weights.
-
         Raises:
             BadPlan: The folder has a training with other settings, data or base model, or an adapter of another
                 origin; or `start` cannot be used.

@@ -51,7 +51,6 @@ class TrainingLoop:
     All calls come from the thread that runs the model.
 
     Attributes:
-        jobs: The running ones, by name.
         max_tokens: Tokens of a packed micro-step at most, but one record of each adapter at least. None: as the plans.
     """
 
@@ -69,7 +68,6 @@ class TrainingLoop:
 
         Args:
             new_source: Makes the source of a job's samples.
-            executor: Writes files.
             wake: Called from any thread when `upcoming` may no longer be None.
             free_bytes: Memory that a micro-step may take now.
             on_trained: Called when the adapter's folder is complete. The job is no longer in `jobs`.

@@ -20,7 +20,6 @@ class TrainingSettings(PlanModel):
     """How an adapter is trained.
 
     Attributes:
-        batch: Records of an optimizer step.
         micro_batch_tokens: Tokens of a micro-step, at most, but one record at least.
         rank, alpha, rslora, targets, learning_rate, weight_decay, max_norm, seed: See `LoraSettings`. The seed also
             sets the order of the records.

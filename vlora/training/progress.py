@@ -23,7 +23,6 @@ class Progress:
         num_passed: Records of the training part that were passed over, because they cannot be used.
         bad, bad_held_out: Places of the records that cannot be used, in both parts.
         reasons: Of the first of them, with file and line.
-        losses: Of every optimizer step.
         num_tokens: Tokens of all micro-steps so far, evaluations included.
         total, count: Sum of losses and number of tokens in the current evaluation.
         held_out_before, held_out_after: Mean losses over the held-out part.

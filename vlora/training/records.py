@@ -65,8 +65,6 @@ def read_records(
     Args:
         path: A JSONL file, or a folder with `questions.jsonl`. Images are relative to its folder.
         question: For rows without one.
-        held_out: The share.
-        seed: Of the draw.
         skips: Leave out lines that are no records, unless more than half are; images are looked for when they are
             used. Otherwise each is an error.
     """

@@ -153,7 +153,6 @@ class SampleSource:
         """Start with nothing prepared.
 
         Args:
-            executor: Prepares records.
             load_processor: Called in the executor's thread, for every record.
             wake: Called from any thread when a record is prepared.
         """

@@ -38,7 +38,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         run: Of Ray's control service: another one knows no machine.
         plan: The digest of the head's plan.
         ray, python: Versions.
-        control: Of Ray's control service.
         ray_ports, door_ports: First and last.
         model: A folder, a hub name or `embedded`; `model_digest`: see `content`.
         adapters: By name; none where files are sent to machines that lack them.

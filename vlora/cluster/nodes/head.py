@@ -44,7 +44,6 @@ def facts_of(plan: ClusterPlan, model: str, host: str, resolve: Callable[[str], 
 
     Args:
         model: A folder, a hub name or `embedded`.
-        host: The address of this machine for others.
 
     Raises:
         BadConfig: The model is missing on this machine, or an adapter where none are sent.
@@ -83,9 +82,6 @@ async def run_head(
 
     The replicas on this machine end too, unless a front end uses them: they outlive this process then, however it ends,
     and the next head of this address takes them over.
-
-    Args:
-        announce: Called with a line for the start and for each machine that joins.
 
     Raises:
         VLoraError: Ray does not start, or the address cannot be used.

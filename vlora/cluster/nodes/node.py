@@ -187,9 +187,6 @@ async def run_node(
 ) -> None:
     """Be part of a cluster until stopped. Then Ray and the replicas on this machine end.
 
-    Args:
-        announce: Called with a line when the machine has joined.
-
     Raises:
         VLoraError: The machine cannot join.
     """

@@ -63,7 +63,6 @@ class LocalCluster(Cluster):
     A replica that ends is started again. Without any, requests wait for a minute, then fail with the causes.
 
     Attributes:
-        pids: The processes of each replica, as last reported.
         tls: Whether the replicas' doors have certificates.
     """
 
@@ -135,7 +134,6 @@ class LocalCluster(Cluster):
             autoscale: Whether the load decides on their number, until an operator does.
             scale_up_s, scale_down_s: See `ScalingSettings`.
             journal: Records the router's calls; closed with the cluster.
-            announce: Called with a line for each step of the start.
             alone_s: A replica ends after so many seconds without a front end, if nothing has ended it before.
             hung_s: A lost replica is killed, and so started again, if it has not joined after so many seconds.
 

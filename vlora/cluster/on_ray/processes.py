@@ -99,7 +99,6 @@ class RayStart(NamedTuple):
     """How Ray is started on this machine, and how a driver finds it.
 
     Attributes:
-        command: Runs Ray until it is ended.
         connection: The arguments of `ray.init`.
     """
 
@@ -228,7 +227,6 @@ class RayProcesses(RayNode):
 
         Args:
             prepare: See `RayNode`.
-            number: Of the first ones that there are.
             on_event: Called with each event of the keeper (`Located`, `Lost`, `Failed`).
             need: Of each replica, where there are several machines.
             serves: Whether a replica serves, so that a later keeper waits for its machine.

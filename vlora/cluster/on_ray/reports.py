@@ -41,8 +41,6 @@ class KeeperSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         connection: The arguments of `ray.init`.
         actors: By the names of all replicas that there may be.
-        number: Of the first ones that there are.
-        num_gpus: Of each replica.
         need: Of each replica, where there are several machines.
         homes: The keys of the machines of replicas that may run, by name.
         join_s: How long machines may take to join, at the start and after that of another Ray.

@@ -68,7 +68,6 @@ class Slot(NamedTuple):
 
     Attributes:
         place: Among the machine's replicas, which decides its GPUs.
-        file: A descriptor.
     """
 
     place: int

@@ -65,7 +65,6 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         max_context: Maximum tokens of one request, prompt and answer together.
-        block_size: Tokens per KV block.
     """
 
     model: str

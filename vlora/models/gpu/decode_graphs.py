@@ -42,12 +42,7 @@ def sizes_up_to(max_batch: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """The graphs of all sizes, captured once at start. They share one pool of memory, so at most one runs at a time.
-
-    Attributes:
-        steps: By size, the step that its graphs contain.
-        seconds: The time of the capture.
-    """
+    """The graphs of all sizes, captured once at start. They share one pool of memory, so at most one runs at a time."""
 
     def __init__(
         self, model: DecodeModel, pool: AdapterPool, switcher: ModeSwitcher, tokens: StepTokens, max_batch: int
@@ -56,7 +51,6 @@ class DecodeGraphs:
 
         Args:
             tokens: The tokens of the last step. They get room for `max_batch`, and must not move afterwards.
-            max_batch: The largest number of requests in a step.
         """
         self._pool, self._switcher = pool, switcher
         self._sizes = sizes_up_to(max_batch)

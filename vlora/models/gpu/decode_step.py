@@ -29,7 +29,6 @@ class DecodeModel:
 
     Attributes:
         attention: Its attention kernels, which must serve decode tokens.
-        max_context: Maximum length of a context, in tokens.
         padding_block: A KV block that no request has. Padding rows read and write it.
     """
 

@@ -62,7 +62,6 @@ class StepInputs:
         """Copy the step with the draws of its rows, and read the tokens that the host does not know yet.
 
         Args:
-            packed: The batch. It gets its draws.
             token_ids: Its tokens on the device, int64 [T], from `put`.
         """
         packed.draws = self.put_draws([row.state for row in packed.text])

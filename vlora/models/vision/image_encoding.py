@@ -25,7 +25,6 @@ class ImageEncoding:
     """Manages the running call of the vision tower, and gives requests their embeddings.
 
     Args:
-        vision: Encodes items and caches embeddings by content.
         states: The runner's requests. The runner adds and removes them.
         group: The ranks that encode the same images. If images fail on one rank, their request fails on all.
     """
