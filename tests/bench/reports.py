@@ -10,22 +10,36 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from benchmarks import (
+    atmm,
+    cluster,
+    gateway,
+    heads,
+    learning,
+    loading,
+    memory,
+    merge,
+    overload,
+    overload_kv,
+    packed,
+    policy,
+    reuse,
+    soak,
+    streams,
+    vision,
+)
+from benchmarks import cluster_decisions as decisions
+from benchmarks import training as beside
+from benchmarks.gateway import RequestTimes
+from benchmarks.learning import Frame, Run
+from benchmarks.split import mixed, split
+from benchmarks.training import Served
 from tests.bench.split_rows import LATENCIES, MIX, of_all_parts, of_an_engine, windows
-from vlora.bench.cluster import cluster, consolidation, decisions, growing, placing, scale
-from vlora.bench.cluster.rows import row as cluster_row
-from vlora.bench.engine import heads, loading, memory, merge, reuse, step, vision
-from vlora.bench.engine.floor import StepWork
-from vlora.bench.kernels import atmm
+from vlora.bench import costs, serve, step, tp
+from vlora.bench.harness import measured
+from vlora.bench.rank import RankMemory
 from vlora.bench.report import Report
-from vlora.bench.scheduling import costs, overload, overload_kv, policy
-from vlora.bench.serving import gateway, serve, soak, streams
-from vlora.bench.serving.gateway import RequestTimes
-from vlora.bench.split import mixed, split
-from vlora.bench.tensor_parallel import tp
-from vlora.bench.tensor_parallel.rank import RankMemory
-from vlora.bench.training import beside, learning, packed
-from vlora.bench.training.beside import Served
-from vlora.bench.training.learning import Frame, Run
+from vlora.bench.step import StepWork
 from vlora.orchestrator import Costs, StepSize
 
 Patch = Callable[..., None]
@@ -63,7 +77,7 @@ def _step(patch: Patch, slow: float) -> Report:
     patch(step, "dummy_model", "write_adapter", "reading", "computing", "_transformers_step", interleaved=seconds)
     patch(step, language_shapes=lambda model: {}, DecodeWork=lambda *_: lambda *_: StepWork(100, 1000))
     patch(step, _timed_engine=engine)
-    plain, quantized = step.run(True), step.run(True, "int8")
+    plain, quantized = measured(step.BENCH, True), measured(step.BENCH, True, quantize="int8")
     return dataclasses.replace(plain, goals=[*plain.goals, *quantized.goals])
 
 
@@ -73,7 +87,7 @@ def _merge(patch: Patch, slow: float) -> Report:
     drift = SimpleNamespace(subtracting=1e-4 * slow, rewriting=slow - 1, restored=slow - 1, _asdict=dict)
     patch(merge, _calls=lambda rank: ({}, 1.0, 1.0), interleaved=lambda *_, **__: ours | theirs)
     patch(merge, drift_in_place=lambda *_: drift)
-    return merge.run(True)
+    return measured(merge.BENCH, True)
 
 
 def _atmm(patch: Patch, slow: float) -> Report:
@@ -84,14 +98,14 @@ def _atmm(patch: Patch, slow: float) -> Report:
         return row, {"chosen": [1.0] * 18 + [slow] * 2, "a": [1.0] * 20}
 
     patch(atmm, measure_cell=cell)
-    return atmm.run(True)
+    return measured(atmm.BENCH, True)
 
 
 def _costs(patch: Patch, slow: float) -> Report:
     fit = SimpleNamespace(samples=[(StepSize(1, (), 0), 0.1)] * 3, load_s=0.0, error=0.0)
     fit.costs = SimpleNamespace(step_s=lambda size: 0.1 * slow, _asdict=dict)
     patch(costs, measure_costs=lambda *_: fit)
-    return costs.run(True)
+    return measured(costs.BENCH, True)
 
 
 def _policy(patch: Patch, slow: float) -> Report:
@@ -102,7 +116,7 @@ def _policy(patch: Patch, slow: float) -> Report:
     patch(policy, costs_as_dict=lambda *_: {"costs": {**Costs()._asdict(), "load_s": 0.0}})
     patch(policy, _retrieval=_rows(*cells["retrieval"]), _video=_rows(*cells["video"]))
     patch(policy, decision_ms=lambda *_: 0.1 * slow)
-    return policy.run(True)
+    return measured(policy.BENCH, True)
 
 
 def _memory(patch: Patch, slow: float) -> Report:
@@ -121,7 +135,7 @@ def _memory(patch: Patch, slow: float) -> Report:
     patch(memory, "dummy_model", "write_adapter", "LocalEngine", "_record_loading_times", language_shapes=lambda _: {})
     patch(memory, _own_bytes=lambda *_: 1, _run_requests=served, _overhead=lambda *_: 0.5 * slow)
     patch(memory, time=SimpleNamespace(perf_counter=lambda: next(clock)))
-    return memory.run(True)
+    return measured(memory.BENCH, True)
 
 
 def _loading(patch: Patch, slow: float) -> Report:
@@ -131,7 +145,7 @@ def _loading(patch: Patch, slow: float) -> Report:
 
     patch(loading, "dummy_model", "Engine", "write_adapter", language_shapes=lambda _: {}, _load=load)
     patch(loading, _steps=lambda engine: iter(lambda: 1.0, None))
-    return loading.run(True)
+    return measured(loading.BENCH, True)
 
 
 def _reuse(patch: Patch, slow: float) -> Report:
@@ -141,7 +155,7 @@ def _reuse(patch: Patch, slow: float) -> Report:
         return {name: [slow if place else 1.0] for place, name in enumerate(calls)}
 
     patch(reuse, "_QuestionEngine", "_adapter_engine", interleaved=seconds)
-    return reuse.run(True)
+    return measured(reuse.BENCH, True)
 
 
 def _overload(patch: Patch, slow: float) -> Report:
@@ -150,35 +164,35 @@ def _overload(patch: Patch, slow: float) -> Report:
     patch(overload, _in_simulator=_rows({"where": "simulated", **row}), _on_engine=_rows({"where": "engine", **row}))
     patch(overload_kv, rows=_rows(*({"where": f"KV room, {where}", **kv} for where in ("simulated", "engine"))))
     patch(overload, decision_ms=lambda *_, **__: 0.1 * slow)
-    return overload.run(True)
+    return measured(overload.BENCH, True)
 
 
 def _cluster(patch: Patch, slow: float) -> Report:
     rates = ((1, 6.0), (2, 12.0 / slow), (4, 24.0 / slow))
     parts = {
-        consolidation: [
-            cluster_row(consolidation.PART, consolidation.MAIN, rule=rule, active=active, batch=25.0 / slow)
+        "hour": [
+            cluster.row(cluster.HOUR, cluster.HOUR_MAIN, rule=rule, active=active, batch=25.0 / slow)
             for rule, active in (("punica", 3.0 * slow), ("least_loaded", 15.0))
         ],
-        placing: [
-            cluster_row(placing.PART, placing.MAIN, rule=rule, loads=loads, ttft_p99_s=late)
+        "placing": [
+            cluster.row(cluster.DRIFT, cluster.DRIFT_MAIN, rule=rule, loads=loads, ttft_p99_s=late)
             for rule, loads, late in (("placed", 100 * slow, 0.5 * slow), ("least_loaded", 1000, 1.0))
         ],
-        growing: [
-            *(cluster_row(growing.WORKERS, "", N=number, req_per_s=rate) for number, rate in rates),
-            cluster_row(growing.ADAPTERS, "20 adapters", rule="placed", latency_s=3.0),
-            cluster_row(growing.ADAPTERS, "2000 adapters", rule="placed", latency_s=3.0 * slow),
+        "growing": [
+            *(cluster.row(cluster.WORKERS, "", N=number, req_per_s=rate) for number, rate in rates),
+            cluster.row(cluster.ADAPTERS, "20 adapters", rule="placed", latency_s=3.0),
+            cluster.row(cluster.ADAPTERS, "2000 adapters", rule="placed", latency_s=3.0 * slow),
         ],
-        decisions: [
-            *(cluster_row(decisions.DECISIONS, "waiting", N=number, p99_us=20.0 * slow) for number in (2, 1000)),
-            cluster_row(decisions.PLANS, "co-migration, 16 adapters", p50_us=100.0 * slow, share=0.01 * slow),
-            cluster_row(decisions.PLANS, "16 adapters, a replica leaves", share=0.1 * slow),
-        ],
-        scale: [{"N": 4, "case": "requests", "CPU s": 20.0 * slow, "MiB": 50.0 * slow}],
+        "scale": [{"N": 4, "case": "requests", "CPU s": 20.0 * slow, "MiB": 50.0 * slow}],
     }
-    for module, rows in parts.items():
-        patch(module, rows=lambda quick, rows=rows: rows)
-    return cluster.run(True)
+    decided = [
+        *(cluster.row(decisions.DECISIONS, "waiting", N=number, p99_us=20.0 * slow) for number in (2, 1000)),
+        cluster.row(decisions.PLANS, "co-migration, 16 adapters", p50_us=100.0 * slow, share=0.01 * slow),
+        cluster.row(decisions.PLANS, "16 adapters, a replica leaves", share=0.1 * slow),
+    ]
+    patch(cluster, **{name: lambda quick, rows=rows: rows for name, rows in parts.items()})
+    patch(decisions, decisions=lambda quick: decided)
+    return measured(cluster.BENCH, True)
 
 
 def _heads(patch: Patch, slow: float) -> Report:
@@ -187,14 +201,14 @@ def _heads(patch: Patch, slow: float) -> Report:
     patch(
         heads, latency_rows=lambda *_, **__: [{"batch": batch, **row} for batch in (1, 8)], compare=lambda _: [compared]
     )
-    return heads.run(True)
+    return measured(heads.BENCH, True)
 
 
 def _gateway(patch: Patch, slow: float) -> Report:
     pair = RequestTimes(0.1, 1.0), RequestTimes(0.1 + 1e-3 * slow, 1.0 + 1e-3 * slow), 0.2
     patch(gateway, "launched_server", "_DirectEngine", "Client", "BlockingHttpClient", "InputProcessor")
     patch(gateway, _compare=_rows(((16, "HTTP"), pair), ((16, "RPyC"), pair)))
-    return gateway.run(True)
+    return measured(gateway.BENCH, True)
 
 
 def _serve(patch: Patch, slow: float) -> Report:
@@ -204,7 +218,7 @@ def _serve(patch: Patch, slow: float) -> Report:
     check = {"answers": 12, "words": 60, "wrong": ["another word"] if slow > 1 else []}
     patch(serve, "Baseline", "serving", "served_config", "write_model_files", Comparison=lambda *_, **__: comparison)
     patch(serve, check_answers=lambda *_: check, default_threads=lambda: 1)
-    return serve.run(False)
+    return measured(serve.BENCH, False)
 
 
 def _vision(patch: Patch, slow: float) -> Report:
@@ -214,7 +228,7 @@ def _vision(patch: Patch, slow: float) -> Report:
         return MagicMock(run=lambda *_: times)
 
     patch(vision, _VisionEngine=engine)
-    return vision.run(True)
+    return measured(vision.BENCH, True)
 
 
 def _soak(patch: Patch, slow: float) -> Report:
@@ -226,7 +240,7 @@ def _soak(patch: Patch, slow: float) -> Report:
         return result
 
     patch(soak, "embedded_model_server", _run_clients=run_clients)
-    return soak.run(True)
+    return measured(soak.BENCH, True)
 
 
 def _streams(patch: Patch, slow: float) -> Report:
@@ -235,7 +249,7 @@ def _streams(patch: Patch, slow: float) -> Report:
         return [{"cameras": 3}]
 
     patch(streams, "launched_server", "write_adapters", measure=measure)
-    return streams.run(True)
+    return measured(streams.BENCH, True)
 
 
 def _tp(patch: Patch, slow: float) -> Report:
@@ -245,7 +259,7 @@ def _tp(patch: Patch, slow: float) -> Report:
     row = {"phase": "decode", "batch": 1, "auto / other": slow}
     patch(tp, "hidden_dtype", run_ranks=ranks, _write_adapters=lambda *_: {}, rows_of=lambda *_: [row])
     patch(tp, _names=lambda: [None] * 10, formula=lambda *_: {}, differs=lambda *_: slow > 1)
-    return tp.run(True)
+    return measured(tp.BENCH, True)
 
 
 def _split(patch: Patch, slow: float) -> Report:
@@ -262,7 +276,7 @@ def _split(patch: Patch, slow: float) -> Report:
         "mixed": mixed.rows_of(shown, MIX),
     }
     patch(split, "write_checkpoint", PARTS={name: lambda *_, rows=rows: rows for name, rows in parts.items()})
-    return split.run(True)
+    return measured(split.BENCH, True)
 
 
 def _packed(patch: Patch, slow: float) -> Report:
@@ -273,7 +287,7 @@ def _packed(patch: Patch, slow: float) -> Report:
 
     patch(packed, "Qwen2VLForConditionalGeneration", "PlainTraining", "HFModel", interleaved=seconds)
     patch(packed, PackedTraining=lambda *_: MagicMock(pieces=[1.0]), losses_apart=lambda *_: 1e-6 * slow)
-    return packed.run(True)
+    return measured(packed.BENCH, True)
 
 
 def _training(patch: Patch, slow: float) -> Report:
@@ -283,7 +297,7 @@ def _training(patch: Patch, slow: float) -> Report:
     late = {"alone": alone, "beside": Served([9.0] * 100, 10.0, 0)}
     patch(beside, in_one_engine=lambda size: rows)
     patch(beside, in_processes=lambda size: beside.rows_of("wall", 0.9, 1.0, late))  # counts other work: no goal
-    return beside.run(True)
+    return measured(beside.BENCH, True)
 
 
 def learned(protected: bool, *phases: tuple[str, float], event: str = "promoted") -> Run:
@@ -326,7 +340,7 @@ def _learning(patch: Patch, slow: float) -> Report:
         return runs[1]
 
     patch(learning, "write_data", first_adapter=nothing, protected_run=with_protections, unprotected_run=without)
-    return learning.run(True)
+    return measured(learning.BENCH, True)
 
 
 MAKERS: dict[str, Callable[[Patch, float], Report]] = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vlora.bench.split import engine, mixed
-from vlora.bench.split.base_process import POLICIES
-from vlora.bench.split.mixed import Event, Window
-from vlora.bench.split.rows import Mix, row
-from vlora.bench.split.split import WAYS
+from benchmarks.split import engine, mixed
+from benchmarks.split.base_process import POLICIES
+from benchmarks.split.mixed import Event, Window
+from benchmarks.split.rows import Mix, row
+from benchmarks.split.split import WAYS
 
 MIX = Mix(layers=1, inference=8, training=2, prompt=64, answer=4, requests=1, rounds=1)
 LATENCIES = {

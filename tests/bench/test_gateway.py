@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gateway import BlockingHttpClient, RequestTimes, median_error, pair_row
+from benchmarks.instrumented_engine import DirectRequest
 from fusion.embedded import checkpoint_path
-from vlora.bench.serving.gateway import BlockingHttpClient, RequestTimes, median_error, pair_row
-from vlora.bench.serving.instrumented_engine import DirectRequest
-from vlora.bench.serving.server_process import launched_server
+from vlora.bench.serve.server_process import launched_server
 from vlora.client import Client
 from vlora.models.processing import InputProcessor
 
@@ -98,7 +98,7 @@ def test_direct_requests_run_on_the_serving_engine() -> None:
     prompt_ids = processor.encode(processor.chat(question)).prompt_ids
     with (
         tempfile.TemporaryDirectory() as folder,
-        launched_server("vlora.cli.instrumented_server", path := f"{folder}/engine") as server,
+        launched_server("benchmarks.instrumented_engine", path := f"{folder}/engine") as server,
         Client(port=server.rpyc_port) as client,
         contextlib.closing(connection.Client(path)) as engine,
     ):

@@ -26,19 +26,18 @@ from PIL import Image
 
 from atmm.layers import Site
 from atmm.tuning.search import Shape
-from vlora.bench.dummy import small_config
-from vlora.bench.paper import drawing, runner
-from vlora.bench.paper import measuring as measuring_module
-from vlora.bench.paper.figure import PAPERS, Fact, Figure, Found, Panel
-from vlora.bench.paper.figures import slora_serving, vlora_serving
-from vlora.bench.paper.figures.punica_operator import segments
-from vlora.bench.paper.measured import operators, systems
-from vlora.bench.paper.measured.machine_costs import machine_costs
-from vlora.bench.paper.measured.operators import EINSUM, OURS, mean_ratio, operator_seconds
-from vlora.bench.paper.measuring import Measuring, Setting
-from vlora.bench.paper.runner import ELSEWHERE, FIGURES, chosen
+from benchmarks.paper import drawing, runner
+from benchmarks.paper import measuring as measuring_module
+from benchmarks.paper.figure import PAPERS, Fact, Figure, Found, Panel
+from benchmarks.paper.figures import slora_serving, vlora_serving
+from benchmarks.paper.figures.punica_operator import segments
+from benchmarks.paper.measured import operators, systems
+from benchmarks.paper.measured.machine_costs import machine_costs
+from benchmarks.paper.measured.operators import EINSUM, OURS, mean_ratio, operator_seconds
+from benchmarks.paper.measuring import Measuring, Setting
+from benchmarks.paper.runner import ELSEWHERE, FIGURES, chosen
+from vlora.bench.dummy import BenchModel, small_config
 from vlora.bench.report import environment
-from vlora.bench.scheduling.models import BenchModel
 from vlora.bench.timing import threads
 from vlora.cli import cli
 from vlora.engine.host_resources import default_threads

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks import atmm, cluster, learning, streams
+from benchmarks.cluster import row
+from benchmarks.cluster_decisions import DECISIONS
+from benchmarks.split import split
 from tests.bench.reports import PROTECTED, UNPROTECTED, learned
 from tests.bench.split_rows import drawable
-from vlora.bench.cluster import cluster, consolidation, decisions, growing, placing
-from vlora.bench.cluster.rows import row
-from vlora.bench.kernels import atmm
-from vlora.bench.serving import streams
-from vlora.bench.split import split
-from vlora.bench.training import learning
+from vlora.bench.plots import draw
 from vlora.routing import RULES
 
 pytestmark = pytest.mark.slow
@@ -36,15 +35,16 @@ def cells(chosen: Sequence[str], others: Sequence[str]) -> list[dict[str, Any]]:
 
 def cluster_rows() -> list[dict[str, Any]]:
     values = {"req_per_s": 2.0, "loads": 30, "ttft_p99_s": 0.5, "latency_s": 3.0, "p50_us": 9.0, "p99_us": 20.0}
-    samples = [[0, 3], [2, 4], [1, 0]]
-    rows = [row(consolidation.PART, consolidation.MAIN, rule=rule, samples=samples) for rule in RULES]
-    rows += [row(placing.PART, placing.MAIN, rule=rule, **values) for rule in RULES]
-    rows += [row(placing.VARIANTS, f"{placing.MAIN}; no plan", rule="placed", **values)]
-    rows += [row(growing.WORKERS, "", rule="placed", N=number, **values) for number in (1, 2, 4)]
-    rows += [row(growing.ADAPTERS, f"{n} adapters", rule="placed", **values) for n in (20, 2000)]
-    return rows + [row(decisions.DECISIONS, "1000 waiting", rule="placed", N=n, **values) for n in (2, 16)]
+    samples = [[0, 3], [2, 4], [1, 0]] * 4
+    rows = [row(cluster.HOUR, cluster.HOUR_MAIN, rule=rule, samples=samples) for rule in RULES]
+    rows += [row(cluster.DRIFT, cluster.DRIFT_MAIN, rule=rule, **values) for rule in RULES]
+    rows += [row(cluster.VARIANTS, f"{cluster.DRIFT_MAIN}; no plan", rule="placed", **values)]
+    rows += [row(cluster.WORKERS, "", rule="placed", N=number, **values) for number in (1, 2, 4)]
+    rows += [row(cluster.ADAPTERS, f"{n} adapters", rule="placed", **values) for n in (20, 2000)]
+    return rows + [row(DECISIONS, "1000 waiting", rule="placed", N=n, **values) for n in (2, 16)]
 
 
+CLUSTER = {"hour", "placement", "variants", "workers", "growing", "decisions"}
 CAMERAS = [
     {"threads": threads, "tasks": tasks, "adapters": kind, "fps": fps, "cameras": round(40 / fps / tasks)}
     for threads, tasks, kind, fps in itertools.product((2, 1), (1, 2), ("ordinary", "activated"), (1.0, 5.0))
@@ -62,7 +62,7 @@ LEARNED = [*learning.rows_of(learned(True, *PROTECTED)), *learning.rows_of(learn
     (
         pytest.param(atmm, CPU, {"chosen", "latency"}, id="atmm"),
         pytest.param(atmm, GPU, {"chosen", "latency"}, id="atmm on a GPU", marks=pytest.mark.exhaustive),
-        pytest.param(cluster, cluster_rows(), {"hour", "batches", "placement", "growing", "decisions"}, id="cluster"),
+        pytest.param(cluster, cluster_rows(), CLUSTER, id="cluster"),
         pytest.param(learning, LEARNED, {"accuracy"}, id="learning"),
         pytest.param(streams, CAMERAS, {"cameras"}, id="streams"),
         pytest.param(split, drawable(), {"figures22-23", "memory", "table5"}, id="split"),
@@ -72,7 +72,7 @@ LEARNED = [*learning.rows_of(learned(True, *PROTECTED)), *learning.rows_of(learn
 def test_pictures_have_every_kind_of_row(
     bench: Any, rows: list[dict[str, Any]], names: set[str], tmp_path: Path
 ) -> None:
-    bench.draw(rows, tmp_path)
+    draw(bench.BENCH.plots, rows, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}.png" for name in names}
     for path in tmp_path.iterdir():
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5_000

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from vlora.bench.dummy import dummy_picture, small_config
-from vlora.bench.scheduling import policy_engine
-from vlora.bench.scheduling.models import BenchModel
-from vlora.bench.scheduling.policy_engine import FLOOR, EnginePoint, measure_policies, retrieval, video
-from vlora.bench.scheduling.policy_workers import WorkClock, average_token_latency_ms, capacity, drive
+from benchmarks import policy_engine
+from benchmarks.policy_engine import FLOOR, EnginePoint, measure_policies, retrieval, video
+from benchmarks.policy_workers import WorkClock, average_token_latency_ms, capacity, drive
+from vlora.bench.dummy import BenchModel, dummy_picture, small_config
 from vlora.bench.timing import threads
 from vlora.orchestrator import POLICIES, Costs
 from vlora.simulator import Arrival

@@ -20,10 +20,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vlora.bench import serve
 from vlora.bench.dummy import small_served_config
-from vlora.bench.serving import serve
-from vlora.bench.serving.serve.baseline import Baseline, prepare
-from vlora.bench.serving.serve.comparison import (
+from vlora.bench.harness import measured
+from vlora.bench.serve.baseline import Baseline, prepare
+from vlora.bench.serve.comparison import (
     CASES,
     NEAR_TIE,
     ModelFiles,
@@ -32,10 +33,10 @@ from vlora.bench.serving.serve.comparison import (
     serving,
     write_model_files,
 )
-from vlora.bench.serving.serve.load import drive
-from vlora.bench.serving.serve.measurements import LoadRun, ObservedAnswer, percentile, row
-from vlora.bench.serving.serve.surfaces import ChatCompletions, EventReader
-from vlora.bench.serving.serve.workload import Workload, WorkloadRequest, arrivals, workload_requests
+from vlora.bench.serve.load import drive
+from vlora.bench.serve.measurements import LoadRun, ObservedAnswer, percentile, row
+from vlora.bench.serve.surfaces import ChatCompletions, EventReader
+from vlora.bench.serve.workload import Workload, WorkloadRequest, arrivals, workload_requests
 from vlora.errors import BadConfig
 from vlora.models.processing import InputProcessor
 
@@ -295,7 +296,7 @@ def test_another_server_by_its_url() -> None:
     url, requests = asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result()
     settings: dict[str, Any] = {"requests": 2, "concurrency": 1, "pictures": 0, "prompt_tokens": 20, "rounds": 1}
     cases = ["one", "adapters"]
-    report = serve.run(False, url=url, model="llava", adapter_names=["signs"], cases=cases, **settings)
+    report = measured(serve.BENCH, False, url=url, model="llava", adapter_names=["signs"], cases=cases, **settings)
     loop.call_soon_threadsafe(loop.stop)
     models = [json.loads(each.split(b"\r\n\r\n", 1)[1])["model"] for each in requests]
     assert models == ["llava", "signs", "signs"]
@@ -303,9 +304,9 @@ def test_another_server_by_its_url() -> None:
     assert counts == [("one", 1, 0), ("adapters", 2, 1)]
     assert [goal.holds for goal in report.goals] == [False]
     with pytest.raises(BadConfig, match="needs the name of the base model"):
-        serve.run(False, url=url)
+        measured(serve.BENCH, False, url=url)
     with pytest.raises(BadConfig, match="give its --url"):
-        serve.run(False, model="llava")
+        measured(serve.BENCH, False, model="llava")
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
@@ -365,7 +366,7 @@ def test_answers_of_another_adapter_are_detected_as_wrong(files: ModelFiles, ser
 def test_a_complete_quick_run() -> None:
     settings = dataclasses.asdict(TINY) | {"answer_tokens": 4}
     del settings["duration_s"], settings["rate"]
-    report = serve.run(True, rounds=1, threads=[1], dtype="float32", **settings)
+    report = measured(serve.BENCH, True, rounds=1, threads=[1], dtype="float32", **settings)
     assert all(goal.holds for goal in report.goals), report.as_dict()
     names = [(found["case"], found["by"], found["dtype"]) for found in report.rows]
     assert names == [

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.soak import SoakResult, complete_text, run_until
 from tests.server.api import running_api
-from vlora.bench.serving.http_client import HttpProtocol, connected
-from vlora.bench.serving.soak import SoakResult, complete_text, run_until
+from vlora.bench.serve.http_client import HttpProtocol, connected
 
 
 def piece(text: str = "", reason: str | None = None, name: str = "id") -> dict[str, Any]:

@@ -17,17 +17,18 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from benchmarks.paper import drawing
+from benchmarks.paper.measuring import Measuring, Setting
+from benchmarks.paper.runner import FIGURES
+from benchmarks.split import base_process, mixed, split
+from benchmarks.split.base_process import LockstepQueue
+from benchmarks.split.mixed import Event, Window
+from benchmarks.split.rows import row
+from benchmarks.split.worker import Client
 from tests.bench.split_rows import LATENCIES, MIX, drawable, of_all_parts, windows
 from tests.split.running import serving, tiny
-from vlora.bench.paper import drawing
-from vlora.bench.paper.figures import symbiosis
-from vlora.bench.paper.measuring import Measuring, Setting
-from vlora.bench.scheduling.models import MODELS
-from vlora.bench.split import base_process, mixed, split
-from vlora.bench.split.base_process import LockstepQueue
-from vlora.bench.split.mixed import Event, Window
-from vlora.bench.split.rows import row
-from vlora.bench.split.worker import Client
+from vlora.bench.dummy import MODELS
+from vlora.bench.harness import measured
 from vlora.cli import cli
 from vlora.errors import BadConfig
 from vlora.split.batching import Call
@@ -105,13 +106,13 @@ def test_the_mix_must_have_the_throughput_and_the_latency() -> None:
         window._replace(events=[window.events[0]._replace(tokens=64), *window.events[1:]])
         for window in fewer[mixed.MIXED]
     ]
-    for measured, holds in (
+    for shown, holds in (
         (windows(LATENCIES, trained=3), [True, True, True]),
         (windows(LATENCIES | {mixed.MIXED: (1.5, 3.0, 2.0)}, trained=3), [True, False, True]),
         (windows(LATENCIES | {mixed.MIXED: (4.1, 4.2, 5.2)}, trained=3), [True, False, False]),
         (fewer, [False, True, True]),
     ):
-        assert [goal.holds for goal in split.goals_of(mixed.rows_of(measured, MIX))] == holds
+        assert [goal.holds for goal in split.goals_of(mixed.rows_of(shown, MIX))] == holds
 
 
 def test_a_part_is_measured_by_itself_and_a_whole_run_resumes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -128,15 +129,13 @@ def test_a_part_is_measured_by_itself_and_a_whole_run_resumes(monkeypatch: pytes
 
     monkeypatch.setattr(split, "PARTS", {name: part(name) for name in ("memory", "mixed")})
     monkeypatch.setattr(split, "write_checkpoint", lambda folder, layers: folder)
-    only = split.run(True, None, ("mixed",))
+    only = measured(split.BENCH, True, parts=("mixed",))
     assert [each["what"] for each in only.rows] == ["mixed"]
     assert only.bench == "split-mixed", "it would replace the report of a whole run"
     with pytest.raises(KeyboardInterrupt):
-        split.run(True, tmp_path / "split.partial")
-    report = split.run(True, tmp_path / "split.partial")
+        measured(split.BENCH, True, tmp_path)
+    report = measured(split.BENCH, True, tmp_path)
     assert calls == ["mixed", "memory", "mixed", "mixed"] and len(report.rows) == 2 and report.bench == "split"
-    with pytest.raises(BadConfig, match=r"no part 'speeds' of `vlora bench split`; choose among memory, mixed"):
-        split.run(True, None, ("speeds",))
 
 
 def test_the_command_offers_all_parts_of_this_bench_only() -> None:
@@ -149,7 +148,9 @@ def test_the_command_offers_all_parts_of_this_bench_only() -> None:
     assert "--part is valid for `vlora bench split` only" in str(result.exception)
 
 
-@pytest.mark.parametrize("figure", symbiosis.FIGURES, ids=lambda figure: figure.number)
+@pytest.mark.parametrize(
+    "figure", [each for each in FIGURES if each.paper == "symbiosis"], ids=lambda each: each.number
+)
 def test_figures_of_the_paper_are_drawn_beside_its_numbers(figure: Any, tmp_path: Path) -> None:
     setting = Setting(True, torch.device("cpu"), MODELS["qwen2-0.5b"])
     measuring = Measuring(setting, tmp_path / "measured", lambda _: None)

@@ -9,11 +9,11 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks import streams
+from benchmarks.streams import Capacity, largest
+from benchmarks.streams.cameras import Observed, Trial, num_lost, observe
 from tests.server.running import Running, running_server
-from vlora.bench.serving import streams
-from vlora.bench.serving.server_process import ServerProcess
-from vlora.bench.serving.streams import Capacity, largest
-from vlora.bench.serving.streams.cameras import Observed, Trial, num_lost, observe
+from vlora.bench.serve.server_process import ServerProcess
 from vlora.client import AsyncClient
 from vlora.client.frame_stream import AsyncFrameStream
 from vlora.client.values import FrameResult

@@ -9,7 +9,7 @@ import pytest
 from tests import core_size
 from tests.core_size import ROOT
 
-PACKAGES = ("vlora", "atmm", "heads", "fusion", "apps")
+PACKAGES = ("vlora", "atmm", "heads", "fusion", "apps", "benchmarks")
 MAX_EXECUTED_LINES = 3_000
 MAX_CORE_LINES = 9_480
 MAX_CORE_CODE_LINES = 6_150

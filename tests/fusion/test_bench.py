@@ -1,24 +1,24 @@
-"""`vlora bench fusion` without training: its domains, jobs, counts and plots."""
+"""`vlora bench fusion`, `bd` and `retrieve` without training: domains, counts, tables and goals."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from fusion.bench import compare, draw, jobs, parity, retrieval
-from fusion.bench.activated import METHODS
-from fusion.bench.domains import FAMILIES, BenchDomain, Sizes
-from fusion.bench.measuring import (
+import benchmarks.fusion as packing_bench
+from benchmarks import adapters, retrieve
+from benchmarks.adapters import METHODS
+from benchmarks.fusion import measuring
+from benchmarks.fusion.domains import FAMILIES, SUITE, BenchDomain, Sizes, suspected
+from benchmarks.fusion.measuring import (
     ALL,
     ALONE,
     DEFAULT,
@@ -29,15 +29,11 @@ from fusion.bench.measuring import (
     Meter,
     SmallScores,
 )
-from fusion.bench.result_store import ResultStore, origins
-from fusion.bench.retrieval import Collection, Prepared
-from fusion.bench.suite import SUITE, suspected
+from benchmarks.retrieve import Collection, Prepared
 from fusion.packing.algorithm import History, Score, TrainingResult
 from fusion.plan.schema import LoraPlan
 from fusion.synthetic.searched_videos import Query
-from tests.fusion import bench_jobs
-from tests.fusion.bench_jobs import a_curve
-from tests.processes import is_alive, until
+from vlora.bench.harness import Measured, Store, measured
 from vlora.cli import cli
 from vlora.errors import BadConfig
 
@@ -114,9 +110,9 @@ def test_growth_packs_parts_of_the_suite_that_contain_each_other(
         def __init__(self, made: Any, *_: object) -> None:
             self.domains = {one.name: one for one in made}
 
-    monkeypatch.setattr(jobs, "Bench", Bench)
-    monkeypatch.setattr(jobs, "small_scores", lambda _: {made.name: SmallScores(0.9, 0.9) for made in SUITE})
-    rows = jobs.BenchJob(0, "growth", False).measure(tmp_path)["rows"]
+    monkeypatch.setattr(measuring, "Training", Bench)
+    monkeypatch.setattr(measuring, "small_scores", lambda _: {made.name: SmallScores(0.9, 0.9) for made in SUITE})
+    rows = measuring.growth(0, False, tmp_path)["rows"]
     parts = [set(row["domains"]) for row in rows]
     assert [len(part) for part in parts] == [3, 6, 9, 12]
     assert all(part < larger for part, larger in itertools.pairwise(parts))
@@ -152,17 +148,6 @@ def a_table(seed: int, packed: float) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    store = ResultStore(tmp_path, {"commit": "1f" * 20})
-    for seed in (0, 1, 2):
-        store.write(f"table-{seed}", a_table(seed, 0.81 if seed else 0.79))
-        for family in FAMILIES:
-            store.write(f"{family}-{seed}", a_curve(family, seed))
-    store.write("growth-0", {"seed": 0, "rows": PARTS})
-    return tmp_path
-
-
 def part(names: str, adapters: int, optimum: int | None, trainings: float, *seconds: float) -> dict[str, Any]:
     counts = {"adapters": adapters, "lower bound": 1, "optimum": optimum, "trainings": trainings}
     return {"domains": list(names), **counts, **dict(zip(("training s", "alone s"), seconds, strict=True))}
@@ -171,99 +156,52 @@ def part(names: str, adapters: int, optimum: int | None, trainings: float, *seco
 PARTS = [part("ab", 2, None, 3.0, 60.0, 40.0), part("abc", 3, 2, 5.7, 115.0, 60.0)]
 
 
-def test_missed_thresholds_are_counted_on_test_data(folder: Path) -> None:
-    """All results are stored, so nothing is trained."""
+def results(*tables: dict[str, Any]) -> dict[str, Measured]:
+    found = {f"table-{place}": Measured([], {"tables": each}) for place, each in enumerate(tables)}
+    return {**found, "growth-0": Measured([], {"growth": {"seed": 0, "rows": PARTS}})}
 
-    def found() -> Any:
-        return jobs.run(False, folder, pytest.fail)
 
-    def own(result: Any) -> list[Any]:
-        rows = [row for row in result.rows if row["method"] == DEFAULT]
-        return [(row["seed"], row["broken"], round(row["worst"], 3)) for row in rows]
+def test_missed_thresholds_are_counted_on_test_data(tmp_path: Path) -> None:
+    def goals(*tables: dict[str, Any]) -> Any:
+        return packing_bench.goals(packing_bench.combine(results(*tables)))
 
-    first = found()
-    assert own(first) == [(0, 1, -0.01), (1, 0, 0.01), (2, 0, 0.01)]
+    tables = [a_table(seed, 0.81 if seed else 0.79) for seed in (0, 1, 2)]
+    first = packing_bench.combine(results(*tables))
+    rows = [row for row in first.rows if row["method"] == DEFAULT]
+    assert [(row["seed"], row["broken"], round(row["worst"], 3)) for row in rows] == [
+        (0, 1, -0.01),
+        (1, 0, 0.01),
+        (2, 0, 0.01),
+    ]
     assert [row["a"] for row in first.rows if row["method"] == "(threshold)"] == [0.8] * 3
-    more, cost, broken, all_in_one = first.goals
+    more, cost, broken, all_in_one = goals(*tables)
     assert (more.value, cost.value, broken.value, all_in_one.value) == (2, pytest.approx(1.9), 1, 1)
     assert (more.goal, cost.goal, all_in_one.goal, all_in_one.at_most) == (1, 2, 1, False)
     assert broken.goal == pytest.approx(0.3) and "of 6 at 0.95" in broken.name
-    table = a_table(0, 0.79) | {"missed alone": ["a"]}  # a domain that misses alone is not counted
-    ResultStore(folder, {}).write("table-0", table)
-    second = found()
-    assert second.goals[2].value == 0 and "of 5" in second.goals[2].name and own(second)[0][1] == 0
-    for seed in (0, 1, 2):  # beyond six domains the lower bound stands for the optimum
-        table = a_table(seed, 0.81)
+    tables[0]["missed alone"] = ["a"]  # a domain that misses alone is not counted
+    second = goals(*tables)
+    assert second[2].value == 0 and "of 5" in second[2].name
+    for table in tables:  # beyond six domains the lower bound stands for the optimum
         del table["methods"][OPTIMUM]
-        ResultStore(folder, {}).write(f"table-{seed}", table)
-    assert found().goals[0].value == 1
-
-
-@pytest.mark.exhaustive
-def test_missing_results_are_measured_in_their_own_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "action-1.json").unlink()
-    monkeypatch.setattr(jobs, "run_job", bench_jobs.quick_job)
-    lines: list[str] = []
-    found = jobs.run(False, folder, lines.append, {"commit": "2e" * 20, "machine": "here"})
-    assert len(found.curves) == 12 and lines == ["action-1: 2 s, 1 s of processor time"]
-    before, now = found.origins
-    assert (before["commit"], before["machine"], len(before["results"])) == ("1f" * 20, None, 15)
-    assert (now["commit"], now["machine"], now["results"]) == ("2e" * 20, "here", ["action-1"])
-
-
-@pytest.mark.exhaustive
-def test_a_job_that_fails_is_named_and_ends_the_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in (0, 1):
-        (folder / f"action-{seed}.json").unlink()
-    monkeypatch.setattr(jobs, "run_job", bench_jobs.failing_job)
-    with pytest.raises(RuntimeError, match="the job action-1 ended with exit code 3"):
-        jobs.run(False, folder, pytest.fail)
-    assert not alive_jobs(folder)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.timeout(900)  # for a busy machine
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_no_job_outlives_the_bench(tmp_path: Path, number: signal.Signals) -> None:
-    bench = subprocess.Popen(
-        [sys.executable, "-m", "tests.fusion.bench_jobs", str(tmp_path)],
-        start_new_session=True,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        until(lambda: bool(alive_jobs(tmp_path)), 240)  # each process imports torch
-        (os.killpg if number == signal.SIGINT else os.kill)(bench.pid, number)
-        assert bench.wait(30) != 0
-        until(lambda: not alive_jobs(tmp_path))
-    finally:
-        os.killpg(bench.pid, signal.SIGKILL) if bench.poll() is None else None
-
-
-def alive_jobs(folder: Path) -> list[int]:
-    """Process ids of the jobs that have begun and still run."""
-    return [pid for file in folder.glob("*.pid") if is_alive(pid := int(file.read_text()))]
-
-
-def test_plots_are_written(folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    import cv2
-
-    found = jobs.run(False, folder, pytest.fail)
-    draw(found.tables, found.curves, found.growth, tmp_path / "pictures")
-    for name in ("capacity", "small_models", "methods", "growth"):
-        picture = cv2.imread(str(tmp_path / "pictures" / f"{name}.png"))
-        assert picture is not None and picture.std() > 10
+    assert goals(*tables)[0].value == 1
+    assert set(packing_bench.cases(False)) == {
+        *(f"{kind}-{seed}" for kind in ("table", *FAMILIES) for seed in (0, 1, 2)),
+        "growth-0",
+    }
 
 
 DOMAINS = ("digits", "photos", "signs", "actions")
 
 
+def store(folder: Path, name: str, found: dict[str, Any]) -> None:
+    """As a run at another commit stores it."""
+    Store(folder, {"commit": "1f" * 20}).write(name, {**Measured([], found)._asdict(), "spent": {"wall s": 1.0}})
+
+
 def test_the_table_has_every_domain_by_method(tmp_path: Path) -> None:
-    store = ResultStore(tmp_path / "activated" / "work", {"commit": "1f" * 20})
     for (place, domain), (number, method) in itertools.product(enumerate(DOMAINS), enumerate(METHODS)):
-        scores = {"test": (place + number) / 10, "in words": number / 10, "spent": {"cpu s": 1.0}}
-        store.write(f"{domain}-{number}", {"domain": domain, "method": method, **scores})
+        scores = {"test": (place + number) / 10, "in words": number / 10}
+        store(tmp_path / "activated" / "work", f"{domain}-{number}", {"domain": domain, "method": method, **scores})
     result = CliRunner().invoke(cli, ["bench", "activated", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "activated.json").read_text())
@@ -282,36 +220,24 @@ def numbers(lora: LoraPlan) -> int:
 
 @pytest.mark.parametrize("blocks", [1, 2, 4])
 def test_no_other_rank_has_a_parameter_count_nearer_to_the_loras(blocks: int) -> None:
-    rank = parity.matched_rank(numbers, blocks)
-    wanted = numbers(LoraPlan(rank=parity.RANK))
+    rank = adapters.matched_rank(numbers, blocks)
+    wanted = numbers(LoraPlan(rank=adapters.RANK))
     found = abs(numbers(LoraPlan(rank=rank, blocks=blocks)) - wanted)
-    assert rank % blocks == 0 and (rank == parity.RANK if blocks == 1 else rank > parity.RANK)
+    assert rank % blocks == 0 and (rank == adapters.RANK if blocks == 1 else rank > adapters.RANK)
     for other in (rank - blocks, rank + blocks):
         assert abs(numbers(LoraPlan(rank=other, blocks=blocks)) - wanted) >= found
 
 
 def a_run(blocks: int, seed: int, digits: float) -> dict[str, Any]:
     test = {"digits": digits, "photos": 0.6, "signs": 0.6}
-    size = {"blocks": blocks, "rank": 8 * blocks, "parameters": 100}
-    return {"seed": seed, **size, "test": test, "spent": {"cpu s": 1.0}}
+    return {"seed": seed, "blocks": blocks, "rank": 8 * blocks, "parameters": 100, "test": test}
 
 
-def test_mean_and_spread_of_blocks_are_over_seeds_and_a_gap_misses_the_goal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work, trained = tmp_path / "bd" / "work", list[tuple[int, int]]()
+def test_mean_and_spread_of_blocks_are_over_seeds_and_a_gap_misses_the_goal(tmp_path: Path) -> None:
     for seed in (0, 1, 2):
         for blocks, digits in ((1, 0.9), (2, 0.9 + 0.1 * (seed - 1)), (4, 0.75)):
-            ResultStore(work, {}).write(f"{blocks}-{seed}", a_run(blocks, seed, digits))
-
-    def measure(seed: int, blocks: int, quick: bool, features: Path) -> dict[str, Any]:
-        trained.append((seed, blocks))
-        return a_run(blocks, seed, 0.75)
-
-    monkeypatch.setattr(parity, "measure", measure)
-    (work / "4-1.json").unlink()
-    found = compare(False, work, lambda line: None)
-    assert trained == [(1, 4)] and (work / "4-1.json").exists(), "only missing measurements are trained"
+            store(tmp_path / "bd" / "work", f"{blocks}-{seed}", a_run(blocks, seed, digits))
+    found = measured(adapters.BD, False, tmp_path)
     assert [row["method"] for row in found.rows] == ["LoRA", "BD-LoRA, 2 blocks", "BD-LoRA, 4 blocks"]
     two = found.rows[1]
     assert two["digits"] == pytest.approx(0.9) and two["digits +-"] == pytest.approx(0.1 * (2 / 3) ** 0.5)
@@ -320,7 +246,7 @@ def test_mean_and_spread_of_blocks_are_over_seeds_and_a_gap_misses_the_goal(
     assert two["less LoRA"] == pytest.approx(0) and two["standard error"] == pytest.approx(0.1 / 3 / 3**0.5)
     near, far = found.goals
     assert near.value == pytest.approx(0) and far.value == pytest.approx(-0.05)
-    assert (near.goal, near.at_most) == (-0.02, False) and len(found.runs) == 9
+    assert (near.goal, near.at_most) == (-0.02, False) and len(found.found["runs"]) == 9
     fewer = CliRunner().invoke(cli, ["bench", "bd", "--seeds", "2", "--out", str(tmp_path)])
     assert len(json.loads(fewer.output.splitlines()[-1])["runs"]) == 6
     for wrong in (["bench", "step", "--seeds", "2"], ["bench", "bd", "--quick", "--seeds", "2"]):
@@ -328,32 +254,19 @@ def test_mean_and_spread_of_blocks_are_over_seeds_and_a_gap_misses_the_goal(
         assert isinstance(refused, BadConfig) and "--seeds is valid for `vlora bench bd`" in str(refused)
 
 
-HERE: dict[str, Any] = {"commit": "a", "machine": "m", "gpu": None, "versions": {}, "threads": 2}
-THERE = {**HERE, "commit": "b"}
-
-
-def test_a_result_is_measured_once_and_keeps_its_origin(tmp_path: Path) -> None:
-    first = ResultStore(tmp_path / "work", HERE).once("x", lambda: {"value": 1})
-    later = ResultStore(tmp_path / "work", THERE).once("x", lambda: {"value": 2})
-    assert first == later == {"value": 1, "origin": {"commit": "a", "machine": "m", "gpu": None, "versions": {}}}
-    other = ResultStore(tmp_path / "work", THERE).once("y", lambda: {"value": 2})
-    found = [(each["commit"], each["results"]) for each in origins({"x": first, "y": other, "z": first})]
-    assert found == [("a", ["x", "z"]), ("b", ["y"])]
-    (tmp_path / "x.json").write_text('{"value": 1}')  # of an earlier version, so its origin is unknown
-    [origin] = origins({"x": ResultStore(tmp_path, HERE).once("x", dict)})
-    assert origin["commit"] is None and origin["results"] == ["x"]
-    for environment, value in ((HERE, 1), (THERE, 2), (THERE, 2)):  # a latency is measured again elsewhere
-        times = ResultStore(tmp_path, environment).once("times", lambda value=value: {"value": value}, here=True)  # type: ignore[misc]
-        assert times["value"] == value
-    assert ResultStore(tmp_path, THERE).once("times", dict, here=True)["value"] == 2
-
-
 def test_a_prepared_collection_is_read_as_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     query = Query("a red car", "a.mp4", 2)
-    made = Prepared("base", "adapters", [Collection("streets", "videos", 1, "?", "!", [query])], {"x": 0.5}, 2.0)
-    monkeypatch.setattr(retrieval, "make_prepared", lambda *_: made)
-    first = retrieval.prepare(True, tmp_path, print, HERE)
-    monkeypatch.setattr(retrieval, "make_prepared", pytest.fail)
-    again = retrieval.prepare(True, tmp_path, print, THERE)
-    origin = {name: HERE[name] for name in ("commit", "machine", "gpu", "versions")}
-    assert first == again == made._replace(origin=origin)
+    made = Prepared("adapters", [Collection("streets", "videos", 1, "?", "!", [query])], {"x": 0.5}, 2.0)
+    found = Measured([], {"prepared": msgspec.to_builtins(made._asdict())})
+    asked: list[Any] = []
+
+    def measure(client: object, folder: Path, work: Path, queries: list[Query], **_: object) -> list[dict[str, Any]]:
+        asked.extend((folder, queries))
+        return [{"method": "adapter"}]
+
+    monkeypatch.setattr(retrieve, "serving", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(retrieve, "measure_recall", measure)
+    Store(tmp_path, {}).write("prepared-0", found._asdict())
+    recall = retrieve.measure(True, Store(tmp_path, {}))
+    assert asked == [Path("videos"), [query]] and recall.rows == [{"method": "adapter"}]
+    assert recall.found == {"adapter": {"test scores": {"x": 0.5}, "training CPU s": 2.0}}

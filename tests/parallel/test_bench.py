@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from vlora.bench import tp
 from vlora.bench.dummy import language_shapes, small_config, write_adapter
-from vlora.bench.tensor_parallel import tp
-from vlora.bench.tensor_parallel.rank import CellTimes, RankAdapter, RankMemory, RankSetup, StepCell, run_ranks
+from vlora.bench.rank import CellTimes, RankAdapter, RankMemory, RankSetup, StepCell, run_ranks
 from vlora.config import EngineConfig
 from vlora.models.loading import dummy_model
 

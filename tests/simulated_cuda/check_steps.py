@@ -21,7 +21,7 @@ from tests.simulated_cuda.counts import HOST_WAITS, SERVING
 from tests.simulated_cuda.install import uncomputed_kernels
 from tests.simulated_cuda.streams import Event
 from vlora.bench.dummy import language_shapes, small_config, write_adapter
-from vlora.bench.engine.timed_engine import TimedEngine
+from vlora.bench.timed_engine import TimedEngine
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.lora.adapted_linear import AdaptedLinear

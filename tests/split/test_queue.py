@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.split.base_process import WholeCallQueue
 from tests.example_counts import scaled
 from tests.split.running import Serving, serving, tiny
-from vlora.bench.split.base_process import WholeCallQueue
 from vlora.split.batching import Call, CallQueue
 from vlora.split.connection import BaseConnection
 from vlora.split.frames import Direction

@@ -9,7 +9,7 @@ import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -17,9 +17,10 @@ from rich.table import Table
 
 from atmm.tuning.tables import device_name
 
+Row = dict[str, Any]
 
-@dataclasses.dataclass(frozen=True)
-class Goal:
+
+class Goal(NamedTuple):
     """A goal and its measurement: `value` must be at most (or at least) `goal`."""
 
     name: str
@@ -49,7 +50,7 @@ class Report:
     """
 
     bench: str
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Row]
     goals: Sequence[Goal]
     title: str | None = None
     found: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -106,8 +107,9 @@ def version_of(distribution: str) -> str | None:
 
 
 def _is_curve(name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a column holds sequences, which are for plots."""
-    return any(isinstance(row[name], list) for row in rows)
+    """Whether a column holds long or nested sequences, which are for plots."""
+    lists = [row[name] for row in rows if isinstance(row[name], list)]
+    return any(len(each) > 32 or any(isinstance(value, list) for value in each) for each in lists)
 
 
 def _has_values(name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -135,3 +137,37 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return found.stdout.strip()
+
+
+_HEAD = """# What was measured
+
+`vlora bench --out` writes this page from the reports beside it: each promise as it stood when that bench last ran.
+Bold is what falls short.
+"""
+
+
+def page(folder: Path) -> str:
+    """Markdown: a section for each report in `*.json` that has goals, in order of the file names."""
+    reports = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    return _HEAD + "".join(_section(name, report) for name, report in reports.items() if report.get("goals"))
+
+
+def _section(name: str, report: Mapping[str, Any]) -> str:
+    env = report["env"]
+    versions = [f"{package} {version}" for package, version in env["versions"].items() if package != "vlora"]
+    where = [
+        f"[{name}]({name})",
+        f"threads: {env['threads']}",
+        *versions,
+        f"commit {(env['commit'] or 'unknown')[:12]}",
+    ]
+    lines = [f"\n## {report['bench']}: {env['gpu'] or env['machine']}", "", ", ".join(where), ""]
+    for origin in report.get("origins", ()):
+        if any(origin[key] != env[key] for key in ("commit", "machine", "gpu")):
+            at = f"commit {(origin['commit'] or 'unknown')[:12]}, {origin['gpu'] or origin['machine']}"
+            lines += [f"Measured before, at {at}: {', '.join(origin['results'])}.", ""]
+    lines += ["| what | measured | promised |", "|---|---:|---:|"]
+    for goal in report["goals"]:
+        measured = f"{goal['value']:g}" if goal["holds"] else f"**{goal['value']:g}**"
+        lines.append(f"| {goal['name']} | {measured} | {goal['goal']} |")
+    return "\n".join(lines) + "\n"

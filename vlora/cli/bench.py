@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
-import tempfile
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +156,20 @@ def _replay(trace: str | None, journal: str, *, as_json: bool) -> None:
         sys.exit(1)
 
 
+_OF: dict[str, tuple[str, ...]] = {
+    "latencies_us": ("tp",),
+    "seeds": ("bd",),
+    "figures": ("paper",),
+    "parts": ("split",),
+    "model": ("policy", "costs", "serve"),
+    "device": ("policy", "costs"),
+    "quantize": ("step",),
+}
+"""Benchmarks that take an option; all others are of `serve`."""
+
+_FLAGS = {"latencies_us": "latency-us", "figures": "figure", "parts": "part", **OPTION_NAMES}
+
+
 @cli.command()
 @click.argument("name")
 @click.option("--quick", is_flag=True, help="Fewer repetitions; figures are rough.")
@@ -200,22 +210,9 @@ def _replay(trace: str | None, journal: str, *, as_json: bool) -> None:
 @serve_options
 @json_option
 @needs("fuse")
-def bench(
-    name: str,
-    quick: bool,
-    out: Path | None,
-    latencies_us: tuple[int, ...],
-    seeds: int | None,
-    figures: tuple[str, ...],
-    parts: tuple[str, ...],
-    model: str | None,
-    device: str | None,
-    quantize: str | None,
-    as_json: bool,
-    **serve: Any,
-) -> None:
-    """Run a bench by name, or all of them. The last line of each is JSON; with --json it is the only line. Exit code 1
-    if a goal is not met.
+def bench(name: str, quick: bool, out: Path | None, as_json: bool, **options: Any) -> None:
+    """Run a benchmark by name, or all of them. The last line of each is JSON; with --json it is the only line. The exit
+    code is 1 if a goal is not met.
 
     \b
         vlora bench step --quick
@@ -227,179 +224,31 @@ def bench(
         vlora bench serve --url http://127.0.0.1:8000/v1 --model base --adapter-name signs --rate 2 --duration-s 60
         vlora bench split --part mixed --out results
         vlora bench streams --out results    # cameras in real time; some ten minutes
-        vlora bench fusion --out results     # resumes an interrupted run, as do policy, split and teachers
+        vlora bench fusion --out results     # with --out, an interrupted run continues
         vlora bench paper --out figures      # the papers' figures beside ours; resumes
         vlora bench paper --out figures --figure v-lora:fig14 --quick
 
-    `teachers` (small models beside adapters), `fusion`, `bd` (block-diagonal adapters), `activated` (aLoRA) and
-    `retrieve` (recall of `vlora retrieve`) train models: they take long, and run last in `all`. `paper` is not part of
-    `all`.
+    `step`, `costs`, `serve` and `tp` are installed; a checkout has all others. `teachers` (small models beside
+    adapters), `fusion`, `bd` (block-diagonal adapters), `activated` (aLoRA) and `retrieve` (recall of `vlora retrieve`)
+    train models: they take long, and run last in `all`. `paper` is not part of `all`.
     """
-    given = {name: value for name, value in serve.items() if value not in (None, ())}
-    if given and name != "serve":
-        flags = ", ".join(f"--{OPTION_NAMES.get(each, each.replace('_', '-'))}" for each in given)
-        raise BadConfig(f"{flags}: valid for `vlora bench serve` only, not for {name!r}; remove them")
-    if seeds is not None and (name != "bd" or quick):
+    given = {option: value for option, value in options.items() if value not in (None, ())}
+    for option in given:
+        of = _OF.get(option, ("serve",))
+        if name not in of:
+            flag, names = _FLAGS.get(option, option.replace("_", "-")), " and ".join(f"`{each}`" for each in of)
+            raise BadConfig(f"--{flag} is valid for `vlora bench {names[1:]} only, not for {name!r}; remove it")
+    if "seeds" in given and quick:
         raise BadConfig("--seeds is valid for `vlora bench bd` without --quick only (--quick uses one seed); remove it")
-    on: dict[str, Any] = {key: value for key, value in (("model", model), ("device", device)) if value is not None}
-    if on and name not in ("policy", "costs") and not (name == "serve" and device is None):
-        raise BadConfig(
-            f"--model and --device are valid for `vlora bench policy` and `costs` only, not for {name!r}; remove them"
-        )
-    own = {
-        "tp": ("--latency-us", "latencies_us", latencies_us),
-        "step": ("--quantize", "quantize", quantize),
-        "split": ("--part", "parts", parts),
-        "paper": ("--figure", "figures", figures),
-    }
-    for of, (flag, setting, value) in own.items():
-        if value and name != of:
-            raise BadConfig(f"{flag} is valid for `vlora bench {of}` only, not for {name!r}; remove it")
-        if value:
-            on[setting] = value
     if out is not None:
         try:
             out.mkdir(parents=True, exist_ok=True)  # before a bench of minutes or hours
         except OSError as error:
             raise BadConfig(f"--out: the folder {str(out)!r} cannot be created: {error.strerror}") from error
-    if name in _ELSEWHERE:
-        holds = _ELSEWHERE[name](quick, out, as_json, **on | ({"seeds": seeds} if seeds else {}))
-    else:
-        from vlora.bench import BENCHES
-        from vlora.bench import main as run
+    from vlora.bench import harness
 
-        if name not in (*BENCHES, "all"):
-            raise BadConfig(f"no bench named {name!r}; choose one of {', '.join((*BENCHES, *_ELSEWHERE))} or all")
-        with waiting(f"bench {name}"):
-            holds = run(name, quick, out, only_json=as_json, **on, **given)
-        if name == "all":
-            holds &= all([_ELSEWHERE[each](quick, out, as_json) for each in _ELSEWHERE if each != "paper"])
+    hint = "" if out is None else f"finished measurements are in {out}; the same command continues"
+    with waiting(f"bench {name}"), ends_with(lambda: hint):
+        holds = harness.run(name, quick, out, only_json=as_json, **given)
     if not holds:
         sys.exit(1)
-
-
-def _bench_paper(quick: bool, out: Path | None, only_json: bool, figures: tuple[str, ...] = ()) -> bool:
-    """Draw the papers' figures into a folder."""
-    from vlora.bench import finish, require_matplotlib
-
-    if out is None:
-        raise BadConfig("vlora bench paper draws into a folder; give --out DIR")
-    require_matplotlib()
-    from vlora.bench.paper import measurements_folder, run
-
-    stored = f"measurements so far are in {measurements_folder(quick, out)}; the same command continues"
-    with waiting("bench paper"), ends_with(lambda: stored):
-        report = run(quick, out, figures, _say)
-    return finish(report, None, out, only_json)
-
-
-def _bench_fusion(quick: bool, out: Path | None, only_json: bool) -> bool:
-    """Run the bench of fusion here, because `vlora.bench` and `fusion` do not import each other."""
-    from fusion.bench import draw, run
-    from vlora.bench import finish, require_matplotlib
-    from vlora.bench.report import Goal, Report, environment
-
-    if out is not None:
-        require_matplotlib()
-    with waiting("bench fusion"):
-        found = run(quick, _work("fusion", out), _say, environment())
-    stored = {"tables": found.tables, "curves": found.curves, "growth": found.growth, "origins": found.origins}
-    report = Report("fusion", found.rows, [Goal(*goal) for goal in found.goals], found=stored)
-    return finish(report, lambda folder: draw(found.tables, found.curves, found.growth, folder), out, only_json)
-
-
-def _bench_bd(quick: bool, out: Path | None, only_json: bool, seeds: int | None = None) -> bool:
-    """As `_bench_fusion`, for block-diagonal adapters."""
-    from fusion.bench import NUM_SEEDS, compare
-    from vlora.bench import finish
-    from vlora.bench.report import Goal, Report, environment
-
-    with waiting("bench bd"):
-        found = compare(quick, _work("bd", out), _say, seeds or NUM_SEEDS, environment())
-    goals = [Goal(*goal) for goal in found.goals]
-    return finish(
-        Report("bd", found.rows, goals, found={"runs": found.runs, "origins": found.origins}), None, out, only_json
-    )
-
-
-def _bench_activated(quick: bool, out: Path | None, only_json: bool) -> bool:
-    """As `_bench_fusion`, for activated adapters. It has no goal."""
-    from fusion.bench import compare_activated
-    from vlora.bench import finish
-    from vlora.bench.report import Report, environment
-
-    with waiting("bench activated"):
-        found = compare_activated(quick, _work("activated", out), _say, environment())
-    report = Report("activated", found.rows, [], found={"runs": found.runs, "origins": found.origins})
-    return finish(report, None, out, only_json)
-
-
-def _bench_retrieve(quick: bool, out: Path | None, only_json: bool) -> bool:
-    """Run the bench here, because neither `fusion` nor `apps` imports the other. Returns whether its goals are met."""
-    from apps.retrieval.measuring import goals_of
-    from vlora.bench import finish, require_matplotlib
-    from vlora.bench.report import Goal, Report
-
-    if out is not None:
-        require_matplotlib()
-    with tempfile.TemporaryDirectory() as temporary, waiting("bench retrieve"):
-        work = Path(temporary) if out is None else out / "retrieve" / ("quick" if quick else "work")
-        work.mkdir(parents=True, exist_ok=True)
-        rows, found = _measure_retrieval(quick, work)
-        goals = [] if quick else [Goal(*goal) for goal in goals_of(rows)]
-        report = Report("retrieve", rows, goals, found=found)
-        if out is not None:
-            for sheet in work.glob("*.png"):
-                sheet.replace(out / "retrieve" / sheet.name)
-    return finish(report, None, out, only_json)
-
-
-def _measure_retrieval(quick: bool, work: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The rows, and further values for the JSON."""
-    from apps.retrieval.measuring import measure
-    from apps.server_process import serving
-    from fusion.bench.result_store import origins
-    from fusion.bench.retrieval import ADAPTER, QUESTION, prepare
-    from vlora.bench.report import environment
-
-    # In a process of its own, which gives the memory of the training back before the server starts.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        prepared = pool.submit(prepare, quick, work, _say, environment()).result()
-    rows: list[dict[str, Any]] = []
-    with serving(prepared.base, Path(prepared.adapters), options=("--threads", "1")) as client:
-        for collection in prepared.collections:
-            rows += measure(
-                client,
-                Path(collection.folder),
-                work,
-                collection.queries,
-                name=collection.name,
-                adapter=ADAPTER,
-                num_frames=collection.num_frames,
-                base_caption=collection.base_caption,
-                caption=collection.caption,
-                question=QUESTION,
-                say=_say,
-                sheet=work / f"{collection.name}.png",
-            )
-    trained = {"test scores": prepared.scores, "training CPU s": prepared.training_cpu_s}
-    return rows, {"adapter": trained, "origins": origins({"adapter": {"origin": prepared.origin}})}
-
-
-def _say(text: str) -> None:
-    click.echo(text, err=True)
-
-
-def _work(name: str, out: Path | None) -> Path | None:
-    """The folder of a resumable bench's intermediate results."""
-    return None if out is None else out / name / "work"
-
-
-_ELSEWHERE: dict[str, Callable[..., bool]] = {
-    "paper": _bench_paper,
-    "fusion": _bench_fusion,
-    "bd": _bench_bd,
-    "activated": _bench_activated,
-    "retrieve": _bench_retrieve,
-}
-"""Benches that are not of `vlora.bench`, in the order of "all", which does not include `paper`."""

@@ -7,15 +7,15 @@ import torch
 
 from atmm import SegmentPlan, reference
 from atmm.tuning.search import Case, Shape
+from benchmarks.atmm_gpu import measure
+from benchmarks.kernel_baselines import STYLES, prepare_call
 from tests.atmm.cases import make_group, segments
-from vlora.bench.kernels.atmm_gpu import measure
-from vlora.bench.kernels.kernel_baselines import STYLES, prepare_call
 
 
 @pytest.mark.parametrize("lengths", ({"a": 1, "b": 1, "c": 1}, {"a": 35, "b": 3, "c": 1}), ids=str)
 @pytest.mark.parametrize("style", STYLES)
 def test_every_style_adds_the_same_deltas(style: str, lengths: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlora.bench.kernels.kernel_baselines.MOST_ADAPTERS", 4)  # empty programs are slow, too
+    monkeypatch.setattr("benchmarks.kernel_baselines.MOST_ADAPTERS", 4)  # empty programs are slow, too
     group = make_group({"a": 4, "b": 16, "c": 40}, d_in=80, d_outs=(72, 24, 24), missing=[("a", 1)])
     group.pack("abc")
     lanes = segments(lengths)
@@ -31,7 +31,7 @@ def test_every_style_adds_the_same_deltas(style: str, lengths: dict[str, int], m
 
 
 def test_a_row_of_the_gpu_bench_names_every_style(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlora.bench.kernels.kernel_baselines.MOST_ADAPTERS", 4)
-    monkeypatch.setattr("vlora.bench.kernels.atmm_gpu.MOST_COPIES", 1)
+    monkeypatch.setattr("benchmarks.kernel_baselines.MOST_ADAPTERS", 4)
+    monkeypatch.setattr("benchmarks.atmm_gpu.MOST_COPIES", 1)
     row = measure(Case(Shape(48, (40, 16)), 8, "float32", 2, 8, False), "cpu", 1e9)
     assert all(row[name] > 0 for name in (*STYLES, "einsum", "us", "ours / floor"))

@@ -12,7 +12,7 @@ from tests.cli.without_extras import hide
 
 PACKAGES = ("torch", "transformers", "peft", "numpy", "safetensors", "msgspec")
 _WITH_TORCH_ON_A_GPU = {"triton"}
-_OWN = {"vlora", "atmm", "heads", "fusion", "apps", "tests"}
+_OWN = {"vlora", "atmm", "heads", "fusion", "apps", "benchmarks", "tests"}
 
 
 def hide_others() -> None:

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from vlora.bench import page
 from vlora.bench.gpu import process, record, runner
 from vlora.bench.gpu.plan import STAGES, Stage, chosen
-from vlora.bench.report import Goal
+from vlora.bench.report import Goal, page
 from vlora.errors import BadConfig
 
 CODE = record.Code.here()

@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 
 from atmm.tuning import replays
+from benchmarks.gpu import attention, paged_batch, profiling
+from benchmarks.gpu.paged_batch import Chunk, Heads, PagedBatch
+from benchmarks.gpu.serve import Load
+from benchmarks.gpu.step import KINDS, goals_of
 from vlora.bench.dummy import small_config
-from vlora.bench.gpu import models, paged_batch, profiling, timing
+from vlora.bench.gpu import models, timing
 from vlora.bench.gpu.context import Context
-from vlora.bench.gpu.paged_batch import Chunk, Heads, PagedBatch
-from vlora.bench.gpu.stages import attention
-from vlora.bench.gpu.stages.serve import Load
 from vlora.bench.gpu.stages.smoke import checked, difference
-from vlora.bench.gpu.stages.step import KINDS, goals_of
 from vlora.bench.report import Goal
 from vlora.types import TokenScore
 
@@ -103,7 +103,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     ],
 )
 def test_goals_of_a_stage(stage: str, goals: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module(f"vlora.bench.gpu.stages.{stage}")
+    module = importlib.import_module(f"benchmarks.gpu.{stage}")
     for name, value in SMALLER[stage].items():
         monkeypatch.setattr(module, name, value)
     if stage == "step":

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vlora.bench.dummy import language_shapes, small_config, write_adapter
-from vlora.bench.engine.timed_engine import FixedModePolicy, TimedEngine
+from vlora.bench.dummy import language_shapes, model_named, small_config, write_adapter
 from vlora.bench.gpu.context import Context
-from vlora.bench.scheduling.models import model_named
+from vlora.bench.timed_engine import FixedModePolicy, TimedEngine
 from vlora.config import EngineConfig, Quantize
 from vlora.models.loading import dummy_model
 

@@ -13,7 +13,7 @@ class Stage(NamedTuple):
 
     Attributes:
         number: Place in the order, from 0.
-        name: Its name in `--stages`, and of its module in `vlora.bench.gpu.stages`.
+        name: Its name in `--stages`, and of its module in `vlora.bench.gpu.stages` or in `benchmarks.gpu`.
         needs_s: A stage starts only if the box has this much time left; an estimate for an H100.
         limit_s: The process is ended after this time.
         shows: Its subject, for the documentation and `--help`.
@@ -54,6 +54,9 @@ STAGES: Sequence[Stage] = tuple(
         )
     )
 )
+
+INSTALLED = {"facts", "smoke", "oracle", "search", "costs"}
+"""Stages in `vlora.bench.gpu.stages`; the others are in `benchmarks.gpu` of a checkout."""
 
 SMALL_NEEDS_S = 5.0
 """Of every stage on a CPU, where all shapes are small."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vlora.bench.gpu import record
-from vlora.bench.gpu.plan import STAGES, Stage
+from vlora.bench.gpu.plan import INSTALLED, STAGES, Stage
 
 _TRACE_LINES = 30
 
@@ -105,7 +105,8 @@ def _stage_result(stage: Stage, device: str, folder: Path, ends_s: float, keep: 
 
     from vlora.bench.gpu.context import Context
 
-    module = importlib.import_module(f"vlora.bench.gpu.stages.{stage.name}")
+    package = "vlora.bench.gpu.stages" if stage.name in INSTALLED else "benchmarks.gpu"
+    module = importlib.import_module(f"{package}.{stage.name}")
     result: dict[str, Any] = module.run(Context(torch.device(device), folder, ends_s, keep))
     return result
 

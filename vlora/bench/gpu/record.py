@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[3]
-_PACKAGES = ("vlora", "atmm", "heads", "tests")
+_PACKAGES = ("vlora", "atmm", "heads", "benchmarks", "tests")
 _SUFFIXES = {".py", ".cpp", ".cu", ".h"}
 
 

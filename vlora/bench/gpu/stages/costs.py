@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 
-from vlora.bench.dummy import small_config
+from vlora.bench.costs import costs_as_dict, fit
+from vlora.bench.dummy import BenchModel, model_named, small_config
 from vlora.bench.gpu.context import Context
 from vlora.bench.report import environment
-from vlora.bench.scheduling.costs import costs_as_dict
-from vlora.bench.scheduling.fit import fit
-from vlora.bench.scheduling.models import BenchModel, model_named
 
 _MODEL, _DECODE_STEPS = "qwen2-vl-7b", 3
 _SMALL_BATCHES = ((1, 16), (2, 32), (4, 8))

@@ -15,9 +15,9 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 import atmm
 from atmm.tuning.search import Case, Shape, error
 from vlora.bench.dummy import dummy_picture, language_shapes, small_served_config, write_adapter
-from vlora.bench.engine.timed_engine import FixedModePolicy
 from vlora.bench.gpu.context import Context
-from vlora.bench.serving.serve.model_folder import answering_weights
+from vlora.bench.serve.model_folder import answering_weights
+from vlora.bench.timed_engine import FixedModePolicy
 from vlora.config import EngineConfig
 from vlora.engine import Engine
 from vlora.memory.host_to_device import Inline

@@ -1,0 +1,316 @@
+"""Families of domains: drawn for each seed, in any number; only digits are real, 1,797 of them.
+
+The five domains of a family share one kind of task and differ in the question.
+
+The suite's domains do not all fit into one adapter. Two groups contradict each other: their prompts are equal word for
+word, and so are the distributions of their pictures, but each expects other words, as two customers with different
+names for things do. For any adapter, the shares of correct answers of two domains with no answer in common add up to
+one at most. Signs with other numerals and objects of a few pixels need fine features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cv2
+import numpy as np
+
+from fusion.data.samples import Sample, Splits
+from fusion.embedded.drawing import (
+    BLACK,
+    COLORS,
+    SIZE,
+    add_noise,
+    chance,
+    draw_text,
+    draw_thing,
+    jitter,
+    pick,
+    plain_background,
+    street_background,
+)
+from fusion.embedded.object_names import NUMBERS, article
+from fusion.synthetic.road_signs import ACTIONS, CLIP_FRAMES, SIGNS, draw_action, draw_sign
+from fusion.synthetic.sources import load_source
+from fusion.synthetic.streets import (
+    KINDS,
+    LANES,
+    SIDES,
+    ask_traffic,
+    caption_traffic,
+    count_vehicles,
+    draw_street,
+    find_things,
+    refer_to_thing,
+)
+from heads import Box
+
+Draw = Callable[[np.random.Generator], Sample]
+
+
+class Sizes(NamedTuple):
+    """Number of samples in each part of a domain."""
+
+    train: int
+    validation: int
+    test: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchDomain:
+    """A domain. draw: None for the digits. labels: empty if the language model answers in words."""
+
+    name: str
+    task: str
+    question: str
+    draw: Draw | None
+    labels: tuple[str, ...] = ()
+
+    def splits(self, seed: int, sizes: Sizes) -> Splits:
+        if self.draw is None:
+            return _cut(load_source("sklearn-digits", seed), sizes)
+        # Seeded by name as well, so that domains of one seed share no picture.
+        rng = np.random.default_rng([seed, *self.name.encode()])
+        train, validation, test = ([self.draw(rng) for _ in range(count)] for count in sizes)
+        return Splits(self.task, self.labels, train, validation, test, real=False)
+
+
+def _cut(splits: Splits, sizes: Sizes) -> Splits:
+    """Split the same samples again: training gets those that validation and test leave."""
+    every = [*splits.train, *splits.validation, *splits.test]
+    held = sizes.validation + sizes.test
+    validation, test = every[: sizes.validation], every[sizes.validation : held]
+    train = every[held : held + sizes.train]
+    return dataclasses.replace(splits, train=train, validation=validation, test=test)
+
+
+def _sign(rng: np.random.Generator) -> Sample:
+    label = int(rng.integers(len(SIGNS)))
+    return Sample((draw_sign(SIGNS[label], rng),), label)
+
+
+def _action(rng: np.random.Generator, num_frames: int = CLIP_FRAMES) -> Sample:
+    label = int(rng.integers(len(ACTIONS)))
+    return Sample(tuple(draw_action(ACTIONS[label], rng, num_frames)), label)
+
+
+def _single(fact: str) -> Draw:
+    """A street with one object; its `fact` is the label."""
+
+    def draw(rng: np.random.Generator) -> Sample:
+        street = draw_street(rng, 1)
+        thing = street.things[0]
+        label = {
+            "kind": KINDS.index(thing.kind),
+            "color": tuple(COLORS).index(thing.color),
+            "place": 3 * thing.lane + thing.side,
+        }[fact]
+        return Sample((street.frame,), label)
+
+    return draw
+
+
+_WAYS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+_MOVING = ("car", "truck", "bus", "person")
+_LENGTHS = {"a short way": (12, 22), "a long way": (34, 48)}  # pixels
+
+
+def _clip(fact: str) -> Draw:
+    """Four frames of a street in which one object moves; its `fact` is the label."""
+
+    def draw(rng: np.random.Generator) -> Sample:
+        street = street_background(rng).canvas
+        chosen = {
+            "kind": int(rng.integers(len(_MOVING))),
+            "color": int(rng.integers(len(COLORS))),
+            "way": int(rng.integers(len(_WAYS))),
+            "length": int(rng.integers(len(_LENGTHS))),
+            "half": int(rng.integers(2)),
+        }
+        dx, dy = tuple(_WAYS.values())[chosen["way"]]
+        distance = float(rng.uniform(*tuple(_LENGTHS.values())[chosen["length"]]))
+        paint = jitter(rng, COLORS[tuple(COLORS)[chosen["color"]]])
+        # Horizontal moves stay in one half of the picture; vertical moves are halved to fit within a half.
+        distance = distance if dx else distance / 2
+        x = SIZE / 2 - dx * distance / 2 + rng.integers(-10, 11)
+        y = (0.3 if chosen["half"] == 0 else 0.72) * SIZE - dy * distance / 2
+        frames = []
+        for step in range(CLIP_FRAMES):
+            done = step / (CLIP_FRAMES - 1)
+            frame = street.copy()
+            place = (int(x + dx * distance * done), int(y + dy * distance * done))
+            draw_thing(frame, _MOVING[chosen["kind"]], paint, place, 10, 0.0)
+            frames.append(add_noise(rng, frame.astype(np.int16), 3))
+        return Sample(tuple(frames), chosen[fact])
+
+    return draw
+
+
+def _asked(beginning: str) -> Draw:
+    """Only questions with this beginning."""
+
+    def draw(rng: np.random.Generator) -> Sample:
+        while True:
+            sample = ask_traffic(rng)
+            if sample.question.startswith(beginning):
+                return sample
+
+    return draw
+
+
+def _only(kind: str) -> Draw:
+    """Boxes of one kind, in streets that often contain it."""
+
+    def draw(rng: np.random.Generator) -> Sample:
+        while True:
+            sample: Any = find_things(rng)
+            boxes = tuple(box._replace(label=0) for box in sample.target if KINDS[box.label] == kind)
+            if boxes or chance(rng, 0.3):
+                return Sample(sample.frames, boxes)
+
+    return draw
+
+
+DIGITS = BenchDomain("digits", "classification", "what digit is shown?", None, NUMBERS)
+_SIGNS = BenchDomain("signs", "classification", "what sign is shown?", _sign, SIGNS)
+_PLACES = tuple(f"{lane} {side}" for lane in LANES for side in SIDES)
+
+FAMILIES: dict[str, tuple[BenchDomain, ...]] = {
+    "classification": (
+        DIGITS,
+        _SIGNS,
+        BenchDomain("kind", "classification", "what is on the road?", _single("kind"), KINDS),
+        BenchDomain("color", "classification", "what color is it?", _single("color"), tuple(COLORS)),
+        BenchDomain("place", "classification", "where is it?", _single("place"), _PLACES),
+    ),
+    "action": (
+        BenchDomain("way", "action", "which way does it move?", _clip("way"), tuple(_WAYS)),
+        BenchDomain("moving", "action", "what moves?", _clip("kind"), _MOVING),
+        BenchDomain("moving-color", "action", "what color is what moves?", _clip("color"), tuple(COLORS)),
+        BenchDomain("length", "action", "how far does it move?", _clip("length"), tuple(_LENGTHS)),
+        BenchDomain("half", "action", "where does it move?", _clip("half"), ("top", "bottom")),
+    ),
+    "questions": (
+        BenchDomain("count", "vqa", "how many vehicles are on the road?", _asked("how many")),
+        BenchDomain("busy", "vqa", "is the road busy?", _asked("is the road")),
+        BenchDomain("far", "vqa", "what is on the far left?", _asked("what is on")),
+        BenchDomain("reference", "referring", "where is it?", refer_to_thing),
+        BenchDomain("caption", "captioning", "describe the traffic.", caption_traffic),
+    ),
+    "detection": tuple(
+        BenchDomain(f"find-{kind}", "detection", f"find every {kind}.", _only(kind), (kind,)) for kind in KINDS
+    ),
+}
+"""Domains for accuracy against the number of fused domains, per kind of task; one-class detectors, as in figure 10."""
+
+
+_SPEEDS = ("20", "30", "50", "60", "70", "80")
+_SMALL = (4, 7)  # radius of small objects, pixels; elsewhere 11 to 14
+
+
+def _speed(rng: np.random.Generator) -> Sample:
+    """A speed limit: the numerals alone distinguish the classes."""
+    label = int(rng.integers(len(_SPEEDS)))
+    image = plain_background(rng)
+    radius = int(rng.integers(17, 30))  # as other signs
+    x, y = (int(rng.integers(radius + 4, SIZE - radius - 4)) for _ in range(2))
+    draw_thing(image, "circle", (200, 30, 40), (x, y), radius, 0.0)
+    draw_thing(image, "circle", (235, 235, 235), (x, y), radius * 3 // 4, 0.0)
+    draw_text(image, _SPEEDS[label], (x, y), radius / 38, BLACK, 2)
+    turn = cv2.getRotationMatrix2D((x, y), rng.uniform(-10, 10), 1.0)
+    image = cv2.warpAffine(image, turn, (SIZE, SIZE), borderMode=cv2.BORDER_REFLECT)
+    return Sample((add_noise(rng, np.clip(image * rng.uniform(0.6, 1.2), 0, 255).astype(np.int16), 4),), label)
+
+
+def _short_action(rng: np.random.Generator) -> Sample:
+    return _action(rng, 2)
+
+
+def _small_objects(rng: np.random.Generator) -> Sample:
+    """Boxes of up to four objects of a few pixels."""
+    canvas = street_background(rng).canvas
+    boxes = []
+    for column in rng.permutation(4)[: int(rng.integers(1, 5))]:
+        kind = pick(rng, KINDS)
+        center = (12 + 24 * int(column) + int(rng.integers(-3, 4)), int(rng.integers(30, 84)))
+        left, top, right, bottom = draw_thing(
+            canvas, kind, jitter(rng, COLORS[pick(rng, tuple(COLORS))]), center, int(rng.integers(*_SMALL)), 0.0
+        )
+        boxes.append(Box(KINDS.index(kind), left / SIZE, top / SIZE, right / SIZE, bottom / SIZE))
+    return Sample((add_noise(rng, canvas.astype(np.int16), 3),), tuple(boxes))
+
+
+def _kinds(rng: np.random.Generator) -> Sample:
+    street = draw_street(rng, 4)
+    return Sample((street.frame,), tuple(sorted({KINDS.index(thing.kind) for thing in street.things})))
+
+
+def _spread(rng: np.random.Generator) -> Sample:
+    """The distance between the outermost objects of a street, in shares of its width."""
+    street = draw_street(rng, 4)
+    centers = [(thing.box[0] + thing.box[2]) / 2 / SIZE for thing in street.things]
+    return Sample((street.frame,), (max(centers) - min(centers),))
+
+
+def _thing(rng: np.random.Generator) -> Sample:
+    street = draw_street(rng, 1)
+    return Sample((street.frame,), article(street.things[0].kind))
+
+
+def _paint(rng: np.random.Generator) -> Sample:
+    street = draw_street(rng, 1)
+    return Sample((street.frame,), street.things[0].color)
+
+
+def _caption(rng: np.random.Generator) -> Sample:
+    street = draw_street(rng, 1)
+    return Sample((street.frame,), f"one {street.things[0].kind} {'at night' if street.night else 'by day'}")
+
+
+def _place(rng: np.random.Generator) -> Sample:
+    street = draw_street(rng, 1)
+    thing = street.things[0]
+    return Sample((street.frame,), f"{LANES[thing.lane]} lane {SIDES[thing.side]}")
+
+
+def _mirrored(rng: np.random.Generator) -> Sample:
+    """The place as a camera on the other side of the road would call it."""
+    street = draw_street(rng, 1)
+    thing = street.things[0]
+    return Sample((street.frame,), f"{LANES[2 - thing.lane]} lane {SIDES[2 - thing.side]}")
+
+
+_SEEN = "what is on the road?"
+_WHERE = "where is it?"
+
+SUITE = (
+    DIGITS,
+    BenchDomain("speeds", "classification", "what is the speed limit?", _speed, _SPEEDS),
+    BenchDomain("actions", "action", "what happens in the video?", _short_action, ACTIONS),
+    BenchDomain("things", "vqa", _SEEN, _thing),
+    BenchDomain("paints", "vqa", _SEEN, _paint),
+    BenchDomain("captions", "captioning", _SEEN, _caption),
+    BenchDomain("places", "referring", _WHERE, _place),
+    BenchDomain("mirrored", "referring", _WHERE, _mirrored),
+    BenchDomain("counts", "counting", "how many vehicles are on the road?", count_vehicles, NUMBERS[:6]),
+    BenchDomain("kinds", "multi_label", "which kinds are on the road?", _kinds, KINDS),
+    BenchDomain("spread", "regression", "how far apart are they?", _spread, ("distance",)),
+    BenchDomain("small", "detection", "find all vehicles and persons.", _small_objects, KINDS),
+)
+"""The table's domains: twelve over nine tasks."""
+
+QUICK = tuple(made for made in SUITE if made.name in ("speeds", "things", "paints", "kinds"))
+"""Domains of a smoke test."""
+
+
+def suspected(domains: tuple[BenchDomain, ...]) -> tuple[tuple[str, str], ...]:
+    """Pairs that contradict each other: answered in words to the same question."""
+    words = [made for made in domains if not made.labels]
+    return tuple(
+        (one.name, other.name)
+        for place, one in enumerate(words)
+        for other in words[place + 1 :]
+        if one.question == other.question
+    )

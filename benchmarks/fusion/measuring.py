@@ -1,0 +1,377 @@
+"""The measurements, each for one seed in one process: the table of packings, its growth with the number of domains, and
+the curves of one task type."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.fusion.domains import FAMILIES, QUICK, SUITE, BenchDomain, Sizes, suspected
+from fusion.data.samples import Sample, Splits
+from fusion.embedded import checkpoint_path
+from fusion.packing.algorithm import Adapter, History, Packing, TrainingResult, by_value, pack_best, pack_in_sequence
+from fusion.packing.guided import Conflicts, pack_guided
+from fusion.packing.joint import pack_jointly
+from fusion.packing.oracle import Oracle
+from fusion.packing.orders import at_random
+from fusion.phases.packing import orders_of
+from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
+from fusion.plan.tasks import METRICS
+from fusion.training.checkpoint import Checkpoint, State
+from fusion.training.domain import Domain
+from fusion.training.fingerprint import hash_of_processing, inputs_of
+from fusion.training.frozen_base import FrozenBase
+from fusion.training.run_cache import RunCache
+from fusion.training.trainer import LoraTrainer
+from heads import TASKS, Grid, Task
+from vlora.config import EngineConfig
+from vlora.models import InputProcessor
+from vlora.models.loading import load_model
+
+
+class Meter:
+    """A `RunCache` that counts the distinct trainings that are requested.
+
+    trainings: in single-domain trainings, measured conflicts included. seconds: of trainings with their scoring, and of
+    measuring conflicts.
+    """
+
+    def __init__(self, cache: RunCache) -> None:
+        self._cache = cache
+        self._found: dict[object, tuple[int, float]] = {}
+        self._conflicts = self._conflict_s = 0.0
+
+    @property
+    def trainings(self) -> float:
+        return self._conflicts + sum(count for count, _ in self._found.values())
+
+    @property
+    def seconds(self) -> float:
+        return self._conflict_s + sum(seconds for _, seconds in self._found.values())
+
+    def __call__(self, adapter: Adapter) -> TrainingResult:
+        return self._count(adapter, 1, self._cache(adapter))
+
+    def together(self, domains: Collection[str]) -> TrainingResult:
+        names = tuple(sorted(domains))
+        # A single domain is the same training as in sequence.
+        key: object = names if len(names) == 1 else frozenset(names)
+        return self._count(key, len(names), self._cache.together(names))
+
+    def join(self, before: History, beside: Adapter, domain: str) -> TrainingResult:
+        return self._count((before, beside, domain), 1, self._cache.join(before, beside, domain))
+
+    @property
+    def conflict_cost(self) -> float:
+        return self._cache.conflict_cost
+
+    def conflicts(self, history: History, domains: Collection[str]) -> Conflicts:
+        self._conflicts += self.conflict_cost * len(domains)
+        started = time.perf_counter()
+        found = self._cache.conflicts(history, domains)
+        self._conflict_s += time.perf_counter() - started
+        return found
+
+    def _count(self, key: object, count: int, found: TrainingResult) -> TrainingResult:
+        self._found[key] = (count, found.seconds)
+        return found
+
+
+_GRID: Grid = (6, 6)
+_WIDTHS = (16, 32, 48, 64)  # channels of the four strided convolutions
+_BATCH = 32
+_LEARNING_RATE = 3e-3
+_CALIBRATION = 64  # training samples that are held back
+
+
+class SmallScores(NamedTuple):
+    """Scores of a small model by its domain's first metric."""
+
+    validation: float
+    test: float
+
+
+def score_small_model(splits: Splits, metric: str, epochs: int = 12) -> SmallScores:
+    """Train a small network from scratch on a domain's training part and score it.
+
+    It sees all frames of a sample at once. For tasks in words it chooses among the answers in the training part.
+
+    Args:
+        metric: the domain's metric, of `heads` or an exact match.
+    """
+    labels = splits.labels or tuple(sorted({str(sample.target) for sample in splits.train}))
+    targets = _numbers(splits.train, labels) if not splits.labels else [sample.target for sample in splits.train]
+    kind = splits.task if splits.labels else "classification"
+    task = TASKS[kind].for_training(labels, targets)
+    network = _Network(task, splits.num_frames)
+    network.fit(splits.train, targets, epochs)
+    if not splits.labels:
+        return SmallScores(*(_exact(network, part, labels) for part in (splits.validation, splits.test)))
+    validation, test = (
+        task.metrics(network.answers(part), [sample.target for sample in part])[metric]
+        for part in (splits.validation, splits.test)
+    )
+    return SmallScores(validation, test)
+
+
+def _numbers(samples: Sequence[Sample], answers: Sequence[str]) -> list[Any]:
+    return [answers.index(str(sample.target)) for sample in samples]
+
+
+def _exact(network: _Network, samples: Sequence[Sample], answers: Sequence[str]) -> float:
+    found = [answers[number] for number in network.answers(samples)]
+    return sum(answer == sample.target for answer, sample in zip(found, samples, strict=True)) / len(samples)
+
+
+class _Network:
+    """Four strided convolutions with about 50,000 weights, with the loss and the decoding of a task head."""
+
+    def __init__(self, task: Task, num_frames: int) -> None:
+        self._task: Any = task
+        self._grids = [(_GRID,)] if task.reads_images else [()]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            layers: list[nn.Module] = []
+            for wide, narrow in zip((3 * num_frames, *_WIDTHS), _WIDTHS, strict=False):
+                layers += [nn.Conv2d(wide, narrow, 3, 2, 1, bias=False), nn.BatchNorm2d(narrow), nn.ReLU()]
+            last = _WIDTHS[-1]
+            if task.reads_images:
+                layers.append(nn.Conv2d(last, task.num_outputs, 3, 1, 1))
+            else:
+                layers += [nn.AdaptiveMaxPool2d(3), nn.Flatten(), nn.Linear(9 * last, task.num_outputs)]
+            self._layers = nn.Sequential(*layers)
+
+    def fit(self, samples: Sequence[Sample], targets: Sequence[Any], epochs: int) -> None:
+        """Train, then calibrate on held-back samples if calibration decides about answers."""
+        held = min(_CALIBRATION, len(samples) // 10) if self._task.calibration_decides else 0
+        pixels = _pixels(samples)
+        count = len(samples) - held
+        steps = max(1, epochs * (count // _BATCH))
+        optimizer = torch.optim.AdamW(self._layers.parameters(), _LEARNING_RATE)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, total_steps=steps)
+        rng = np.random.default_rng(0)
+        self._layers.train()
+        for _ in range(steps):
+            rows = rng.integers(count, size=_BATCH)
+            logits = self._logits(pixels[rows])
+            loss = self._task.loss(logits, [targets[row] for row in rows], self._grids * len(rows))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+        self._layers.eval()
+        if held:
+            with torch.no_grad():
+                logits = self._logits(pixels[count:])
+            self._task = self._task.calibrated(logits, targets[count:], self._grids * held)
+
+    @torch.no_grad()
+    def answers(self, samples: Sequence[Sample]) -> list[Any]:
+        logits = [row for part in _pixels(samples).split(64) for row in self._logits(part)]
+        return [self._task.decode(row, self._grids[0]).value for row in logits]
+
+    def _logits(self, pixels: torch.Tensor) -> list[torch.Tensor]:
+        """The logits of each sample, as its task takes them."""
+        outputs = self._layers(pixels)
+        return list(outputs.flatten(2).transpose(1, 2) if self._task.reads_images else outputs)
+
+
+def _pixels(samples: Sequence[Sample]) -> torch.Tensor:
+    """Frames as channels, -1 to 1, [samples, 3 * frames, height, width]."""
+    frames = np.stack([np.concatenate(list(sample.frames), -1) for sample in samples])
+    return torch.from_numpy(frames).permute(0, 3, 1, 2).float().div(127.5).sub(1).contiguous()
+
+
+ALONE, ALL, DEFAULT = "one adapter per domain", "all in one", "guided (default)"
+NAIVE, PACKED, JOINTLY = "naive (V-LoRA 4.2.1)", "first fit", "jointly"
+OPTIMUM = "exhaustive optimum"
+CONFIDENCE = 0.95
+_MINUS = 0.1
+_REHEARSAL = 0.5
+_DEMO = LoraPlan(rank=16, alpha=32)  # as the demonstration's plan, and so are its steps
+_DEMO_STEPS = 100
+
+
+class Training:
+    """Domains, trainer and trainings on the embedded model; trainings are stored in `folder`."""
+
+    def __init__(
+        self,
+        made: Sequence[BenchDomain],
+        seed: int,
+        sizes: Sizes,
+        steps: int,
+        folder: Path,
+        lora: LoraPlan = _DEMO,
+    ) -> None:
+        self.plan = Plan(
+            seed=seed,
+            lora=lora,
+            training=TrainingPlan(steps=steps, batch_size=16, rehearsal=_REHEARSAL),
+            packing="first_fit",
+            order=("hardest_first",),
+            confidence=CONFIDENCE,
+            domains=tuple(
+                DomainPlan(name=one.name, source="made", question=one.question, threshold=1.0) for one in made
+            ),
+        )
+        self.splits = {one.name: one.splits(seed, sizes) for one in made}
+        path = checkpoint_path()
+        processor = InputProcessor.from_pretrained(path)
+        base = FrozenBase(load_model(EngineConfig(model=path, dtype="float32")), processor)
+        self.domains = {plan.name: Domain(plan, self.splits[plan.name], base) for plan in self.plan.domains}
+        self.trainer = LoraTrainer(base, self.domains, self.plan)
+        inputs = inputs_of(self.plan, self.splits, base.weights, hash_of_processing(processor), "cpu")
+        checkpoint = Checkpoint(folder, resume=True)
+        self.rehearsing = RunCache(self.trainer, checkpoint, inputs, rehearsal=_REHEARSAL)
+        self.forgetting = RunCache(self.trainer, checkpoint, inputs, rehearsal=0.0)
+
+    def tested(self, state: State, names: Sequence[str]) -> dict[str, float]:
+        """Scores on test data, which no decision uses."""
+        self.trainer.adapter.restore(state)
+        return {name: self.trainer.evaluator.score(name, self.domains[name].test) for name in names}
+
+    def packed(self, packing: Packing, trainings: RunCache) -> dict[str, float]:
+        """Test scores of a packing; `trainings` has the adapters that were trained in sequence."""
+        tested: dict[str, float] = {}
+        for adapter in packing.adapters:
+            history = packing.histories.get(adapter)
+            state = trainings.state(adapter) if history is None else trainings.state_of(history, adapter)
+            tested |= self.tested(state, adapter)
+        return tested
+
+    def tested_together(self, adapters: Iterable[Collection[str]]) -> dict[str, float]:
+        """Like `packed`, for sets of domains that were trained jointly."""
+        return {
+            name: value
+            for names in adapters
+            for name, value in self.tested(self.rehearsing.state_together(names), sorted(names)).items()
+        }
+
+
+def extent(quick: bool) -> tuple[tuple[BenchDomain, ...], Sizes, int]:
+    """The domains of the table, their samples, and the steps of a training."""
+    return (QUICK, Sizes(120, 60, 60), 6) if quick else (SUITE, Sizes(1000, 640, 500), _DEMO_STEPS)
+
+
+def small_scores(splits: Mapping[str, Splits]) -> dict[str, SmallScores]:
+    """By domain: those of a small model that is trained on it."""
+    return {name: score_small_model(own, METRICS[own.task][0]) for name, own in splits.items()}
+
+
+def thresholds_of(small: Mapping[str, SmallScores]) -> dict[str, float]:
+    """By domain: the small model's validation score, minus ten points."""
+    return {name: max(0.0, score.validation - _MINUS) for name, score in small.items()}
+
+
+def table(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
+    """Adapters, costs and test scores per method of creating adapters."""
+    made, sizes, steps = extent(quick)
+    bench = Training(made, seed, sizes, steps, folder)
+    names = tuple(bench.domains)
+    small = small_scores(bench.splits)  # before any adapter is trained
+    thresholds = thresholds_of(small)
+    methods: dict[str, dict[str, Any]] = {}
+
+    def measure(method: str, adapters: Collection[Collection[str]], tested: dict[str, float], meter: Meter) -> None:
+        methods[method] = {
+            "adapters": len(adapters),
+            "packing": [sorted(names) for names in adapters],
+            "trainings": meter.trainings,
+            "training s": meter.seconds,
+            "test": tested,
+        }
+
+    meter = Meter(bench.rehearsing)
+    alone = {name: meter((name,)).scores[name] for name in names}
+    measure(ALONE, [(name,) for name in names], bench.tested_together([(name,) for name in names]), meter)
+    meter = Meter(bench.rehearsing)
+    all_in_one = meter.together(names)
+    measure(ALL, [names], bench.tested_together([names]), meter)
+    meter = Meter(bench.rehearsing)
+    default = pack_guided(names, thresholds, meter)
+    measure(DEFAULT, default.adapters, bench.packed(default, bench.rehearsing), meter)
+    meter = Meter(bench.forgetting)
+    naive = pack_in_sequence(at_random(names, seed), thresholds, by_value(meter))
+    measure(NAIVE, naive.adapters, bench.packed(naive, bench.forgetting), meter)
+    meter = Meter(bench.rehearsing)
+    first_fit = pack_best(orders_of(bench.plan, bench.domains, meter), thresholds, meter)
+    measure(PACKED, first_fit.adapters, bench.packed(first_fit, bench.rehearsing), meter)
+    meter = Meter(bench.rehearsing)
+    jointly = pack_jointly(names, thresholds, meter.together)
+    measure(JOINTLY, jointly.adapters, bench.tested_together(jointly.adapters), meter)
+    meter = Meter(bench.rehearsing)
+    oracle = Oracle(names, thresholds, meter.together)
+    bound = oracle.bound(suspected(made))
+    if (optimum := oracle.optimum_of_few()) is not None:
+        measure(OPTIMUM, optimum.adapters, bench.tested_together(optimum.adapters), meter)
+    return {
+        "seed": seed,
+        "lora": bench.plan.lora.model_dump(mode="json"),
+        "steps": steps,
+        "samples": sizes._asdict(),
+        "thresholds": thresholds,
+        "small models": {name: score._asdict() for name, score in small.items()},
+        "num_test": {name: len(domain.test) for name, domain in bench.domains.items()},
+        "alone": {name: score._asdict() for name, score in alone.items()},
+        "all in one": {name: score._asdict() for name, score in all_in_one.scores.items()},
+        "methods": methods,
+        "missed alone": sorted(bound.missed),
+        "lower bound": bound.adapters,
+        "conflicts": [list(pair) for pair in bound.conflicts],
+    }
+
+
+def curve(family: str, seed: int, quick: bool, folder: Path) -> dict[str, Any]:
+    """Fuse domains of one kind of task in sequence: test scores of all fused domains after each, and of each alone."""
+    made = FAMILIES[family][: 2 if quick else None]
+    sizes, steps = (Sizes(60, 20, 60), 4) if quick else (Sizes(500, 20, 500), 50)
+    bench = Training(made, seed, sizes, steps, folder, LoraPlan(rank=8, alpha=16))
+    order = at_random(tuple(bench.domains), seed)
+    alone, fused = {}, []
+    for place, name in enumerate(order):
+        bench.rehearsing((name,))
+        alone[name] = bench.tested(bench.rehearsing.state((name,)), (name,))[name]
+        adapter: Adapter = order[: place + 1]
+        bench.rehearsing(adapter)
+        fused.append(bench.tested(bench.rehearsing.state(adapter), adapter))
+    return {"family": family, "seed": seed, "alone": alone, "fused": fused}
+
+
+def growth(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
+    """Pack parts of the suite's domains and all of them, by their number; each part contains the smaller ones."""
+    made, sizes, steps = extent(quick)
+    numbers = (2, 3) if quick else (3, 6, 9, len(made))
+    bench = Training(made, seed, sizes, steps, folder)
+    thresholds = thresholds_of(small_scores(bench.splits))
+    order = at_random(tuple(bench.domains), seed)
+    rows = []
+    for number in numbers:
+        names = order[:number]
+        own = {name: thresholds[name] for name in names}
+        alone = Meter(bench.rehearsing)
+        for name in names:
+            alone((name,))
+        meter = Meter(bench.rehearsing)
+        packing = pack_guided(names, own, meter)
+        oracle = Oracle(names, own, bench.rehearsing.together)
+        bound = oracle.bound(suspected(made))
+        optimum = oracle.optimum_of_few()
+        rows.append(
+            {
+                "domains": list(names),
+                "adapters": len(packing.adapters),
+                "lower bound": bound.adapters,
+                "optimum": None if optimum is None else len(optimum.adapters),
+                "trainings": meter.trainings,
+                "training s": meter.seconds,
+                "alone s": alone.seconds,
+            }
+        )
+    return {"seed": seed, "rows": rows}

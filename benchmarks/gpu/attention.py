@@ -1,0 +1,159 @@
+"""Attention over pages: its error against float64, and its time against the bytes and against torch's attention.
+
+Torch attends over contiguous KV of equal lengths (`scaled_dot_product_attention` with its flash kernel), which no
+server has: pages and unequal lengths cost the difference.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu.paged_batch import Chunk, Heads, PagedBatch
+from vlora.bench.gpu.context import Context
+from vlora.bench.gpu.timing import copy_speed, device_seconds
+from vlora.bench.report import Goal
+
+HEADS, _SMALL_HEADS = Heads(28, 4, 128), Heads(4, 2, 16)
+_BATCHES, CONTEXTS = (1, 8, 32), (512, 2048, 16_384)
+_SMALL_BATCHES, _SMALL_CONTEXTS = (1, 4), (32, 96)
+CHUNKS = tuple(Chunk(start, tokens) for tokens, start in itertools.product((512, 2048), (0, 8192)))
+_SMALL_CHUNKS = (Chunk(0, 32), Chunk(48, 32))
+CACHE_BYTES = 128 * 2**20  # more than any L2 cache: the layers together exceed it, as in a model
+_MOST_LAYERS = 28
+_LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+_MOST_EXACT = 3  # requests of a batch that are compared with float64
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Check both types, then time bfloat16.
+
+    Raises:
+        ValueError: A result differs from float64.
+    """
+    worst = _check(context)
+    bytes_per_s = copy_speed(context)
+    rows: list[dict[str, Any]] = []
+    with torch.inference_mode():
+        for name, chunks in context.while_time(list(_cases(context)), 8.0):
+            rows.append(_timed(context, name, chunks, bytes_per_s))
+            context.keep({"errors": worst, "rows": rows})
+    if not rows:
+        raise TimeoutError("no time was left for a case")
+    longest = rows[-1]
+    return {
+        "summary": f"relative error {max(worst.values()):.1e}; {longest['case']}: {longest['us']:.0f} us a layer, "
+        f"bytes {longest['bytes us']:.0f}",
+        "errors": worst,
+        "rows": rows,
+        "goals": _goals(rows) if context.on_gpu else [],
+        "copy_bytes_per_s": bytes_per_s,
+    }
+
+
+def _cases(context: Context) -> Iterator[tuple[str, list[Chunk]]]:
+    """Chunks first, then decode batches from short to long, with a ragged one before the longest."""
+    large = context.on_gpu
+    for chunk in CHUNKS if large else _SMALL_CHUNKS:
+        yield f"chunk of {chunk.num_tokens} after {chunk.start}", [chunk]
+    contexts = CONTEXTS if large else _SMALL_CONTEXTS
+    batches = _BATCHES if large else _SMALL_BATCHES
+    for length, batch in itertools.product(contexts, batches):
+        if length == contexts[-1] and batch == batches[-1]:
+            ragged = [Chunk(contexts[0] - 1, 1)] * (batch - 1) + [Chunk(contexts[-1] - 1, 1)]
+            yield f"decode, batch {batch}, one of {contexts[-1]} and others of {contexts[0]}", ragged
+        yield f"decode, batch {batch} x {length}", [Chunk(length - 1, 1)] * batch
+
+
+def _check(context: Context) -> dict[str, float]:
+    """Relative errors by case, of batches with ragged lengths, chunks and decode tokens together."""
+    lengths = (1, 15, 16, 17, 130, 700, 2049) if context.on_gpu else (1, 15, 16, 17, 70)
+    batches = {
+        "decode": [Chunk(length - 1, 1) for length in lengths],
+        "chunks": [Chunk(0, 33), Chunk(48, 17), Chunk(5, 64)],
+        "together": [Chunk(16, 24), *(Chunk(length - 1, 1) for length in lengths)],
+    }
+    heads = HEADS if context.on_gpu else _SMALL_HEADS
+    worst: dict[str, float] = {}
+    with torch.inference_mode():
+        for (name, chunks), dtype in itertools.product(batches.items(), _LARGEST_ERROR):
+            batch = PagedBatch(chunks, heads, 2, dtype, context.device)
+            error = max(_error(batch, index, layer=1) for index in range(len(chunks)))
+            worst[f"{name}, {str(dtype).removeprefix('torch.')}"] = error
+            if not error <= _LARGEST_ERROR[dtype]:
+                raise ValueError(f"attention, {name} in {dtype}: relative error {error:.1e} against float64")
+    return worst
+
+
+def _error(batch: PagedBatch, index: int, layer: int) -> float:
+    found = batch.attend(layer)
+    first = sum(chunk.num_tokens for chunk in batch.chunks[:index])
+    exact = batch.exact(index, layer)
+    own = found[first : first + batch.chunks[index].num_tokens].double()
+    return float((own - exact).norm() / exact.norm())
+
+
+def _timed(context: Context, name: str, chunks: list[Chunk], bytes_per_s: float) -> dict[str, Any]:
+    heads = HEADS if context.on_gpu else _SMALL_HEADS
+    layers = _num_layers(context, chunks, heads)
+    batch = PagedBatch(chunks, heads, layers, torch.bfloat16, context.device)
+    seconds = device_seconds(context, batch.attend_all, layers)
+    error = max(_error(batch, index, layers - 1) for index in range(min(_MOST_EXACT, len(chunks))))
+    equal = len(set(chunks)) == 1
+    theirs = device_seconds(context, _contiguous(batch), layers) if equal else None
+    return {
+        "case": name,
+        "layers": layers,
+        "us": 1e6 * seconds,
+        "torch us": None if theirs is None else 1e6 * theirs,
+        "bytes us": 1e6 * batch.kv_bytes / bytes_per_s,
+        "error": error,
+    }
+
+
+def _num_layers(context: Context, chunks: list[Chunk], heads: Heads) -> int:
+    if not context.on_gpu:
+        return 2
+    tokens = sum(chunk.start + chunk.num_tokens for chunk in chunks)
+    return max(1, min(_MOST_LAYERS, CACHE_BYTES // (4 * tokens * heads.num_kv_heads * heads.head_dim)))
+
+
+def _contiguous(batch: PagedBatch) -> Callable[[], None]:
+    """Torch's attention of the same queries over the same KV, gathered beforehand, for requests of equal lengths."""
+    chunk, number = batch.chunks[0], len(batch.chunks)
+    heads = batch.heads
+    q = batch.q[0].view(heads.num_heads, number, chunk.num_tokens, heads.head_dim).transpose(0, 1).contiguous()
+    layers = []
+    for layer in range(batch.num_layers):
+        pairs = [batch.context_of(index, layer) for index in range(number)]
+        k, v = (torch.stack(each).transpose(1, 2).contiguous() for each in zip(*pairs, strict=True))
+        layers.append((k, v))
+    causal = chunk.num_tokens > 1
+    mask = None
+    if causal and chunk.start:
+        seen = torch.arange(chunk.start + chunk.num_tokens, device=q.device)
+        mask = seen[None] <= chunk.start + torch.arange(chunk.num_tokens, device=q.device)[:, None]
+    # Without cuDNN, which plans each new shape for a fraction of a second.
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+    def call() -> None:
+        with sdpa_kernel(backends):
+            for k, v in layers:
+                F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, is_causal=causal and mask is None, enable_gqa=True
+                )
+
+    return call
+
+
+def _goals(rows: list[dict[str, Any]]) -> list[Goal]:
+    us = {row["case"]: row["us"] for row in rows}
+    limits = {"decode, batch 32 x 2048": 60.0, "decode, batch 1 x 2048": 12.0, "decode, batch 1 x 16384": 25.0}
+    goals = [Goal(f"{case}, us a layer", us[case], limit, True) for case, limit in limits.items() if case in us]
+    decodes = [row["us"] / row["torch us"] for row in rows if row["case"].startswith("decode") and row["torch us"]]
+    return [*goals, Goal("decode / torch over contiguous KV, worst", max(decodes), 1.15, True)] if decodes else goals

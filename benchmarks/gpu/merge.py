@@ -1,0 +1,135 @@
+"""Switching a 7B model's weights with a shadow copy, in bfloat16 and in eight-bit floats: time against a copy of the
+weights and, in bfloat16, against torch's `baddbmm`; the way back; and the drift of weights that are switched in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import atmm
+from atmm.fp8 import CAPABILITY, Fp8
+from atmm.quantized import Allocate, quantized_empty
+from benchmarks.merge import MergeableModel, drift_in_place
+from vlora.bench.gpu import models
+from vlora.bench.gpu.context import Context
+from vlora.bench.gpu.timing import copy_speed, device_seconds, repeats
+from vlora.bench.report import Goal
+from vlora.lora.merge import merge_runs
+from vlora.lora.merge_in_place import MAX_DRIFT
+from vlora.lora.merge_shadow import ShadowSwitcher
+from vlora.memory.huge_pages import empty
+
+_RANKS = (16, 64)
+ARENA_BYTES, _SMALL_ARENA_BYTES = 2 * 2**30, 2**27
+SWITCHES, _SMALL_SWITCHES = 300, 5
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Every rank on one model, the lowest on one in eight-bit floats, then the drift on a narrow layer."""
+    bytes_per_s = copy_speed(context)
+    arena_bytes = ARENA_BYTES if context.on_gpu else _SMALL_ARENA_BYTES
+    model = MergeableModel(models.config_of(context), context.device, arena_bytes)
+    rows: list[dict[str, Any]] = []
+    goals: list[Goal] = []
+    with torch.no_grad():
+        switcher = _switcher(context, model)
+        keys = model.load([rank for rank in _RANKS for _ in range(2)])
+        for place, rank in enumerate(_RANKS):
+            row = _switches(context, switcher, keys[2 * place : 2 * place + 2])
+            row["baddbmm ms"] = 1e3 * device_seconds(context, _baddbmm(model, keys[2 * place]))
+            rows.append({"rank": rank, "format": "bfloat16", **_against_copy(row, model, bytes_per_s)})
+            context.keep({"rows": rows, "copy_bytes_per_s": bytes_per_s})
+        weight_bytes = model.slabs.num_bytes
+        on_cuda = context.device.type == "cuda"
+        if not on_cuda or torch.cuda.get_device_capability(context.device) >= CAPABILITY:
+            del model, switcher  # its memory is needed
+            eight_bits = quantized_empty(Fp8(), context.device, empty)
+            model = MergeableModel(models.config_of(context), context.device, arena_bytes, eight_bits)
+            switcher = _switcher(context, model, eight_bits)
+            row = _switches(context, switcher, model.load([_RANKS[0]] * 2))
+            rows.append({"rank": _RANKS[0], "format": "fp8", **_against_copy(row, model, bytes_per_s)})
+    if context.on_gpu:
+        goals += [Goal(f"merge / copy, rank {row['rank']}", row["merge / copy"], 1.25, True) for row in rows[:1]]
+        goals.append(Goal("back to W0, ms", max(row["back ms"] for row in rows), 0.1, True))
+        goals.append(Goal("first merge / later ones, rank 16", rows[0]["first ms"] / rows[0]["merge ms"], 1.5, True))
+    drift = drift_in_place(SWITCHES if context.on_gpu else _SMALL_SWITCHES, context.device)
+    goals.append(Goal("drift in place, subtracting, in 1/1000", 1e3 * drift.subtracting, 1e3 * MAX_DRIFT, True))
+    goals.append(Goal("drift after a restore", drift.restored, 0.0, True))
+    return {
+        "summary": "; ".join(
+            f"r{row['rank']} {row['format']} {row['merge ms']:.2f} ms, {row['merge / copy']:.2f} x copy" for row in rows
+        ),
+        "rows": rows,
+        "goals": goals,
+        "drift": drift._asdict(),
+        "weight_bytes": weight_bytes,
+        "copy_bytes_per_s": bytes_per_s,
+    }
+
+
+def _switcher(context: Context, model: MergeableModel, eight_bits: Allocate | None = None) -> ShadowSwitcher:
+    """The model's switcher, with kernels that are compiled before the first switch, as by an engine.
+
+    eight_bits: makes the slabs if they are quantized.
+    """
+    shapes, dtype = model.slabs.shapes, model.hf_model.dtype
+    if context.device.type == "cuda" and eight_bits is None:
+        atmm.compile_merges(shapes, dtype, context.device)
+    elif eight_bits is not None:
+        atmm.compile_quantized_merges(shapes, eight_bits, dtype, context.device)
+    return ShadowSwitcher(model.slabs, model.pool, complete=context.on_gpu)
+
+
+def _switches(context: Context, switcher: ShadowSwitcher, keys: Sequence[str]) -> dict[str, float]:
+    """Merge two adapters by turns. Times include the device."""
+    first = _seconds(context, lambda: switcher.switch(keys[1]))
+    merges: list[float] = []
+    backs: list[float] = []
+    again: list[float] = []
+    for turn in range(repeats(context)):
+        before, following = keys[1 - turn % 2], keys[turn % 2]
+        backs.append(_seconds(context, lambda: switcher.switch(None)))
+        again.append(_seconds(context, functools.partial(switcher.switch, before)))
+        merges.append(_seconds(context, functools.partial(switcher.switch, following)))
+    switcher.switch(None)
+    return {
+        "first ms": 1e3 * first,
+        "merge ms": 1e3 * statistics.median(merges),
+        "back ms": 1e3 * statistics.median(backs),
+        "merge of the same ms": 1e3 * statistics.median(again),
+    }
+
+
+def _against_copy(row: dict[str, float], model: MergeableModel, bytes_per_s: float) -> dict[str, float]:
+    copy_ms = 1e3 * 2 * model.slabs.num_bytes / bytes_per_s
+    return {**row, "copy ms": copy_ms, "merge / copy": row["merge ms"] / copy_ms}
+
+
+def _seconds(context: Context, call: Callable[[], object]) -> float:
+    context.synchronize()
+    started = time.perf_counter()
+    call()
+    context.synchronize()
+    return time.perf_counter() - started
+
+
+def _baddbmm(model: MergeableModel, key: str) -> Callable[[], None]:
+    """Torch's batched product over the same runs of layers, into copies of the weights."""
+    copies = [torch.empty_like(slab) for slab in model.slabs.base]
+    runs = [
+        (copies[run.slab][run.first : run.last], model.slabs.base[run.slab][run.first : run.last], *factors)
+        for run in merge_runs(model.slabs, model.pool.shapes(key))
+        if (factors := model.pool.stacked(key, run.names))
+    ]
+
+    def call() -> None:
+        for out, base, a, bt in runs:
+            torch.baddbmm(base, bt.transpose(1, 2), a, out=out)
+
+    return call

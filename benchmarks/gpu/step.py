@@ -1,0 +1,178 @@
+"""Decode steps of a 7B model in every mode, as CUDA graphs and without them, against the time to read the same bytes.
+
+Steps are timed by the host from one call to the next, as a server runs them: on a GPU the host prepares a step while
+the device computes the one before. The host's share of a step is the time of a call that finds the step before it
+complete and does not wait for its own. Every mode runs on one engine; a second engine has eight-bit weights.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from atmm import fp8
+from benchmarks.gpu.profiling import memory_gib, profiled
+from vlora.bench.gpu import models
+from vlora.bench.gpu.context import Context
+from vlora.bench.gpu.timing import copy_speed, launch_seconds, loop_seconds
+from vlora.bench.report import Goal
+from vlora.bench.timed_engine import FixedModePolicy, Step
+from vlora.config import Quantize
+
+BATCHES, PROMPT = (32, 16, 8, 1), 1024
+_SMALL_BATCHES, _SMALL_PROMPT = (4, 1), 16
+_PROFILED = 16
+_WARMUP = 5  # steps; a set of adapters is packed after it has recurred a few times
+_GOAL_BATCH, _CAPTURE_S = 16, 15.0
+
+
+class Kind(NamedTuple):
+    """One kind of batch: the adapters of its requests by turns, and whether the first one is merged."""
+
+    name: str
+    adapters: Sequence[str | None]
+    merging: bool
+
+
+KINDS = (
+    Kind("none", (None,), False),
+    Kind("merged", ("r16-0",), True),
+    Kind("unmerged 8 x r16", tuple(f"r16-{index}" for index in range(8)), False),
+    Kind("unmerged 16 x r64", tuple(f"r64-{index}" for index in range(16)), False),
+    # Every second request uses the merged adapter.
+    Kind("mixed", tuple(f"r16-{index // 2 + 1 if index % 2 else 0}" for index in range(14)), True),
+)
+_HOST_BATCH, _HOST_MS = 32, 1.0
+_TO_MERGED = {"unmerged 8 x r16": 1.12, "unmerged 16 x r64": 1.55, "mixed": 1.15}
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Time every kind with every batch size, from large to small batches, and some with eight-bit weights.
+
+    Graphs are timed first, then kernels that are launched one by one.
+    """
+    bytes_per_s = copy_speed(context)
+    batches, prompt = (BATCHES, PROMPT) if context.on_gpu else (_SMALL_BATCHES, _SMALL_PROMPT)
+    rows: list[dict[str, Any]] = []
+    found = _time(context, _Base("none", KINDS, batches), prompt, bytes_per_s, rows)
+    gc.collect()
+    on_cuda = context.device.type == "cuda"
+    if on_cuda:
+        torch.cuda.empty_cache()
+    if not on_cuda or torch.cuda.get_device_capability(context.device) >= fp8.CAPABILITY:
+        _time(context, _Base("fp8", KINDS[:3], batches[-3:]), prompt, bytes_per_s, rows)
+    goals = goals_of(rows, found.capture_s) if context.on_gpu else []
+    shown = _GOAL_BATCH if context.on_gpu else batches[0]
+    return {
+        "summary": "; ".join(
+            f"{row['kind']}{', graph' * row['graph']}, batch {shown}: {row['ms']:.2f} ms, {row['ratio']:.2f} x bytes"
+            for row in rows
+            if row["kind"].startswith("merged") and row["batch"] == shown
+        ),
+        "rows": rows,
+        "goals": goals,
+        "copy_bytes_per_s": bytes_per_s,
+        "sizes": found.sizes._asdict(),
+        "capture_s": found.capture_s,
+        "reserved_gib": memory_gib(context),
+    }
+
+
+class _Base(NamedTuple):
+    """quantize: the format of the base weights. kinds, batches: the steps that are timed."""
+
+    quantize: Quantize
+    kinds: Sequence[Kind]
+    batches: Sequence[int]
+
+
+class _Found(NamedTuple):
+    """capture_s: the time of the capture, or None without graphs."""
+
+    sizes: models.Sizes
+    capture_s: float | None
+
+
+def _time(context: Context, base: _Base, prompt: int, bytes_per_s: float, rows: list[dict[str, Any]]) -> _Found:
+    """Add the rows of a base to `rows`."""
+    model = models.built(context)
+    sizes = models.sizes_of(model)
+    policy = FixedModePolicy()
+    with models.adapter_folders(model, {16: 8, 64: 16}) as folders:
+        engine = models.timed_engine(
+            context, model, folders, policy, prompt=prompt, batch=base.batches[0], quantize=base.quantize
+        )
+    if base.quantize != "none":
+        head = model.get_output_embeddings().weight.nbytes
+        sizes = sizes._replace(weights=engine.engine.parts.device.slabs.num_bytes + head)
+    suffix = "" if base.quantize == "none" else f", {base.quantize}"
+    runner = engine.engine.parts.device.runner
+    captured = runner.graphs
+    for kind in base.kinds:
+        policy.merging = kind.merging
+        step = engine.begin([kind.adapters[row % len(kind.adapters)] for row in range(base.batches[0])])
+        for batch in base.batches:
+            engine.keep(batch)
+            used = {kind.adapters[row % len(kind.adapters)] for row in range(batch)}
+            if kind.name == "mixed" and len(used) == 1:
+                continue  # a merged batch
+            adapter_bytes = 0 if kind.name in ("none", "merged") else _rank_sum(used) * sizes.adapter_rank
+            num_bytes = sizes.weights + batch * prompt * sizes.kv_token + adapter_bytes
+            for graphs in (None,) if captured is None else (captured, None):
+                runner.graphs = graphs
+                row = {"kind": kind.name + suffix, "batch": batch, "context": prompt, "graph": graphs is not None}
+                profiling = batch in (_PROFILED, base.batches[-1])
+                rows.append(row | _timed(context, step, num_bytes / bytes_per_s, profiling))
+                context.keep({"rows": rows, "copy_bytes_per_s": bytes_per_s})
+            runner.graphs = captured
+    return _Found(sizes, None if captured is None else captured.seconds)
+
+
+def _timed(context: Context, step: Step, floor_s: float, profiling: bool) -> dict[str, float]:
+    """Times of a step, and its kernels if profiling is set. floor_s: the time to read its bytes."""
+    seconds = loop_seconds(context, step, _WARMUP)
+    median = statistics.median(seconds)
+    times = {
+        "ms": 1e3 * median,
+        "slowest ms": 1e3 * max(seconds),
+        "bytes ms": 1e3 * floor_s,
+        "ratio": median / floor_s,
+    }
+    if context.on_gpu:
+        times["host ms"] = 1e3 * statistics.median(launch_seconds(context, step))
+    if not profiling:
+        return times
+    found = profiled(context, step)
+    return times | {"launches": found.launches, "copies": found.copies, "idle": 1 - found.busy_s / median}
+
+
+def _rank_sum(adapters: set[str | None]) -> int:
+    """The sum of the ranks in names such as r16-0."""
+    return sum(int(name[1:].partition("-")[0]) for name in adapters if name is not None)
+
+
+def goals_of(rows: Sequence[dict[str, Any]], capture_s: float | None) -> list[Goal]:
+    """The goals of the rows of a 7B model on a GPU.
+
+    Args:
+        rows: As `run` returns them.
+        capture_s: Seconds of the capture. None if no graph was captured; then a goal fails, and the others are those of
+            steps without graphs.
+    """
+    captured = capture_s is not None
+    rows = [row for row in rows if row["graph"] == captured]
+    at = {row["kind"]: row for row in rows if row["batch"] == _GOAL_BATCH}
+    goals = [Goal("steps run as CUDA graphs", float(captured), 1.0, False)]
+    if capture_s is not None:
+        goals.append(Goal("capture of the CUDA graphs, s", capture_s, _CAPTURE_S, True))
+    goals.append(Goal(f"merged step / bytes, batch {_GOAL_BATCH}", at["merged"]["ratio"], 1.35, True))
+    for kind, limit in _TO_MERGED.items():
+        ratio = at[kind]["ms"] / at["merged"]["ms"]
+        goals.append(Goal(f"{kind} / merged, batch {_GOAL_BATCH}", ratio, limit, True))
+    host_ms = max(row["host ms"] for row in rows if row["batch"] == _HOST_BATCH)
+    goals.append(Goal(f"host ms of a step, batch {_HOST_BATCH}, any mode", host_ms, _HOST_MS, True))
+    return goals

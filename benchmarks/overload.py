@@ -1,0 +1,218 @@
+"""The effect of early rejection at three times the machine's capacity, and of admission by KV room with more requests
+than memory holds (`overload_kv`), both simulated and on the real engine.
+
+The goal: 95 % of the admitted requests get their first token within the bound, and the machine still completes 80 % of
+its capacity; all other requests get a typed rejection before the bound has passed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import overload_kv
+from benchmarks.policy import decision_ms
+from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
+from vlora.bench.harness import Bench, Measured
+from vlora.bench.report import Goal
+from vlora.config import EngineConfig
+from vlora.engine.engine import Engine
+from vlora.errors import DeadlineUnreachable
+from vlora.models.loading import dummy_model
+from vlora.orchestrator import POLICIES, Costs
+from vlora.simulator import MEASURED, Arrival, ReplicaConfig, make_workload, read_costs, replay
+from vlora.types import Request, RequestOutput, SamplingParams
+
+_LOAD = 3.0
+_NO_BOUND_S = 1e9
+_BOUNDED = tuple(name for name in POLICIES if name != "merged_only")  # it has no waiting bound
+# Workload, and its bounds on the first token in seconds: about two and five times the time of a request alone.
+_WORKLOADS = (
+    ("retrieval", "hottest:prompt_min=192,prompt_max=320,answer_min=150,answer_max=250", (1.5, 5.0)),
+    ("questions", "hottest:prompt_min=192,prompt_max=320,answer_min=8,answer_max=32", (1.5, 5.0)),
+    ("video", "hottest:prompt_min=1536,prompt_max=1536,answer_min=0,answer_max=0", (6.0, 15.0)),
+)
+_ADAPTERS = 20
+
+
+def measure(quick: bool) -> Measured:
+    """Replay on the machine that the package's costs describe, then run a small model."""
+    costs, load_s = read_costs(MEASURED)
+    threads = torch.get_num_threads()
+    crowds = list(overload_kv.rows(costs, quick))  # on all cores, so before the single-threaded part
+    rows = [*_in_simulator(costs, load_s, 400), *_on_engine(90 if quick else 300)]
+    goals = []
+    for where in ("simulated", "engine"):
+        found = [row for row in rows if row["where"] == where]
+        goals.append(Goal(f"in time, of those let in, worst, {where}", min(r["in time"] for r in found), 0.95, False))
+        goals.append(Goal(f"completed / capacity, worst, {where}", min(r["of capacity"] for r in found), 0.8, False))
+        worst = max(row["refusal p99 s"] / row["bound s"] for row in found)
+        goals.append(Goal(f"a refusal's time / bound, p99, worst, {where}", worst, 1.0, True))
+    for policy in _BOUNDED:
+        spent = decision_ms(policy, costs, max_ttft_s=_NO_BOUND_S, weight=("*=1",))
+        goals.append(Goal(f"a decision with 1,000 waiting, bounds and fair shares, {policy}, ms", spent, 2.0, True))
+    goals += overload_kv.goals(crowds)
+    columns = dict.fromkeys([*rows[0], *crowds[0]])
+    return Measured([columns | row for row in (*rows, *crowds)], {"threads of KV room, engine": threads}, goals)
+
+
+BENCH = Bench(name="overload", measure=measure)
+
+
+def _in_simulator(costs: Costs, load_s: float, num_requests: int) -> Iterator[dict[str, Any]]:
+    for (name, text, bounds), policy in itertools.product(_WORKLOADS, _BOUNDED):
+
+        def arrivals(rate: float, text: str = text) -> Iterator[Arrival]:
+            return make_workload(f"{text},rate={rate}").arrivals(num_requests, _ADAPTERS, seed=0)
+
+        # All at once and without a deadline, but admitted as there is room: the machine's capacity.
+        config = ReplicaConfig(costs=costs, load_s=load_s, policy=policy, max_ttft_s=_NO_BOUND_S)
+        capacity = replay(arrivals(1e6), config).as_dict()["requests_per_s"]
+        for bound_s in bounds:
+            config = ReplicaConfig(costs=costs, load_s=load_s, policy=policy, max_ttft_s=bound_s)
+            found = replay(arrivals(_LOAD * capacity), config).as_dict()
+            yield _row(
+                "simulated",
+                name,
+                policy,
+                bound_s,
+                capacity=capacity,
+                completed=found["requests_per_s"],
+                in_time=1 - found["late"] / found["requests"],
+                refused=found["unreachable"] / num_requests,
+                ttft_s=found["ttft_s"]["p90"],
+                refusal_s=found["refusal_s"].get("p99", 0.0),
+            )
+
+
+def _row(
+    where: str,
+    workload: str,
+    policy: str,
+    bound_s: float,
+    *,
+    capacity: float,
+    completed: float,
+    in_time: float,
+    refused: float,
+    ttft_s: float,
+    refusal_s: float,
+) -> dict[str, Any]:
+    return {
+        "where": where,
+        "workload": workload,
+        "policy": policy,
+        "bound s": bound_s,
+        "capacity /s": capacity,
+        "of capacity": completed / capacity,
+        "in time": in_time,
+        "refused": refused,
+        "ttft p90 s": ttft_s,
+        "refusal p99 s": refusal_s,
+    }
+
+
+# -- the real engine --------------------------------------------------------------------------------------------------
+
+
+def _on_engine(num_requests: int) -> Iterator[dict[str, Any]]:
+    """Four layers of the 0.5 B model's shapes, random weights, bfloat16, one thread; three adapters of rank 16."""
+    torch.set_num_threads(1)
+    model = dummy_model(half_billion_config(num_layers=4), "bfloat16", torch.device("cpu"), seed=0)
+    shapes = language_shapes(model)
+    settings = EngineConfig(
+        model="dummy", max_batch_size=16, max_step_tokens=256, arena_bytes=2**30, merge_fidelity_floor=0.0
+    )
+    engine = Engine(settings, model=model)
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(3):
+            engine.load_adapter(f"a{i}", write_adapter(Path(folder) / f"a{i}", shapes, 16, seed=i))
+    _drive(engine, _requests(32, 1e6, seed=1), _NO_BOUND_S)  # trains the cost model and warms memory
+    before = _drive(engine, _requests(num_requests // 3, 1e6, seed=2), _NO_BOUND_S).completed
+    bound_s = 1.0
+    found = _drive(engine, _requests(num_requests, _LOAD * before, seed=4), bound_s)
+    after = _drive(engine, _requests(num_requests // 3, 1e6, seed=3), _NO_BOUND_S).completed
+    capacity = (before + after) / 2  # averages over other load on the machine
+    yield _row(
+        "engine",
+        "questions",
+        settings.policy,
+        bound_s,
+        capacity=capacity,
+        completed=found.completed,
+        in_time=sum(each <= bound_s for each in found.ttft_s) / len(found.ttft_s),
+        refused=len(found.refusal_s) / num_requests,
+        ttft_s=_percentile(found.ttft_s, 0.9),
+        refusal_s=_percentile(found.refusal_s, 0.99),
+    )
+
+
+def _requests(number: int, rate: float, seed: int) -> list[Arrival]:
+    draws = random.Random(seed)
+    now, found = 0.0, []
+    for _ in range(number):
+        now += draws.expovariate(rate)
+        found.append(Arrival(now, f"a{draws.choice((0, 0, 0, 1, 2))}", draws.randint(48, 80), draws.randint(8, 24)))
+    return found
+
+
+class _OverloadRun:
+    """completed: requests per second. Times are in seconds from a request's due time."""
+
+    def __init__(self) -> None:
+        self.completed = 0.0
+        self.ttft_s: list[float] = []
+        self.refusal_s: list[float] = []
+
+
+def _drive(engine: Engine, arrivals: Sequence[Arrival], bound_s: float) -> _OverloadRun:
+    """Submit requests when they are due, or at the end of the running step; run until all have ended."""
+    found = _OverloadRun()
+    started = time.perf_counter()
+    due = {str(number): arrival.time_s for number, arrival in enumerate(arrivals)}
+    waiting = list(enumerate(arrivals))
+    answered: set[str] = set()
+
+    def note(outputs: Sequence[RequestOutput]) -> None:
+        now = time.perf_counter() - started
+        for output in outputs:
+            since_due = now - due[output.request_id]
+            if output.error is not None:
+                assert output.error.code == DeadlineUnreachable.code, output.error
+                found.refusal_s.append(since_due)
+            elif output.request_id not in answered:
+                answered.add(output.request_id)
+                found.ttft_s.append(since_due)
+
+    engine.send_early = note
+    while waiting or engine.has_work:
+        now = time.perf_counter() - started
+        while waiting and waiting[0][1].time_s <= now:
+            number, arrival = waiting.pop(0)
+            engine.add(
+                Request(
+                    request_id=str(number),
+                    prompt_ids=tuple(range(3, 3 + arrival.prompt_tokens)),
+                    adapter=arrival.adapter,
+                    sampling=SamplingParams(max_tokens=arrival.answer_tokens, ignore_eos=True),
+                    max_ttft_s=max(bound_s - (now - arrival.time_s), 1e-9),
+                )
+            )
+        if not engine.has_work:
+            time.sleep(max(0.0, waiting[0][1].time_s - now))
+            continue
+        note(engine.step())
+    found.completed = len(answered) / (time.perf_counter() - started)
+    return found
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

@@ -1,0 +1,253 @@
+"""Engines that process the same arrivals side by side, each with its own clock.
+
+The engine with the earliest clock runs the next step, so that a temporary slowdown of the machine affects all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from heads import HeadSpec, TaskHead, save_heads
+from vlora.bench.dummy import BenchModel, dummy_picture, language_shapes, write_adapter
+from vlora.bench.timing import work_seconds
+from vlora.config import EngineConfig
+from vlora.engine import Engine
+from vlora.memory.host_to_device import Inline
+from vlora.models.loading import dummy_model
+from vlora.orchestrator import WaitStats
+from vlora.simulator import Arrival
+from vlora.simulator.arrivals import adapter_name
+from vlora.types import Request, RequestOutput, SamplingParams, Timings
+
+NUM_ADAPTERS = 8
+_HEAD = "head"
+_LABELS = tuple(f"action {number}" for number in range(10))
+
+
+class WorkClock:
+    """One engine's time: seconds of work (`work_seconds`) while it runs, plus skipped idle seconds. A waiting engine
+    yields no measurements.
+    """
+
+    def __init__(self, seconds: Callable[[], float]) -> None:
+        self._seconds = seconds
+        self._before_s = self._idle_s = 0.0
+        self._since_s: float | None = None
+
+    def __call__(self) -> float:
+        return self._before_s if self._since_s is None else self._before_s + self._seconds() - self._since_s
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Time advances within the block."""
+        assert self._since_s is None
+        self._since_s = self._seconds()
+        try:
+            yield
+        finally:
+            self._before_s, self._since_s = self(), None
+
+    def skip_to(self, now_s: float) -> None:
+        idle_s = max(0.0, now_s - self())
+        self._before_s += idle_s
+        self._idle_s += idle_s
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work so far."""
+        return self() - self._idle_s
+
+
+class Worker:
+    """An engine over a model with random weights in bfloat16, and its clock."""
+
+    def __init__(
+        self, model: BenchModel, rank: int, device: torch.device, policy: str, picture_side: int, folder: Path | None
+    ) -> None:
+        """Build the engine.
+
+        Args:
+            model: The model.
+            rank: Of the adapters.
+            device: The device to measure.
+            policy: The policy's name.
+            picture_side: Patches per side of each picture.
+            folder: Location of the adapters, existing or to be written, each with a task head; None for an engine with
+                text requests to the base model.
+        """
+        self.clock = WorkClock(work_seconds(device))
+        self._plain = folder is None
+        config = model.config()
+        built = dummy_model(config, "bfloat16", device, seed=0)
+        settings = EngineConfig(
+            model="dummy",
+            device=str(device),
+            policy=policy,
+            arena_bytes=model.arena_bytes,
+            merge_fidelity_floor=0.0,
+            prefix_cache=False,
+            vision_cache_bytes=0,
+        )
+        self.engine = Engine(settings, model=built, clock=self.clock, executor=Inline())
+        self._picture = dummy_picture(config, picture_side)
+        self._image_id: int = config.image_token_id
+        self._num_added = 0
+        if folder is not None:
+            shapes = language_shapes(built)
+            for i in range(NUM_ADAPTERS):
+                path = folder / adapter_name(i)
+                if not path.exists():
+                    write_adapter(path, shapes, rank, seed=i)
+                    _write_head(path, config.text_config.hidden_size)
+                self.engine.load_adapter(adapter_name(i), str(path))
+
+    def add(self, number: int, arrival: Arrival) -> None:
+        """Add an arrival. Each of its pictures is new and follows a distinct token; text fills up the prompt."""
+        shown = [3, *[self._image_id] * self._picture.num_tokens] * len(arrival.images)
+        text = itertools.islice(itertools.cycle(range(4, 100)), max(1, arrival.prompt_tokens - len(shown)))
+        self._num_added += 1
+        asks_head = not arrival.answer_tokens and not self._plain
+        self.engine.add(
+            Request(
+                request_id=str(number),
+                prompt_ids=(*shown, *text),
+                vision=tuple(
+                    msgspec.structs.replace(self._picture, content_hash=f"{self._num_added}/{place}")
+                    for place in range(len(arrival.images))
+                ),
+                adapter=None if self._plain else arrival.adapter,
+                head=_HEAD if asks_head else None,
+                sampling=SamplingParams(max_tokens=arrival.answer_tokens or 1, ignore_eos=True),
+            )
+        )
+
+    def step(self) -> tuple[RequestOutput, ...]:
+        with self.clock.running():
+            return self.engine.step()
+
+    def record_waits(self) -> WaitStats:
+        """Record the waits of requests from now on."""
+        self.engine.parts.scheduler.waits = waits = WaitStats(self.engine.config.max_batch_size)
+        return waits
+
+
+def _write_head(folder: Path, hidden_size: int) -> None:
+    spec = HeadSpec(
+        name=_HEAD, task="action", labels=_LABELS, prompt="what happens ?", num_frames=1, hidden_size=hidden_size
+    )
+    weight = torch.randn(len(_LABELS), hidden_size, generator=torch.Generator().manual_seed(0)) * 0.02
+    save_heads(str(folder), {_HEAD: TaskHead(spec, weight, torch.zeros(len(_LABELS)))})
+
+
+def capacity(worker: Worker, traffic: Callable[[int], Sequence[Arrival]]) -> float:
+    """Requests per second with a full batch: a new request replaces each finished one.
+
+    The first batch is not counted. With more waiting requests, starving ones would alternate and all of them would end
+    at about the same time.
+
+    Args:
+        worker: The engine.
+        traffic: Returns this many arrivals; their times are ignored.
+    """
+    size = worker.engine.config.max_batch_size
+    upcoming = enumerate(itertools.cycle(traffic(4 * size)))
+
+    def add_next() -> str:
+        number, arrival = next(upcoming)
+        worker.add(number, arrival)
+        return str(number)
+
+    under_way = {add_next() for _ in range(size)}
+    num_ended, before, started = 0, 0, 0.0
+    while num_ended < 3 * size:
+        for output in worker.step():
+            if output.finished:
+                timings_of(output)  # checks that it was answered
+                under_way.remove(output.request_id)
+                under_way.add(add_next())
+                num_ended += 1
+        if not before and num_ended >= size:
+            before, started = num_ended, worker.clock()
+    found = (num_ended - before) / (worker.clock() - started)
+    for request_id in under_way:
+        worker.engine.cancel(request_id)
+    return found
+
+
+class DriveResult(NamedTuple):
+    """The results of one worker.
+
+    Attributes:
+        finished: The last output of each request.
+        in_bound: Whether no request waited longer than the waiting bound.
+    """
+
+    finished: Sequence[RequestOutput]
+    in_bound: bool
+
+
+class _DriveProgress:
+    """The progress of a worker through the arrivals: requests are submitted when they are due, or at the end of the
+    running step.
+    """
+
+    def __init__(self, worker: Worker, arrivals: Iterable[Arrival]) -> None:
+        self._worker = worker
+        self._started = worker.clock()
+        self._waiting = iter(enumerate(arrivals))
+        self._following = next(self._waiting, None)
+        self._waits = worker.record_waits()
+        self._finished: list[RequestOutput] = []
+
+    @property
+    def under_way(self) -> bool:
+        return self._following is not None or self._worker.engine.has_work
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._worker.clock() - self._started
+
+    @property
+    def result(self) -> DriveResult:
+        return DriveResult(self._finished, self._waits.longest_s <= self._waits.bound_s)
+
+    def step(self) -> None:
+        worker = self._worker
+        if self._following is not None and not worker.engine.has_work:
+            worker.clock.skip_to(self._started + self._following[1].time_s)
+        while self._following is not None and self._following[1].time_s <= self.elapsed_s:
+            worker.add(*self._following)
+            self._following = next(self._waiting, None)
+        self._finished += [output for output in worker.step() if output.finished]
+
+
+def drive(workers: Mapping[str, Worker], arrivals: Sequence[Arrival]) -> dict[str, DriveResult]:
+    """Run all workers through the same arrivals, the one with the earliest clock first.
+
+    Returns:
+        The workers' results, by name.
+    """
+    drives = {name: _DriveProgress(worker, arrivals) for name, worker in workers.items()}
+    while left := [each for each in drives.values() if each.under_way]:
+        min(left, key=lambda each: each.elapsed_s).step()
+    return {name: each.result for name, each in drives.items()}
+
+
+def average_token_latency_ms(outputs: Sequence[RequestOutput]) -> float:
+    """The sum of the requests' latencies over the number of all prompt and answer tokens (V-LoRA section 6.1)."""
+    timings = [timings_of(output) for output in outputs]
+    tokens = sum(each.num_prompt_tokens + each.num_completion_tokens for each in timings)
+    return 1e3 * sum(each.latency_s for each in timings) / tokens
+
+
+def timings_of(output: RequestOutput) -> Timings:
+    """The timings of an answered request."""
+    assert output.error is None and output.timings is not None, output.error
+    return output.timings

@@ -1,0 +1,147 @@
+"""`vlora bench retrieve`: recall of `vlora retrieve` with an adapter for rendered streets, which is trained here, on
+held-back videos with queries about them.
+
+The adapter answers "is there DESCRIPTION?" and captions pictures and clips in words. It has no head: the log
+probability of "yes" ranks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from apps.retrieval.measuring import goals_of
+from apps.retrieval.measuring import measure as measure_recall
+from apps.server_process import serving
+from benchmarks.adapters import base_of, plan_of, trainer_of
+from fusion.data.samples import Sample, Splits
+from fusion.embedded import checkpoint_path
+from fusion.plan.schema import LoraPlan
+from fusion.synthetic.searched_videos import (
+    PASSING_CAPTION,
+    QUESTION,
+    STREET_CAPTION,
+    Query,
+    ask_passing,
+    ask_street,
+    caption_passing,
+    caption_street,
+    render_passing,
+    render_streets,
+)
+from vlora.bench.harness import Bench, Measured, Results, Store, say
+from vlora.bench.report import Goal
+
+ADAPTER = "streets"
+
+_DRAWN: dict[str, tuple[str, str, Callable[[np.random.Generator], Sample]]] = {
+    "street-questions": ("vqa", QUESTION, ask_street),
+    "street-captions": ("captioning", STREET_CAPTION, caption_street),
+    "passing-questions": ("vqa", QUESTION, ask_passing),
+    "passing-captions": ("captioning", PASSING_CAPTION, caption_passing),
+}
+"""Domain -> task, question, and the function that draws a sample."""
+
+
+class Collection(NamedTuple):
+    """Videos of a folder that are searched together. num_frames: of the clip that the model reads. base_caption,
+    caption: the questions that are asked of each clip for the index, of the base model and of the adapter.
+    """
+
+    name: str
+    folder: str
+    num_frames: int
+    base_caption: str
+    caption: str
+    queries: list[Query]
+
+
+class Prepared(NamedTuple):
+    """adapters: the folder that contains the adapter. scores: of it, on test samples."""
+
+    adapters: str
+    collections: list[Collection]
+    scores: dict[str, float]
+    training_cpu_s: float
+
+
+def prepare(quick: bool, folder: Path, seed: int = 0) -> dict[str, Any]:
+    """Train one adapter on all four domains at once, and render the collections; a `Prepared` as JSON."""
+    sizes, steps = ((60, 20, 20), 2) if quick else ((3000, 20, 200), 200)
+    questions = {name: ("made", question) for name, (_, question, _) in _DRAWN.items()}
+    plan = plan_of(questions, seed, steps, 32, lora=LoraPlan(rank=16, alpha=32))
+    trainer = trainer_of(plan, base_of(), {name: _splits(name, seed, sizes) for name in _DRAWN})
+    trainer.adapter.reset()
+    began = time.process_time()
+    trainer.train_together(tuple(_DRAWN))
+    seconds = time.process_time() - began
+    scores = {name: trainer.evaluator.score(name, domain.test) for name, domain in trainer.domains.items()}
+    adapters = folder / f"adapters-{seed}"
+    trainer.save(adapters / ADAPTER, trainer.adapter.snapshot())
+    say(f"trained in {seconds:.0f} s of processor time: " + ", ".join(f"{k} {v:.3f}" for k, v in scores.items()))
+    num_videos = 2 if quick else 12
+    collections = []
+    for name, num_frames, base_caption, caption, render in (
+        ("streets", 1, "describe the image.", STREET_CAPTION, render_streets),
+        ("passing", 4, "describe the video.", PASSING_CAPTION, render_passing),
+    ):
+        videos = folder / f"{name}-{seed}"
+        queries = render(videos, seed, num_videos)
+        collections.append(Collection(name, str(videos), num_frames, base_caption, caption, queries))
+        say(f"{name}: {num_videos} videos, {len(collections[-1].queries)} queries")
+    made = Prepared(str(adapters), collections, scores, seconds)
+    return dict(msgspec.to_builtins(made._asdict()))
+
+
+def _splits(name: str, seed: int, sizes: tuple[int, int, int]) -> Splits:
+    task, _, draw = _DRAWN[name]
+    rng = np.random.default_rng([seed, *name.encode()])
+    train, validation, test = ([draw(rng) for _ in range(count)] for count in sizes)
+    return Splits(task, (), train, validation, test, real=False)
+
+
+def cases(quick: bool) -> dict[str, bool]:
+    """Quick: few samples, steps and videos: scores mean nothing."""
+    return {"prepared-0": quick, "recall": quick}
+
+
+def measure(quick: bool, store: Store) -> Measured:
+    """The first case trains and renders in a process of its own, which gives the memory back before a server starts."""
+    if (stored := store.read("prepared-0")) is None:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            return Measured([], {"prepared": pool.submit(prepare, quick, store.folder).result()})
+    made = stored["found"]["prepared"]
+    prepared = Prepared(**{**made, "collections": msgspec.convert(made["collections"], list[Collection])})
+    rows: list[dict[str, Any]] = []
+    with serving(checkpoint_path(), Path(prepared.adapters), options=("--threads", "1")) as client:
+        for collection in prepared.collections:
+            rows += measure_recall(
+                client,
+                Path(collection.folder),
+                store.folder,
+                collection.queries,
+                name=collection.name,
+                adapter=ADAPTER,
+                num_frames=collection.num_frames,
+                base_caption=collection.base_caption,
+                caption=collection.caption,
+                question=QUESTION,
+                say=say,
+                sheet=store.folder / f"{collection.name}.png",
+            )
+    trained = {"test scores": prepared.scores, "training CPU s": prepared.training_cpu_s}
+    return Measured(rows, {"adapter": trained}, [] if quick else [Goal(*goal) for goal in goals_of(rows)])
+
+
+def combine(results: Results) -> Measured:
+    return results["recall"]
+
+
+BENCH = Bench(name="retrieve", cases=cases, measure=measure, combine=combine, lasting=True, parts=True)

@@ -1,0 +1,188 @@
+"""The cost of ten questions about one picture, to one model or to ten adapters, in units of one question.
+
+The floor is tokens: the prefix before the questions once, then each question and the block in which it begins. All
+engines encode a picture once for all of its questions, so only the language model's part differs. In sequence, each
+question is a separate step that reads all weights for its few tokens: the report includes this case without a goal.
+
+Each of ten adapters asks its own question about one picture. Ordinary ones have KV of their own for the whole prompt.
+Activated ones (aLoRA) share the KV of the 960 tokens before their invocation, of 1,024.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
+from vlora.bench.harness import Bench, Measured
+from vlora.bench.report import Goal
+from vlora.bench.timing import interleaved, median_ms, median_ratio
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
+from vlora.models.loading import dummy_model
+from vlora.models.processing import vision_input
+from vlora.types import Request, SamplingParams, VisionInput
+
+_NUM_QUESTIONS = 10
+_QUESTION = 32  # tokens
+_SIDE = 64  # patches per side of a picture; four patches make a token
+_AT_ONCE, _IN_TURN, _WITHOUT = "ten at once", "ten in turn", "ten at once, no cache"
+_RANK = 16
+_INVOCATION = (1001, 1002, 1003)
+_OWN = 64  # tokens from the invocation on
+_ADAPTERS_SIDE, _ADAPTERS_BEFORE = 60, 58  # 900 picture tokens and 60 others before the invocation
+_ONE_ADAPTER, _ACTIVATED, _ORDINARY = "one activated adapter", "ten activated adapters", "ten ordinary adapters"
+
+
+def measure(quick: bool) -> Measured:
+    """Questions about pictures of 1,024 tokens to a 0.5 B-parameter model in bfloat16, one thread, CPU time; quick: the
+    model's first eight layers, one round.
+    """
+    torch.set_num_threads(1)
+    config = half_billion_config(8 if quick else 24)
+    cached, plain = (_QuestionEngine(config, prefix_cache) for prefix_cache in (True, False))
+    rounds = 1 if quick else 3
+    rows = _timed(
+        {
+            "one": lambda: plain.ask(1),
+            _AT_ONCE: lambda: cached.ask(_NUM_QUESTIONS),
+            _IN_TURN: lambda: cached.ask(_NUM_QUESTIONS, in_turn=True),
+            _WITHOUT: lambda: plain.ask(_NUM_QUESTIONS),
+        },
+        rounds,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        activated, ordinary = (_adapter_engine(config, Path(folder) / kind, kind) for kind in ("activated", "ordinary"))
+        rows += _timed(
+            {
+                _ONE_ADAPTER: lambda: activated.ask(1),
+                _ACTIVATED: lambda: activated.ask(_NUM_QUESTIONS),
+                _ORDINARY: lambda: ordinary.ask(_NUM_QUESTIONS),
+            },
+            rounds,
+        )
+    bounds = {_AT_ONCE: 1.5, _ACTIVATED: 1.6}
+    ratios = {row["what"]: row["/ one"] for row in rows}
+    return Measured(rows, goals=[Goal(f"{what} / one", ratios[what], bound, True) for what, bound in bounds.items()])
+
+
+BENCH = Bench(name="reuse", measure=measure)
+
+
+def _timed(calls: dict[str, Callable[[], _Asked]], rounds: int) -> list[dict[str, Any]]:
+    """A row for each call, relative to the first one."""
+    asked: dict[str, _Asked] = {}
+
+    def recording(what: str) -> Callable[[], object]:
+        return lambda: asked.__setitem__(what, calls[what]())
+
+    seconds = interleaved({what: recording(what) for what in calls}, rounds, warmup=1)
+    first = next(iter(calls))
+    return [
+        {
+            "what": what,
+            "prompt tokens": asked[what].prompt_tokens,
+            "computed tokens": asked[what].computed_tokens,
+            "pictures encoded": asked[what].encoded,
+            "ms": median_ms(spent),
+            "worst ms": max(spent) * 1e3,
+            "/ one": median_ratio(spent, seconds[first]),
+        }
+        for what, spent in seconds.items()
+    ]
+
+
+class _Asked(NamedTuple):
+    prompt_tokens: int
+    computed_tokens: int
+    encoded: int
+
+
+def _adapter_engine(config: Any, folder: Path, kind: str) -> _QuestionEngine:
+    """An engine with ten adapters, each of which is asked one question."""
+    shapes = language_shapes(dummy_model(config, "bfloat16", torch.device("meta"), seed=0))
+    invocation = _INVOCATION if kind == "activated" else ()
+    adapters = {
+        f"{kind}{number}": write_adapter(folder / f"{number}", shapes, _RANK, number, invocation=invocation)
+        for number in range(_NUM_QUESTIONS)
+    }
+    return _QuestionEngine(config, True, adapters, _INVOCATION, _ADAPTERS_SIDE, _ADAPTERS_BEFORE, _OWN)
+
+
+class _QuestionEngine:
+    """An engine that gets questions about a new picture each time."""
+
+    def __init__(
+        self,
+        config: Any,
+        prefix_cache: bool,
+        adapters: Mapping[str, str] | None = None,
+        begin: Sequence[int] = (),
+        side: int = _SIDE,
+        num_before: int = 8,
+        question: int = _QUESTION,
+    ) -> None:
+        """Load the model and the adapters.
+
+        Args:
+            config: The model's shapes.
+            prefix_cache: Whether KV is shared.
+            adapters: Folders by name; question n is for the n-th one. Without adapters the base model answers.
+            begin: The first tokens of each question.
+            side: Patches per side of a picture.
+            num_before: Words before the picture.
+            question: Tokens of a question, `begin` included.
+        """
+        settings = EngineConfig(
+            model="dummy", arena_bytes=2**30, max_batch_size=16, max_step_tokens=512, prefix_cache=prefix_cache
+        )
+        self._local = LocalEngine(settings, model=dummy_model(config, "bfloat16", torch.device("cpu"), seed=0))
+        for name, path in (adapters or {}).items():
+            self._local.engine.load_adapter(name, path)
+        self._adapters: Sequence[str | None] = list(adapters or ()) or [None] * _NUM_QUESTIONS
+        self._begin, self._num_words = tuple(begin), question - len(begin)
+        self._draws = torch.Generator().manual_seed(0)
+        patch = 3 * config.vision_config.temporal_patch_size * config.vision_config.patch_size**2
+        fields = {
+            "pixel_values": torch.randn(side**2, patch, generator=self._draws),
+            "image_grid_thw": torch.tensor([[1, side, side]]),
+        }
+        picture = vision_input("image", fields, side**2 // 4)
+        # Speed does not depend on the pixels; the hash distinguishes pictures.
+        self._pictures = (msgspec.structs.replace(picture, content_hash=f"picture {n}") for n in itertools.count())
+        shown = [config.image_token_id] * picture.num_tokens
+        self._before = (*self._words(num_before), config.vision_start_token_id, *shown, config.vision_end_token_id)
+        self._prompt_len = len(self._before) + question
+
+    def ask(self, num_questions: int, *, in_turn: bool = False) -> _Asked:
+        """Answer with one token each; `in_turn`: one question after another, instead of all at once."""
+        before = self._local.engine.stats()
+        picture = next(self._pictures)
+        requests = [self._request(number, picture) for number in range(num_questions)]
+        for together in ([request] for request in requests) if in_turn else [requests]:
+            outputs = self._local.run(together)
+            assert all(parts[-1].finish_reason == "length" for parts in outputs.values()), "a question has no answer"
+        after = self._local.engine.stats()
+        return _Asked(
+            num_questions * self._prompt_len,
+            after.num_computed_tokens - before.num_computed_tokens,
+            after.num_vision_encoded - before.num_vision_encoded,
+        )
+
+    def _request(self, number: int, picture: VisionInput) -> Request:
+        return Request(
+            request_id=f"question {number}",
+            prompt_ids=(*self._before, *self._begin, *self._words(self._num_words)),
+            vision=(picture,),
+            adapter=self._adapters[number],
+            sampling=SamplingParams(max_tokens=1, ignore_eos=True),
+        )
+
+    def _words(self, count: int) -> list[int]:
+        return torch.randint(3, 1000, (count,), generator=self._draws).tolist()

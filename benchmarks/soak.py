@@ -1,0 +1,404 @@
+"""Hundreds of concurrent clients for minutes: no lost or duplicate data, flat memory, and no slowdown by misbehaving
+clients.
+
+Every HTTP stream reports its tokens one by one (`logprobs`) and their count at the end (`usage`): a lost or duplicate
+token is detected, as is an answer that differs from the answer to the same question alone. Cameras get exactly one
+result for each frame, in order. Slow clients (which stop reading a stream for seconds) and vanishing ones (which
+disconnect during an answer) run in alternate phases, and the latency of well-behaved clients is compared between
+phases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import io
+import itertools
+import json
+import math
+import random
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from PIL import Image
+
+from vlora.bench.harness import Bench, Measured
+from vlora.bench.report import Goal
+from vlora.bench.serve.http_client import HttpConnection, connected
+from vlora.bench.serve.server_process import ADAPTERS, HEAD, ServerProcess, embedded_model_server, resident_mib
+from vlora.client import AsyncClient
+from vlora.errors import VLoraError
+
+_NUM_STREAMS = 200
+_NUM_CAMERAS = 16
+_FPS = 1.0  # of a camera
+_ANSWER_TOKENS = 16
+_NUM_SLOW = 16
+_VANISHING_S = 0.5  # interval between vanishing clients
+_NUM_QUESTIONS = 24
+_PHASES, _PHASES_QUICK = 6, 2  # misbehaving clients run in every other phase
+_WARM_SHARE = 0.25  # of the time; caches fill
+_SAMPLE_S = 0.5
+_SMALL = 1024  # buffer bytes of a client that does not read
+_ANSWER_S = 120.0
+_PATH = "/v1/chat/completions"
+_FILLING_TOKENS, _LONGEST_PROMPT = 16_000, 200  # numbers of up to five tokens each
+# on a machine too busy to be ready by then, measuring starts with the clients ready, and the report shows it
+_PREPARING_S = 40.0
+_LAST_S = 20.0  # grace period for pending requests after the end; then they are cancelled and counted
+_GROWTH_GOAL = 1.02
+_COMPANY_GOAL = 1.25
+_THINGS = ("red", "green", "blue", "yellow", "purple", "orange", "cyan", "white")
+_QUESTIONS = tuple(f"what {what} is {which} ?" for what in ("color", "shape", "thing") for which in _THINGS)
+assert len(_QUESTIONS) == _NUM_QUESTIONS
+# Small enough to be full before measuring starts.
+_FLAGS = ("--max-requests", "512", "--arena-bytes", str(48 * 2**20), "--vision-cache-bytes", str(4 * 2**20))
+
+
+def measure(quick: bool) -> Measured:
+    """200 HTTP streams and 16 video streams on the embedded model in float32, one thread, for five minutes."""
+    torch.set_num_threads(1)
+    with embedded_model_server(*_FLAGS) as server:
+        soak = asyncio.run(_run_clients(server, 60.0 if quick else 300.0, _PHASES_QUICK if quick else _PHASES))
+    rows: list[dict[str, Any]] = [
+        {"what": "HTTP streams", **_times(soak.latencies(bad=None))},
+        {"what": "HTTP streams, good company", **_times(soak.latencies(bad=False))},
+        {"what": "HTTP streams, bad company", **_times(soak.latencies(bad=True))},
+        {"what": "frames", **_times(soak.frame_s)},
+    ]
+    company = _p99(soak.latencies(bad=True)) / _p99(soak.latencies(bad=False))
+    growth = {name: soak.growth(name) for name in soak.memory_mib}
+    goals = [
+        Goal("answers lost, doubled or wrong", float(len(soak.wrong)), 0.0, True),
+        *(
+            Goal(f"memory of the {name}, end / after warm-up", value, _GROWTH_GOAL, True)
+            for name, value in growth.items()
+        ),
+        Goal("p99 in bad company / in good", company, _COMPANY_GOAL, True),
+    ]
+    found = {
+        "wrong": soak.wrong[:20],
+        "memory_mib": {name: [round(value, 1) for _, value in each[::10]] for name, each in soak.memory_mib.items()},
+        "vanished": soak.num_vanished,
+        "slow": soak.num_slow,
+        "dropped frames": soak.num_dropped,
+        "cut off at the end": soak.num_cut,
+        "questions compared": soak.num_asks,
+        "cores": {name: round(value, 3) for name, value in soak.cores.items()},
+        "arena filled": soak.filled,
+    }
+    return Measured(rows, found, goals)
+
+
+BENCH = Bench(name="soak", measure=measure)
+
+
+def _p99(seconds: list[float]) -> float:
+    return sorted(seconds)[int(0.99 * len(seconds))] if seconds else float("nan")
+
+
+def _times(seconds: list[float]) -> dict[str, Any]:
+    middle = sorted(seconds)[len(seconds) // 2] if seconds else float("nan")
+    return {"count": len(seconds), "median ms": middle * 1e3, "p99 ms": _p99(seconds) * 1e3}
+
+
+@dataclasses.dataclass
+class SoakResult:
+    """The results, with times in seconds of the event loop's clock.
+
+    Attributes:
+        warm_s: Start of measuring; phases of equal length follow.
+        end_s: End of measuring.
+        num_phases: Number of phases.
+        answers: Start and end of each answer.
+        frame_s: Latency of each frame, in seconds.
+        wrong: Descriptions of wrong answers.
+        memory_mib: Time and MiB of each process.
+        num_vanished: Connections that their client closed during an answer.
+        num_slow: Answers that were read slowly.
+        num_dropped: Frames that newer ones replaced.
+        num_cut: Clients cancelled at the deadline.
+        num_asks: Questions with answers to compare.
+        cores: Load of each process; 1 is one full core.
+        filled: Fraction of the preparation's tokens put into the arena.
+    """
+
+    warm_s: float
+    end_s: float
+    num_phases: int
+    answers: list[tuple[float, float]] = dataclasses.field(default_factory=list)  # start and end times
+    frame_s: list[float] = dataclasses.field(default_factory=list)
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    memory_mib: dict[str, list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
+    num_vanished: int = 0
+    num_slow: int = 0
+    num_dropped: int = 0
+    num_cut: int = 0
+    num_asks: int = 0
+    cores: dict[str, float] = dataclasses.field(default_factory=dict)  # load of each process; 1 is one full core
+    filled: float = 0.0  # fraction of the preparation's tokens put into the arena
+
+    @property
+    def ended(self) -> bool:
+        return asyncio.get_running_loop().time() >= self.end_s
+
+    def phase(self, at: float) -> int:
+        """The phase at this time, from 0; -1 before the first."""
+        return math.floor((at - self.warm_s) / (self.end_s - self.warm_s) * self.num_phases)
+
+    def has_misbehaving_clients(self, at: float) -> bool:
+        """Whether slow and vanishing clients run at this time."""
+        return at >= self.warm_s and self.phase(at) % 2 == 1
+
+    def latencies(self, *, bad: bool | None) -> list[float]:
+        """Seconds of answers since the warm-up; with `bad`, of those within one phase of that kind."""
+        return [
+            ended - began
+            for began, ended in self.answers
+            if began >= self.warm_s
+            and (bad is None or (self.has_misbehaving_clients(began) is bad and self.phase(began) == self.phase(ended)))
+        ]
+
+    def growth(self, name: str) -> float:
+        """Memory in the last tenth of the time relative to the first tenth after the warm-up."""
+        values = [value for at, value in self.memory_mib[name] if self.warm_s <= at <= self.end_s]
+        part = max(1, len(values) // 10)
+        return float(np.mean(values[-part:]) / np.mean(values[:part]))
+
+
+async def _run_clients(server: ServerProcess, seconds: float, num_phases: int) -> SoakResult:
+    port = server.http_port
+    async with connected(port) as web:
+        loop = asyncio.get_running_loop()
+        half, ready = loop.time() + _PREPARING_S / 2, loop.time() + _PREPARING_S
+        # Each question alone, before other clients start; adapter by adapter, so that each has one if time is short.
+        expected: dict[tuple[str, str], str] = {}
+        for question, model in itertools.product(_QUESTIONS[::3], ADAPTERS):
+            expected[model, question] = await _answer(web, model, question)
+            if loop.time() > half:
+                break
+        # More prompt tokens than the arena's capacity, so that it is full from here on.
+        filled = 0
+        while filled < _FILLING_TOKENS and loop.time() < ready:
+            numbers = range(filled, filled + _LONGEST_PROMPT)
+            await _answer(web, ADAPTERS[0], " ".join(f"{number}" for number in numbers))
+            filled += _LONGEST_PROMPT
+        now = loop.time()
+        soak = SoakResult(
+            now + _WARM_SHARE * seconds,
+            now + seconds,
+            num_phases,
+            num_asks=len(expected),
+            filled=min(1.0, filled / _FILLING_TOKENS),
+        )
+        async with AsyncClient(port=server.rpyc_port, timeout_s=120.0) as cameras:
+            work: list[Coroutine[Any, Any, None]] = [_record_usage(soak, server), _disconnect_early(soak, port)]
+            work += [_ask_repeatedly(soak, port, expected, number) for number in range(_NUM_STREAMS)]
+            work += [_read_slowly(soak, port) for _ in range(_NUM_SLOW)]
+            work += [_send_frames(soak, cameras, number) for number in range(_NUM_CAMERAS)]
+            await run_until(work, soak.end_s + _LAST_S, soak)
+    return soak
+
+
+async def run_until(work: Sequence[Coroutine[Any, Any, None]], deadline: float, soak: SoakResult) -> None:
+    """Run all coroutines concurrently.
+
+    Args:
+        work: The coroutines. The first error of any of them is raised immediately.
+        deadline: Time of the loop's clock at which unfinished ones are cancelled.
+        soak: Receives the number of cancelled ones.
+    """
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        async with asyncio.timeout_at(deadline):
+            await asyncio.gather(*tasks)
+    except TimeoutError:
+        soak.num_cut = sum(task.cancelled() for task in tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# -- well-behaved clients ---------------------------------------------------------------------------------------------
+
+
+def _body(model: str, question: str, tokens: int = _ANSWER_TOKENS) -> dict[str, Any]:
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "logprobs": True,
+    }
+
+
+async def _answer(web: HttpConnection, model: str, question: str) -> str:
+    """The text of a complete streamed answer.
+
+    Raises:
+        ValueError: The answer is incomplete.
+    """
+    async with asyncio.timeout(_ANSWER_S):
+        return complete_text(*await web.post(_PATH, _body(model, question)))
+
+
+def complete_text(status: int, body: bytes) -> str:
+    """The text of the events of a streamed answer.
+
+    Raises:
+        ValueError: Events are missing or duplicate.
+    """
+    text, num_tokens, finished, ids = "", 0, 0, set()
+    if status != 200:
+        raise ValueError(f"status {status}: {body[:200]!r}")
+    lines = [line.removeprefix("data: ") for line in body.decode().split("\n") if line]
+    if lines[-1:] != ["[DONE]"]:
+        raise ValueError(f"the stream ends with {lines[-1:]}")
+    *chunks, usage = map(json.loads, lines[:-1])
+    if "usage" not in usage:
+        raise ValueError(f"the last event has no usage: {usage}")
+    if broken := [chunk for chunk in chunks if "choices" not in chunk]:
+        raise ValueError(f"unexpected event in the stream: {broken[0]}")
+    stopped = False
+    for chunk in chunks:
+        ids.add(chunk["id"])
+        (choice,) = chunk["choices"]
+        text += choice["delta"].get("content", "")
+        num_tokens += len((choice["logprobs"] or {}).get("content", ()))
+        finished += choice["finish_reason"] is not None
+        stopped |= choice["finish_reason"] == "stop"
+    # The end token is counted, and has no text.
+    if num_tokens != usage["usage"]["completion_tokens"] - stopped or finished != 1 or len(ids) != 1:
+        raise ValueError(f"received {num_tokens} tokens, {finished} ends, ids {ids}; usage is {usage['usage']}")
+    return text
+
+
+async def _ask_repeatedly(soak: SoakResult, port: int, expected: dict[tuple[str, str], str], number: int) -> None:
+    draws = random.Random(number)
+    asks = sorted(expected)
+    loop = asyncio.get_running_loop()
+    while not soak.ended:
+        async with connected(port) as web:
+            while not soak.ended:
+                model, question = draws.choice(asks)
+                started = loop.time()
+                try:
+                    text = await _answer(web, model, question)
+                except (ValueError, OSError, EOFError, TimeoutError) as error:
+                    soak.wrong.append(f"{model}: {question} {type(error).__name__} {error}")
+                    break  # the next one on a new connection
+                now = loop.time()
+                if text != expected[model, question]:
+                    soak.wrong.append(f"{model}: {question} {text!r} instead of {expected[model, question]!r}")
+                soak.answers.append((started, now))
+
+
+async def _send_frames(soak: SoakResult, client: AsyncClient, number: int) -> None:
+    pictures = _pictures(number)
+    stream = await client.open_stream(adapter=ADAPTERS[number % len(ADAPTERS)], head=HEAD, fps=2 * _FPS)
+    loop = asyncio.get_running_loop()
+
+    async def read() -> int:
+        count = 0
+        async for result in stream:
+            if result.number != count:
+                soak.wrong.append(f"camera {number}: frame {result.number} came where {count} was expected")
+            if result.error is not None:
+                soak.wrong.append(f"camera {number}: frame {count} {result.error}")
+            elif result.dropped is not None:
+                soak.num_dropped += 1
+            elif loop.time() >= soak.warm_s:
+                soak.frame_s.append(result.latency_s)
+            count += 1
+        return count
+
+    reading = asyncio.create_task(read())
+    num_sent = 0
+    try:
+        await asyncio.sleep(number / _NUM_CAMERAS / _FPS)
+        while not soak.ended:
+            await stream.send(next(pictures))
+            num_sent += 1
+            await asyncio.sleep(1 / _FPS)
+        await stream.end()
+        if (count := await reading) != num_sent:
+            soak.wrong.append(f"camera {number}: sent {num_sent} frames, received {count} results")
+    except VLoraError as error:
+        soak.wrong.append(f"camera {number}: {type(error).__name__} {error}")
+        reading.cancel()
+
+
+def _pictures(number: int) -> itertools.cycle[bytes]:
+    """Eight JPEGs of noise, repeated."""
+    draws = np.random.default_rng(number)
+    made = []
+    for _ in range(8):
+        stream = io.BytesIO()
+        Image.fromarray(draws.integers(0, 255, (48, 48, 3), dtype=np.uint8)).save(stream, "JPEG")
+        made.append(stream.getvalue())
+    return itertools.cycle(made)
+
+
+# -- misbehaving clients ----------------------------------------------------------------------------------------------
+
+
+async def _disconnect_early(soak: SoakResult, port: int) -> None:
+    """One client after another disconnects at the first bytes of its answer."""
+
+    async def disconnect_once() -> None:
+        async with connected(port, limit=_SMALL) as web:
+            web.send(_PATH, _body(random.choice(ADAPTERS), _QUESTIONS[0], 400))
+            await web.reader.read(200)
+        soak.num_vanished += 1
+
+    loop = asyncio.get_running_loop()
+    disconnecting: set[asyncio.Task[None]] = set()
+    while not soak.ended:
+        if soak.has_misbehaving_clients(loop.time()):
+            disconnecting.add(task := asyncio.create_task(disconnect_once()))
+            task.add_done_callback(disconnecting.discard)
+        await asyncio.sleep(_VANISHING_S)
+    await asyncio.gather(*disconnecting)
+
+
+async def _read_slowly(soak: SoakResult, port: int) -> None:
+    """Send a request, read one byte per second for a while, and repeat."""
+    loop = asyncio.get_running_loop()
+    while not soak.ended:
+        if not soak.has_misbehaving_clients(loop.time()):
+            await asyncio.sleep(_SAMPLE_S)
+            continue
+        async with connected(port, limit=_SMALL) as web:
+            web.send(_PATH, _body(random.choice(ADAPTERS), _QUESTIONS[1], _ANSWER_TOKENS))
+            for _ in range(10):
+                await web.reader.read(1)
+                await asyncio.sleep(1)
+        soak.num_slow += 1
+
+
+async def _record_usage(soak: SoakResult, server: ServerProcess) -> None:
+    """Record the memory of the server's processes, and the processor time of all processes including the bench."""
+    processes = server.processes
+    all_processes = {**processes, "bench": psutil.Process()}
+    loop = asyncio.get_running_loop()
+    before: dict[str, float] = {}
+    began = 0.0
+    while not soak.ended:
+        now = loop.time()
+        for name, process in processes.items():
+            soak.memory_mib.setdefault(name, []).append((now, resident_mib(process)))
+        if not before and now >= soak.warm_s:
+            before, began = {name: _cpu_s(each) for name, each in all_processes.items()}, now
+        await asyncio.sleep(_SAMPLE_S)
+    elapsed = loop.time() - began
+    soak.cores = {name: (_cpu_s(each) - before[name]) / elapsed for name, each in all_processes.items()}
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)

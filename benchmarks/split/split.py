@@ -1,0 +1,312 @@
+"""`vlora bench split`: what a base executor costs and saves, beside own copies of the model.
+
+Memory is the proportional set size (PSS) of all processes, after one further training step of every client. Speed is
+the processor time of a token, of the client and of the executor together, in turns, so that other load on the machine
+cancels out. Table 5 and figures 22 and 23 of the paper are in wall time: run them on an otherwise idle machine. Clients
+and executors are processes with one thread each. The part "engine" measures a serving engine that serves its weights.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.split import engine, mixed
+from benchmarks.split.base_process import POLICIES
+from benchmarks.split.processes import Process, run_together, running
+from benchmarks.split.rows import FULL, QUICK, TRAIN, Size, row, write_checkpoint
+from vlora.bench.harness import Bench, Measured, Results
+from vlora.bench.plots import Plot
+from vlora.bench.report import Goal
+
+WAYS = {
+    "executor and clients, float32": ("float32", True),
+    "copies that map one file, float32": ("float32", False),
+    "executor and clients, bfloat16": ("bfloat16", True),
+    "copies that cannot share, bfloat16": ("bfloat16", False),
+}
+"""Ways to train k adapters: the type in which the float32 checkpoint is loaded, and whether there is an executor."""
+
+
+def memory(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
+    """PSS of executor and clients for each number of clients, after one further training step of every client."""
+    found = []
+    for place, (way, (dtype, split)) in enumerate(WAYS.items()):
+        address = f"unix:{checkpoint.parent}/memory{place}.sock"
+        bases = [Process("base_process", str(checkpoint), address, "--dtype", dtype)] if split else []
+        flags = ("--base", address) if split else ()
+        with running(*bases):
+            clients: list[Process] = []
+            try:
+                for k in size.clients:
+                    added = [
+                        Process("worker", str(checkpoint), "--dtype", dtype, "--seed", str(seed), *flags)
+                        for seed in range(len(clients), k)
+                    ]
+                    clients += added
+                    for client in added:
+                        client.ready()
+                    run_together(clients, [TRAIN] * k)
+                    own, base = sum(c.pss_mib() for c in clients), sum(b.pss_mib() for b in bases)
+                    found.append(
+                        row(
+                            "memory",
+                            way,
+                            clients=k,
+                            **{"executor MiB": base, "clients MiB": own, "all MiB": own + base},
+                        )
+                    )
+            finally:
+                for client in clients:
+                    client.stop()
+    return found
+
+
+def peaks(checkpoint: Path) -> list[dict[str, Any]]:
+    """Memory that training steps of 512 tokens take beside the weights: mainly what backward needs of forward."""
+    address, steps = f"unix:{checkpoint.parent}/peaks.sock", TRAIN | {"rows": 4, "length": 128, "steps": 2}
+    found = []
+    with (
+        running(Process("base_process", str(checkpoint), address)) as bases,
+        running(Process("worker", str(checkpoint), "--base", address)) as clients,
+        running(Process("worker", str(checkpoint))) as own,
+    ):
+        for way, workers, executors in (("own copy", own, ()), ("one client", clients, bases)):
+            before = _private(workers, executors)
+            with ThreadPoolExecutor(1) as pool:
+                done = pool.submit(run_together, workers, [steps])
+                peak = before
+                while not done.done():
+                    peak = [max(pair) for pair in zip(peak, _private(workers, executors), strict=True)]
+                    time.sleep(0.002)
+                done.result()
+            client, base = (high - low for high, low in zip(peak, before, strict=True))
+            sizes = {"executor MiB": base, "clients MiB": client, "all MiB": client + base}
+            found.append(row("peak of training steps of 512 tokens", way, clients=1, **sizes))
+    return found
+
+
+def _private(workers: Sequence[Process], executors: Sequence[Process]) -> list[float]:
+    """Private memory of clients and of executors; shared memory counts for the clients."""
+    return [
+        sum(each.private_mib(shared=True) for each in workers),
+        sum(each.private_mib(shared=False) for each in executors),
+    ]
+
+
+NUM_DECODERS = 4
+
+
+def speed(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
+    """Processor time of a token: an own copy, one client of an executor, and several that decode at once."""
+    address = f"unix:{checkpoint.parent}/speed.sock"
+    with (
+        running(Process("base_process", str(checkpoint), address)) as (base,),
+        running(*(Process("worker", str(checkpoint), "--base", address) for _ in range(NUM_DECODERS))) as clients,
+        running(Process("worker", str(checkpoint))) as own,
+    ):
+
+        def cpu_ms(workers: Sequence[Process], command: dict[str, Any]) -> float:
+            before = base.cpu_s()
+            answers = run_together(workers, [command] * len(workers))
+            total = base.cpu_s() - before + sum(answer["cpu_s"] for answer in answers)
+            return 1e3 * total / sum(answer["tokens"] for answer in answers)
+
+        prefill, decode = {"do": "prefill", "rows": 1, "length": 32}, {"do": "decode", "tokens": size.tokens}
+        for workers in (own, clients):
+            run_together(workers, [prefill] * len(workers))
+        return [
+            *_compared(
+                "training, 128 tokens a step",
+                {"own copy": lambda: cpu_ms(own, TRAIN), "one client": lambda: cpu_ms(clients[:1], TRAIN)},
+                size.rounds,
+            ),
+            *_compared(
+                "decoding, one row",
+                {"own copy": lambda: cpu_ms(own, decode), "one client": lambda: cpu_ms(clients[:1], decode)},
+                size.rounds,
+            ),
+            *_compared(
+                "decoding, one row each",
+                {
+                    "one client": lambda: cpu_ms(clients[:1], decode),
+                    f"{NUM_DECODERS} clients": lambda: cpu_ms(clients, decode),
+                },
+                size.rounds,
+            ),
+        ]
+
+
+def _compared(what: str, ways: dict[str, Callable[[], float]], rounds: int) -> list[dict[str, Any]]:
+    """Milliseconds of each way, and the median of the ratios to the first, by turns; one round does not count."""
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(rounds + 1):
+        for way, call in ways.items():
+            measured = call()
+            if turn:
+                found[way].append(measured)
+    first = next(iter(found.values()))
+    return [
+        row(
+            what,
+            way,
+            clients=NUM_DECODERS if way.startswith(str(NUM_DECODERS)) else 1,
+            ratio=statistics.median(a / b for a, b in zip(values, first, strict=True)),
+            **{"CPU ms a token": statistics.median(values)},
+        )
+        for way, values in found.items()
+    ]
+
+
+def table_5(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
+    """The paper's table 5 in shape: decoding clients of different batch sizes under three ways to batch."""
+    addresses = [f"unix:{checkpoint.parent}/policy{place}.sock" for place in range(len(POLICIES))]
+    bases = [
+        Process("base_process", str(checkpoint), address, "--policy", policy)
+        for policy, address in zip(POLICIES, addresses, strict=True)
+    ]
+    flags = [flag for address in addresses for flag in ("--base", address)]
+    walls: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+    speeds: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+    for base in bases:
+        base.ready()
+    try:
+        with running(*(Process("worker", str(checkpoint), *flags) for _ in size.rows)) as clients:
+            for turn in range(size.rounds + 1):
+                for place, policy in enumerate(POLICIES):
+                    if not turn:
+                        run_together(
+                            clients,
+                            [{"do": "prefill", "client": place, "rows": rows, "length": 8} for rows in size.rows],
+                        )
+                        continue
+                    command = {"do": "decode", "client": place, "tokens": size.tokens}
+                    answers = run_together(clients, [command] * len(clients))
+                    walls[policy].append(statistics.mean(a["wall_s"] for a in answers) / size.tokens)
+                    speeds[policy].append(sum(a["tokens"] for a in answers) / max(a["wall_s"] for a in answers))
+    finally:
+        stopped = [base.stop() for base in bases]
+    return [
+        row(
+            "table 5: clients of different batch sizes",
+            policy,
+            clients=len(size.rows),
+            **{
+                "tokens a second": statistics.median(speeds[policy]),
+                "latency ms": 1e3 * statistics.median(walls[policy]),
+                "calls a product": _calls_a_product(last),
+            },
+        )
+        for policy, last in zip(POLICIES, stopped, strict=True)
+    ]
+
+
+def _calls_a_product(printed: str) -> float:
+    counts = json.loads(printed.splitlines()[-1])
+    return float(counts["calls"] / counts["batches"])
+
+
+PARTS: Mapping[str, Callable[[Path, Size], list[dict[str, Any]]]] = {
+    "memory": memory,
+    "peaks": lambda checkpoint, _: peaks(checkpoint),
+    "speed": speed,
+    "table5": table_5,
+    "mixed": mixed.measure,
+    "engine": engine.measure,
+}
+"""Parts of the bench, in their order."""
+
+
+def cases(quick: bool, parts: Sequence[str] = ()) -> dict[str, tuple[str, Size]]:
+    """The chosen parts, or all; quick: fewer clients and repetitions, a smaller model."""
+    return {part: (part, QUICK if quick else FULL) for part in PARTS if part in (parts or PARTS)}
+
+
+def measure(case: tuple[str, Size]) -> Measured:
+    part, size = case
+    return Measured(one(part, Size._make(size)))
+
+
+def combine(results: Results) -> Measured:
+    """Some parts have a report of their own: that of a whole run may be in the same folder."""
+    rows = [row for each in results.values() for row in each.rows]
+    if len(results) == len(PARTS):
+        return Measured(rows, goals=goals_of(rows))
+    title = " ".join(("vlora bench split", *(f"--part {part}" for part in results)))
+    return Measured(rows, {"name": "-".join(("split", *results)), "title": title}, goals_of(rows))
+
+
+def one(part: str, size: Size) -> list[dict[str, Any]]:
+    """The rows of a part, on a model of its own."""
+    layers = size.mix.layers if part == "mixed" else size.layers
+    with tempfile.TemporaryDirectory(prefix="vlora-split-") as folder:
+        return PARTS[part](write_checkpoint(Path(folder), layers), size)
+
+
+def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
+    """The goals of the parts that the rows are of."""
+    return [
+        *_memory_goals(rows),
+        *_speed_goals(rows),
+        *_table_5_goals(rows),
+        *mixed.goals_of(rows),
+        *engine.goals_of(rows),
+    ]
+
+
+def _memory_goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
+    most = max((each["clients"] for each in rows if each["what"] == "memory"), default=0)
+    if most < FULL.clients[-1]:  # with fewer, the executor's own process takes more than it saves
+        return []
+    whole = {each["way"]: each["all MiB"] for each in rows if each["what"] == "memory" and each["clients"] == most}
+    share = whole["executor and clients, bfloat16"] / whole["copies that cannot share, bfloat16"]
+    return [Goal(f"memory of {most} clients beside copies that cannot share", share, 1.0, True)]
+
+
+def _speed_goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
+    ratios = {(each["what"], each["way"]): each["ratio"] for each in rows if each["CPU ms a token"] is not None}
+    wanted = (
+        ("training, 128 tokens a step", "one client", "training of 128 tokens, CPU time beside an own copy", 1.1),
+        ("decoding, one row", "one client", "decoding one row, CPU time beside an own copy", 1.5),
+        (
+            "decoding, one row each",
+            f"{NUM_DECODERS} clients",
+            f"{NUM_DECODERS} decoding clients, CPU time a token beside one",
+            0.8,
+        ),
+    )
+    return [Goal(name, ratios[what, way], goal, True) for what, way, name, goal in wanted if (what, way) in ratios]
+
+
+def _table_5_goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
+    latency = {each["way"]: each["latency ms"] for each in rows if each["what"].startswith("table 5")}
+    if not latency:
+        return []
+    beside = latency["opportunistic"] / latency["lockstep"]
+    return [Goal("latency of opportunistic batching beside lockstep", beside, 1, True)]
+
+
+def _of(what: str) -> Callable[[Any], bool]:
+    return lambda row: row["what"].startswith(what)
+
+
+_WAYS = ("latency ms", "tokens a second")
+
+BENCH = Bench(
+    name="split",
+    cases=cases,
+    measure=measure,
+    combine=combine,
+    options=frozenset({"parts"}),
+    plots=(
+        Plot(file="memory", kind="bars", x="clients", y=("all MiB",), by=("way",), where=_of("memory")),
+        Plot(file="table5", kind="bars", x="way", y=(*_WAYS, "calls a product"), apart=True, where=_of("table 5")),
+        Plot(file="figures22-23", kind="bars", x="way", y=(*_WAYS, "training"), apart=True, where=_of("figures 22")),
+    ),
+)

@@ -1,0 +1,221 @@
+"""How many cameras one machine answers in real time, by frame rate and number of heads per frame.
+
+`vlora serve` runs the embedded model; the cameras are rendered here and send their frames over RPyC at a fixed rate
+(an open loop), and several heads of different adapters answer each. A number of cameras passes if nothing is dropped,
+lost or failed, and the 99th percentile of the time from a frame's due time to the arrival of its result is within the
+frame's deadline, 1 / fps. The cameras share the processor with the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.streams.cameras import HEAD, Kind, Observed, Trial, adapter_name, observe, write_adapters
+from vlora.bench.harness import Bench, Measured
+from vlora.bench.plots import Plot
+from vlora.bench.report import Goal
+from vlora.bench.serve.server_process import ServerProcess, launched_server
+from vlora.client import AsyncClient
+from vlora.engine.host_resources import default_threads
+
+_RESOLUTION = 0.06  # of the number of cameras
+_STEP = 1.25
+
+
+class Capacity(NamedTuple):
+    """The result of a search.
+
+    Attributes:
+        cameras: The largest number that passed; 0 if one camera did not.
+        passed: Observations of these; None if `cameras` is 0.
+        above: The smallest number that did not pass; None if the largest possible number passed.
+        refused: Observations of that number.
+    """
+
+    cameras: int
+    passed: Observed | None
+    above: int | None
+    refused: Observed | None
+
+
+async def largest(attempt: Callable[[int], Awaitable[Observed]], fps: float, guess: int, most: int) -> Capacity:
+    """Find the largest number of cameras without a miss: from a guess in growing steps to a bracket, then by bisection.
+
+    Args:
+        attempt: Runs a number of cameras.
+        fps: Frames per second of each camera.
+        guess: The number to begin with.
+        most: The number at which the search ends.
+    """
+    low, high = 0, most + 1
+    passed: Observed | None = None
+    refused: Observed | None = None
+    trying = max(1, min(guess, most))
+    while high - low > max(1, int(_RESOLUTION * low)):
+        observed = await attempt(trying)
+        if observed.missed(fps) is None:
+            low, passed = trying, observed
+        else:
+            high, refused = trying, observed
+        if refused is None:
+            trying = min(most, max(low + 1, math.ceil(low * _STEP)))
+        elif passed is None:
+            trying = max(1, math.floor(high / _STEP))
+        else:
+            trying = (low + high) // 2
+    return Capacity(low, passed, None if refused is None else high, refused)
+
+
+FPS, _FPS_QUICK = (5.0, 2.0, 1.0), (5.0,)
+TASKS, _TASKS_QUICK = (1, 2, 4), (1, 4)
+_SECONDS, _SECONDS_QUICK = 4.0, 2.5  # of a trial
+_DEADLINES = 8  # a trial is at least this many frame deadlines long, so that a growing backlog exceeds them
+_MOST_CAMERAS = 256
+_GUESS = 0.8  # of the frames per second without a deadline
+_WARM_FRAMES = 30
+_LOADING_S = 60.0
+_FLAGS = ("--max-streams", str(2 * _MOST_CAMERAS), "--max-requests", str(16 * _MOST_CAMERAS))
+
+
+def measure_all(quick: bool) -> Measured:
+    """Cameras by frame rate, heads per frame, and kind of adapters, on all cores and on one thread; some ten minutes.
+    quick: one frame rate, and all cores only.
+    """
+    began, load = time.monotonic(), os.getloadavg()
+    every = default_threads()
+    rows: list[dict[str, Any]] = []
+    totals = Observed()
+    with tempfile.TemporaryDirectory() as temporary:
+        write_adapters(Path(temporary))
+        draws = itertools.count()
+        for threads in (every,) if quick or every == 1 else (every, 1):
+            with launched_server("vlora.cli", *_serve(temporary, threads)) as server:
+                rows += asyncio.run(measure(server, threads, quick, totals, draws))
+    goals = [
+        Goal("frames without exactly one result, in all trials", float(totals.lost), 0.0, True),
+        Goal("frames that failed, in all trials", float(totals.failed), 0.0, True),
+    ]
+    found = {
+        "sent": totals.sent,
+        "answered": totals.answered,
+        "dropped": totals.dropped,
+        "unanswered when cameras were stopped": totals.unanswered,
+        "seconds": round(time.monotonic() - began),
+        "load average at the start": [round(each, 2) for each in load],
+        "load average at the end": [round(each, 2) for each in os.getloadavg()],
+    }
+    return Measured(rows, found, goals)
+
+
+BENCH = Bench(
+    name="streams",
+    measure=measure_all,
+    plots=(
+        Plot(
+            file="cameras",
+            x="fps",
+            y=("cameras",),
+            by=("tasks", "adapters"),
+            panels=("threads",),
+            log="xy",
+            title="cameras with p99 within 1 / fps, nothing dropped, by tasks and kind of adapters",
+        ),
+    ),
+)
+
+
+def _serve(adapters: str, threads: int) -> list[str]:
+    ports = ["--rpyc-port", "0", "--http-port", "0"]
+    return ["serve", "--dtype", "float32", "--adapters", adapters, "--threads", str(threads), *ports, *_FLAGS]
+
+
+async def measure(
+    server: ServerProcess, threads: int, quick: bool, totals: Observed, draws: Iterator[int]
+) -> list[dict[str, Any]]:
+    """The rows of one number of threads.
+
+    Args:
+        totals: Receives the counts of all trials.
+        draws: Seeds of the frames.
+    """
+    rows = []
+    async with AsyncClient(port=server.rpyc_port, timeout_s=60.0) as client:
+        for tasks in _TASKS_QUICK if quick else TASKS:
+            # One head shares nothing with others, so that both kinds compute the same.
+            kinds: tuple[Kind, ...] = ("ordinary", "activated") if tasks > 1 else ("ordinary",)
+            for kind in kinds:
+                heads = tuple((adapter_name(kind, number), HEAD) for number in range(tasks))
+                tokens = await _tokens_per_frame(client, heads, totals, draws)
+                rate = await _saturated(client, heads, totals, draws)
+                for fps in _FPS_QUICK if quick else FPS:
+                    frames = math.ceil(max(_SECONDS_QUICK if quick else _SECONDS, _DEADLINES / fps) * fps)
+                    attempt = functools.partial(_attempt, client, Trial(1, fps, frames, heads), totals, draws)
+                    capacity = await largest(attempt, fps, round(_GUESS * rate / fps), _MOST_CAMERAS)
+                    rate = max(capacity.cameras, 1) * fps / _GUESS
+                    rows.append(_row(threads, tasks, kind, fps, capacity) | {"tokens/frame": tokens})
+    return rows
+
+
+async def _attempt(client: AsyncClient, trial: Trial, totals: Observed, draws: Iterator[int], cameras: int) -> Observed:
+    observed = await observe(client, dataclasses.replace(trial, cameras=cameras), draws)
+    totals.add(observed)
+    return observed
+
+
+async def _tokens_per_frame(
+    client: AsyncClient, heads: tuple[tuple[str, str], ...], totals: Observed, draws: Iterator[int]
+) -> float:
+    """Tokens computed for a frame: those that its heads do not share. Adapters are loaded before it is counted.
+
+    The only frame of an idle server: without a result within a minute, it is lost.
+    """
+    counted = []
+    for _ in range(2):
+        before = (await client.stats()).num_computed_tokens
+        observed = await observe(client, Trial(1, 1.0, 1, heads), draws, patience_s=_LOADING_S)
+        observed.lost, observed.unanswered = observed.lost + observed.unanswered, 0
+        totals.add(observed)
+        counted.append(((await client.stats()).num_computed_tokens - before) / max(1, observed.answered))
+    return counted[-1]
+
+
+async def _saturated(
+    client: AsyncClient, heads: tuple[tuple[str, str], ...], totals: Observed, draws: Iterator[int]
+) -> float:
+    """Frames per second of a few cameras that send much faster than they are answered: a first guess."""
+    started = time.perf_counter()
+    observed = await observe(client, Trial(4, 20.0, _WARM_FRAMES, heads), draws)
+    totals.add(observed)
+    return max(1.0, observed.answered / (time.perf_counter() - started))
+
+
+def _row(threads: int, tasks: int, kind: Kind, fps: float, capacity: Capacity) -> dict[str, Any]:
+    shown = capacity.passed or capacity.refused
+    assert shown is not None, "at least one number was tried"
+    missed = None if capacity.refused is None else f"{capacity.above}: {capacity.refused.missed(fps)}"
+    return {
+        "threads": threads,
+        "tasks": tasks,
+        "adapters": kind,
+        "fps": fps,
+        "cameras": capacity.cameras,
+        "answers/s": capacity.cameras * fps * tasks,
+        "p50 ms": shown.percentile_s(50) * 1e3,
+        "p99 ms": shown.percentile_s(99) * 1e3,
+        "deadline ms": 1e3 / fps,
+        "sent": shown.sent,
+        "answered": shown.answered,
+        "dropped": shown.dropped,
+        "lost": shown.lost,
+        "not": missed,
+    }

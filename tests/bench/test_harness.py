@@ -1,0 +1,244 @@
+"""The harness of all benchmarks: stored results, jobs, reports; and what all benchmarks have in common."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bench.reports import MAKERS, report_of
+from tests.processes import is_alive, until
+from vlora.bench import harness
+from vlora.bench.harness import Bench, Measured, Store, bench_named, finish, measured, modules, origins
+from vlora.bench.report import Goal, Report, environment, page
+from vlora.errors import BadConfig
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+WITHOUT_GOALS = {"teachers", "activated"}
+OF_STORED = {"fusion", "bd", "retrieve", "paper"}
+"""Their goals are checked on stored measurements, in `tests/fusion`, `tests/apps` and `test_paper.py`."""
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    number = torch.get_num_threads()
+    yield
+    torch.set_num_threads(number)
+
+
+# -- stored results ---------------------------------------------------------------------------------------------------
+
+CALLS: list[str] = []
+
+
+def measure(case: str) -> Measured:
+    CALLS.append(case)
+    if case == "stop" and CALLS.count("stop") == 1:
+        raise KeyboardInterrupt
+    return Measured([{"case": case}], {"last": case}, [Goal(case, 1, 1, True)])
+
+
+def a_bench(*cases: str, **settings: Any) -> Bench:
+    return Bench(name="some", cases=lambda quick: {name: name for name in cases}, measure=measure, **settings)
+
+
+def test_an_interrupted_run_continues_and_a_complete_one_begins_again(tmp_path: Path) -> None:
+    CALLS.clear()
+    bench = a_bench("a", "stop", "b")
+    with pytest.raises(KeyboardInterrupt):
+        measured(bench, False, tmp_path)
+    report = measured(bench, False, tmp_path)
+    assert CALLS == ["a", "stop", "stop", "b"]
+    assert [row["case"] for row in report.rows] == ["a", "stop", "b"] and report.found == {"last": "a"}
+    assert [goal.name for goal in report.goals] == ["a", "stop", "b"] and not (tmp_path / "some").exists()
+    measured(bench, False, tmp_path)
+    assert CALLS[4:] == ["a", "stop", "b"]
+
+
+def test_lasting_results_are_used_on_another_commit_which_the_report_says(tmp_path: Path) -> None:
+    CALLS.clear()
+    folder = tmp_path / "some" / "work"
+    for bench, expected in ((a_bench("a", "b", lasting=True), ["b"]), (a_bench("a", "b"), ["a"])):
+        Store(folder, {"commit": "1f" * 20}).write("a", {**measure("a")._asdict(), "spent": {"wall s": 1}})
+        CALLS.clear()
+        report = measured(bench, False, tmp_path)
+        assert expected == CALLS
+        if bench.lasting:
+            assert [origin["results"] for origin in report.found["origins"]] == [["a"], ["b"]]
+            assert report.found["origins"][0]["commit"] == "1f" * 20
+    CALLS.clear()
+    measured(a_bench("a", lasting=True), True, tmp_path)  # quick ones have a folder of their own
+    assert CALLS == ["a"] and (tmp_path / "some" / "quick" / "a.json").exists()
+
+
+def test_a_broken_file_is_no_result(tmp_path: Path) -> None:
+    store = Store(tmp_path, {"commit": "abc"}, here=True)
+    assert store.value("v-lora:fig1/a", lambda: {"ms": (1.5, 2)}) == {"ms": [1.5, 2]}, "as a later run reads it"
+    assert store.value("v-lora:fig1/a", pytest.fail) == {"ms": [1.5, 2]}
+    (file,) = tmp_path.iterdir()
+    file.write_text(file.read_text()[:-5])
+    assert store.value("v-lora:fig1/a", lambda: 3) == 3
+    assert Store(tmp_path, {"commit": "def"}, here=True).read("v-lora:fig1/a") is None
+    assert [each["results"] for each in origins({name: store.write(name, {}) for name in "ab"})] == [["a", "b"]]
+
+
+# -- jobs -------------------------------------------------------------------------------------------------------------
+
+
+def job(case: tuple[str, str]) -> Measured:
+    folder, name = case
+    (Path(folder) / f"{name}.pid").write_text(str(os.getpid()))
+    if name == "fails":
+        sys.exit(3)
+    if name == "waits":
+        time.sleep(600)
+    return Measured([{"case": name}])
+
+
+def jobs(folder: Path, *names: str) -> Bench:
+    return Bench(name="jobs", cases=lambda quick: {n: (str(folder), n) for n in names}, measure=job, jobs=True)
+
+
+def alive_jobs(folder: Path) -> list[int]:
+    return [pid for file in folder.glob("*.pid") if is_alive(pid := int(file.read_text()))]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_a_job_that_fails_is_named_and_ends_the_others(tmp_path: Path) -> None:
+    report = measured(jobs(tmp_path, "one", "two"), False, tmp_path)
+    assert [row["case"] for row in report.rows] == ["one", "two"]
+    with pytest.raises(RuntimeError, match="the job fails ended with exit code 3"):
+        measured(jobs(tmp_path, "waits", "fails"), False, tmp_path)
+    assert not alive_jobs(tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # for a busy machine
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_job_outlives_the_bench(tmp_path: Path, number: signal.Signals) -> None:
+    code = f"from tests.bench.test_harness import *; measured(jobs(Path({str(tmp_path)!r}), 'waits'), False, None)"
+    command = [sys.executable, "-c", f"if __name__ == '__main__':\n    exec({code!r})"]
+    bench = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: bool(alive_jobs(tmp_path)), 240)  # each process imports torch
+        (os.killpg if number == signal.SIGINT else os.kill)(bench.pid, number)
+        assert bench.wait(30) != 0
+        until(lambda: not alive_jobs(tmp_path))
+    finally:
+        os.killpg(bench.pid, signal.SIGKILL) if bench.poll() is None else None
+
+
+# -- reports ----------------------------------------------------------------------------------------------------------
+
+
+def test_saved_reports_are_on_the_page_with_the_origins_of_their_results(tmp_path: Path) -> None:
+    bench = a_bench()
+
+    def save(name: str, *goals: Goal, folder: Path = tmp_path, **found: Any) -> None:
+        folder.mkdir(exist_ok=True)
+        finish(bench, Report(name, [], goals, found=found), folder)
+
+    save("first", Goal("speed, x", 2.5, 2, at_most=False))
+    save("second", Goal("lost", 3, 0, at_most=True), Goal("late", 0, 0, at_most=True))
+    (tmp_path / "costs.json").write_text(json.dumps({"costs": {"base_s": 0.1}}))  # without goals
+    written = (tmp_path / "README.md").read_text()
+    assert written == page(tmp_path)
+    assert written.index("## first: ") < written.index("| speed, x | 2.5 | >= 2 |") < written.index("## second: ")
+    assert "| lost | **3** | <= 0 |" in written and "| late | 0 | <= 0 |" in written
+    here = {name: environment()[name] for name in ("commit", "machine", "gpu", "versions")}
+    mixed = [{**here, "results": ["a"]}, {**here, "commit": "0123456789abcdef", "results": ["b", "c"]}]
+    save("mixed", Goal("lost", 0, 0, at_most=True), origins=mixed)
+    lines = [line for line in page(tmp_path).splitlines() if line.startswith("Measured before")]
+    assert lines == [f"Measured before, at commit 0123456789ab, {here['gpu'] or here['machine']}: b, c."]
+    save("no goals", folder=tmp_path / "other")
+    assert "##" not in page(tmp_path / "other")
+
+
+def test_the_published_page_agrees_with_the_published_results() -> None:
+    assert (RESULTS / "README.md").read_text() == page(RESULTS), (
+        'write it again: python -c "from pathlib import Path; from vlora.bench.report import page; '
+        "Path('docs/results/README.md').write_text(page(Path('docs/results')))\""
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "at_most", "holds"),
+    (
+        (0.9, True, True),
+        (1.0, True, True),
+        (1.1, True, False),
+        (0.9, False, False),
+        (1.0, False, True),
+        (1.1, False, True),
+    ),
+)
+def test_a_goal_is_an_upper_or_a_lower_bound(value: float, at_most: bool, holds: bool) -> None:
+    goal = Goal("a ratio", value, 1.0, at_most)
+    assert goal.holds is holds
+    stated = f"{'<=' if at_most else '>='} 1"
+    assert goal.as_dict() == {"name": "a ratio", "value": value, "goal": stated, "holds": holds}
+    assert not Goal("not measured", float("nan"), 1.0, at_most).holds
+
+
+@pytest.mark.parametrize("kept", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_published_goals_follow_from_their_values(kept: Path) -> None:
+    found = json.loads(kept.read_text())
+    for goal in found.get("goals", ()):
+        sign, bound = goal["goal"].split()
+        at_most = {"<=": True, ">=": False}[sign]
+        rounding = 5e-5 + 1e-5 * abs(float(bound))  # values and bounds are rounded in the file
+        near = abs(goal["value"] - float(bound)) <= rounding
+        assert near or goal["holds"] == Goal("", goal["value"], float(bound), at_most).holds, goal
+    if "env" in found:
+        assert found["env"]["machine"] and found["env"]["commit"]
+
+
+# -- all benchmarks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", modules())
+def test_goals_hold_for_measurements_that_meet_them_and_for_no_others(name: str) -> None:
+    """An inverted ratio, or a goal that cannot fail, is noticed."""
+    bench = bench_named(name)
+    assert bench.name == name
+    if name in OF_STORED | WITHOUT_GOALS:
+        return
+    met, missed = (report_of(name, slow) for slow in (1.0, 100.0))
+    assert met.goals and met.bench == name
+    assert [goal.name for goal in met.goals if not goal.holds] == []
+    assert [goal.name for goal in missed.goals if goal.holds] == []
+    assert len(missed.goals) == len(met.goals) == len({goal.name for goal in met.goals})
+    assert json.loads(json.dumps(met.as_dict(), default=str))["goals"][0]["holds"] is True
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", sorted(set(modules()) - {"paper"}))
+def test_a_quick_run_ends_with_a_line_of_json(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vlora.cli", "bench", name, "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1), done.stderr  # goals of quick runs on a loaded machine
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report == json.loads((tmp_path / f"{name}.json").read_text())
+    assert report["bench"] == name and report["rows"] and {"env", "goals"} <= report.keys()
+    pictures = {f"{plot.file}.png" for plot in bench_named(name).plots}
+    assert {file.name for file in (tmp_path / name).glob("*.png")} <= pictures
+
+
+def test_an_installation_without_a_checkout_names_its_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "modules", lambda: harness.BENCHES)
+    with pytest.raises(BadConfig, match=r"choose one of step, costs, serve, tp or all; a checkout .* has more"):
+        bench_named("merge")
+    assert set(MAKERS) <= set(modules()) - WITHOUT_GOALS

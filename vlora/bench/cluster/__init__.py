@@ -1,1 +1,0 @@
-"""Benchmarks of routing over many replicas, in the simulator."""

@@ -1,0 +1,320 @@
+"""The costs of a step on this machine, in the format of `vlora simulate --costs`: steps of the real engine are timed, a
+cost model is fitted to them, and each timed step is reported next to the fit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from vlora.bench.dummy import BenchModel, dummy_picture, language_shapes, model_named, write_adapter
+from vlora.bench.harness import Bench, Measured
+from vlora.bench.report import Goal
+from vlora.bench.timed_engine import FixedModePolicy
+from vlora.bench.timing import thread_counts, threads, threads_label, work_seconds
+from vlora.config import EngineConfig
+from vlora.engine import Engine
+from vlora.engine.build import token_thresholds
+from vlora.memory.host_to_device import Inline
+from vlora.models.loading import device_of, dummy_model
+from vlora.orchestrator import CostModel, Costs, StepSize, TokenThresholds
+from vlora.types import Request, SamplingParams
+
+
+def cases(quick: bool, model: str = "qwen2-0.5b", device: str = "cpu") -> dict[str, tuple[bool, str, str, int]]:
+    """On a CPU a server's default number of threads, for the reported costs, then one thread."""
+    counts = thread_counts() if device == "cpu" else [1]
+    return {threads_label(number): (quick, model, device, number) for number in counts}
+
+
+def measure(case: tuple[bool, str, str, int]) -> Measured:
+    quick, model, device, number = case
+    with threads(number):
+        fitted = measure_costs(quick, model, device)
+    rows = [
+        {
+            "threads": number,
+            "tokens": size.num_tokens,
+            "lanes": size.lanes,
+            "context": size.num_context,
+            "patches": round(size.num_patches),
+            "ms": 1e3 * seconds,
+            "fitted ms": 1e3 * fitted.costs.step_s(size),
+        }
+        for size, seconds in fitted.samples
+    ]
+    return Measured(rows, costs_as_dict(fitted, model))
+
+
+def goals(measured: Measured) -> list[Goal]:
+    found: list[Goal] = []
+    for number in dict.fromkeys(row["threads"] for row in measured.rows):
+        own = [row for row in measured.rows if row["threads"] == number]
+        errors = sorted(abs(row["fitted ms"] / row["ms"] - 1) for row in own)
+        where = f"of what is fitted over {len(errors)} steps, {threads_label(number)}"
+        found += [
+            Goal(f"median relative error {where}", statistics.median(errors), 0.05, True),
+            Goal(f"90th percentile of the relative error {where}", errors[int(0.9 * len(errors))], 0.3, True),
+        ]
+    return found
+
+
+BENCH = Bench(name="costs", cases=cases, measure=measure, goals=goals, options=frozenset({"model", "device"}))
+
+
+def measure_costs(quick: bool, model: str, device: str) -> Fit:
+    """Fit the costs of a model's steps.
+
+    Raises:
+        BadConfig: The model is unknown, or the device is not available.
+    """
+    return fit(model_named(model), device_of(EngineConfig(model=model, device=device), 0), 1 if quick else 3)
+
+
+def costs_as_dict(found: Fit, model: str) -> dict[str, Any]:
+    """The part of a report that `vlora simulate --costs` reads, and its origin."""
+    return {
+        "costs": {**found.costs._asdict(), "load_s": found.load_s},
+        "fit": {"model": model, "rank": RANK, "median relative error": found.error},
+    }
+
+
+class RecordingCostModel(CostModel):
+    """Records the sizes of steps and the number of encoded patches. All may be reset from outside.
+
+    Attributes:
+        last_step: Size of the last step that computed tokens; None before the first.
+        sizes: Sizes of all steps that computed tokens.
+        num_patches: Patches encoded so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last_step: StepSize | None = None
+        self.sizes: list[StepSize] = []
+        self.num_patches = 0.0
+
+    def observe_step(self, size: StepSize, seconds: float) -> None:
+        self.last_step = size
+        self.sizes.append(size)
+        super().observe_step(size, seconds)
+
+    def observe_encoding(self, num_patches: float, seconds: float) -> None:
+        self.num_patches += num_patches
+        super().observe_encoding(num_patches, seconds)
+
+
+RANK = 64
+_NUM_ADAPTERS = 8
+# Requests, and prompt tokens of each; all prompts of a batch run in one step.
+_BATCHES = ((1, 64), (2, 256), (4, 32), (4, 128), (8, 64), (16, 8), (16, 32), (32, 8), (32, 16))
+_SIDES = (16, 24, 32, 48)  # patches per side of a picture
+_RUNS = 2  # of each step; the shortest counts
+
+
+class StepSample(NamedTuple):
+    """One step: its size, and its time without merging."""
+
+    size: StepSize
+    seconds: float
+
+
+class Fit(NamedTuple):
+    """Fitted costs, and the samples they are fitted to.
+
+    Attributes:
+        costs: Of a step.
+        load_s: Seconds to load one adapter into memory.
+        error: Median of |predicted / measured - 1| over the samples.
+        samples: The measured steps.
+    """
+
+    costs: Costs
+    load_s: float
+    error: float
+    samples: tuple[StepSample, ...]
+
+
+def fit(
+    model: BenchModel,
+    device: torch.device,
+    decode_steps: int,
+    batches: Sequence[tuple[int, int]] = _BATCHES,
+    sides: Sequence[int] = _SIDES,
+) -> Fit:
+    """Time steps of a model with random weights in bfloat16 and adapters of rank 64, and fit their cost.
+
+    Every kind of step that a policy may choose is included: over W0 and over merged weights without a lane, unmerged
+    with distinct and with shared adapters, mixed; prefill, decode, and prefill that joins running decodes.
+
+    Args:
+        model: The model.
+        device: The device to measure; a CPU computes with torch's current number of threads.
+        decode_steps: Decode steps of each batch.
+        batches: Requests of each batch, and prompt tokens of each.
+        sides: Patches per side of the pictures.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        timer = _StepTimer(model, device, Path(folder), max(batches)[0])
+    names: list[str | None] = list(timer.names)
+    # The first run loads and merges each adapter; the second one only merges.
+    loaded, merged = ([timer.steps([name], 1, 1, merging=True) for name in names] for _ in range(2))
+    merge_s = statistics.median(max(0.0, first.seconds - second.seconds) for first, second in merged)
+    load_s = statistics.median(
+        max(0.0, first.seconds - again.seconds) for (first, _), (again, _) in zip(loaded, merged, strict=True)
+    )
+    samples: list[StepSample] = []
+    for num_requests, prompt in batches:
+        num_others = num_requests // 2
+        mixes: tuple[tuple[list[str | None], bool], ...] = (
+            ([None] * num_requests, False),
+            ([names[0]] * num_requests, True),
+            ([names[i % len(names)] for i in range(num_requests)], False),
+            ([names[i % 2] for i in range(num_requests)], False),
+            ([names[0]] * (num_requests - num_others) + [names[1 + i % 7] for i in range(num_others)], True),
+        )
+        for adapters, merging in mixes:
+            timer.steps(adapters, 1, 1, merging=merging)  # warm up plans and caches
+            runs = [timer.steps(adapters, prompt, decode_steps, merging=merging, joining=prompt) for _ in range(_RUNS)]
+            samples += shortest(runs)
+    timer.steps_with_picture(sides[0])  # warm up plans and caches
+    pictures = [
+        sample
+        for _ in range(decode_steps)
+        for side in sides
+        for sample in shortest([timer.steps_with_picture(side) for _ in range(_RUNS)])
+    ]
+    costs = fit_costs(samples, timer.thresholds)._replace(merge_s=merge_s, patch_s=patch_cost(pictures))
+    samples += pictures
+    errors = [abs(costs.step_s(sample.size) / sample.seconds - 1) for sample in samples]
+    return Fit(costs, load_s, statistics.median(errors), tuple(samples))
+
+
+def shortest(runs: Sequence[Sequence[StepSample]]) -> list[StepSample]:
+    """The shortest sample of each step over runs of the same steps: other load and first uses only add time."""
+    return [min(samples, key=lambda sample: sample.seconds) for samples in zip(*runs, strict=True)]
+
+
+def fit_costs(samples: Sequence[StepSample], thresholds: TokenThresholds) -> Costs:
+    """Non-negative step costs of least relative error. The absolute error would be dominated by the long prefill
+    steps, although a run has many short decode steps for each of them.
+    """
+    from scipy.optimize import nnls  # only the fit needs it, not the timing of steps
+
+    seconds = np.array([sample.seconds for sample in samples])
+    features = np.array([sample.size.features(thresholds) for sample in samples])
+    scale = features.max(axis=0)  # near 1, which keeps the problem well conditioned
+    scale[scale == 0] = 1
+    weights, _ = nnls(features / scale / seconds[:, None], np.ones(len(samples)))
+    return Costs._make((*map(float, weights / scale), 0.0, 0.0, 0.0, *thresholds))  # no costs of merging and images
+
+
+def patch_cost(samples: Sequence[StepSample]) -> float:
+    """Seconds per patch of least relative error, from encode-only steps."""
+    ratios = [sample.size.num_patches / sample.seconds for sample in samples]
+    return sum(ratios) / sum([ratio * ratio for ratio in ratios])
+
+
+class _StepTimer:
+    """An engine that times individual steps."""
+
+    def __init__(self, model: BenchModel, device: torch.device, folder: Path, max_requests: int) -> None:
+        """Build the engine and load its adapters.
+
+        Args:
+            model: The model.
+            device: The device to measure.
+            folder: Storage for adapters, which are read from it here.
+            max_requests: Requests of the largest batch.
+        """
+        self._config = model.config()
+        built = dummy_model(self._config, "bfloat16", device, seed=0)
+        settings = EngineConfig(
+            model="dummy",
+            device=str(device),
+            max_batch_size=2 * max_requests,  # one more request may join the largest batch
+            arena_bytes=model.arena_bytes,
+            merge_fidelity_floor=0.0,
+            prefix_cache=False,  # every prompt is computed
+        )
+        self._clock = work_seconds(device)
+        self._policy, self._recorded = FixedModePolicy(), RecordingCostModel()
+        self.thresholds = token_thresholds(built)
+        self._engine = Engine(settings, model=built, executor=Inline(), policy=self._policy, cost=self._recorded)
+        self._numbers = itertools.count()
+        self.names = [f"a{i}" for i in range(_NUM_ADAPTERS)]
+        shapes = language_shapes(built)
+        for i, name in enumerate(self.names):
+            self._engine.load_adapter(name, write_adapter(folder / name, shapes, RANK, seed=i))
+
+    def steps(
+        self, adapters: Sequence[str | None], prompt: int, num_decode: int, *, merging: bool, joining: int = 0
+    ) -> list[StepSample]:
+        """Run a request for each adapter: one step with their prompts, then decode steps.
+
+        Args:
+            adapters: Of the requests; None for the base model.
+            prompt: Tokens of each prompt.
+            num_decode: Number of decode steps.
+            merging: Whether the first request's adapter is merged.
+            joining: Tokens of one more prompt like the last one, computed in a step of its own together with all
+                decoding requests; 0 for none.
+        """
+        self._policy.merging = merging
+        num_steps = 1 + num_decode + (joining > 0)
+        for adapter in adapters:
+            self._add(adapter, prompt, num_steps)
+        self._recorded.sizes.clear()
+        seconds = [self._step() for _ in range(1 + num_decode)]
+        if joining:
+            self._add(adapters[-1], joining, 1)
+            seconds.append(self._step())
+        while self._engine.has_work:  # a GPU's last step, which is recorded after the next launch
+            self._engine.step()
+        return [StepSample(*sample) for sample in zip(self._recorded.sizes, seconds, strict=True)]
+
+    def steps_with_picture(self, side: int) -> list[StepSample]:
+        """Encode a picture of side x side patches: one sample, the sum of the steps it takes."""
+        number, picture = next(self._numbers), dummy_picture(self._config, side)
+        request = Request(
+            request_id=f"r{number}",
+            prompt_ids=(*[self._config.image_token_id] * picture.num_tokens, 3),
+            vision=(msgspec.structs.replace(picture, content_hash=f"picture {number}"),),
+            sampling=SamplingParams(max_tokens=1, ignore_eos=True),
+        )
+        self._engine.add(request)
+        self._recorded.num_patches, seconds, encoded = 0.0, 0.0, -1.0
+        while self._engine.has_work:
+            started = self._clock()
+            self._engine.step()
+            if self._recorded.num_patches == encoded:
+                continue  # the prefill step
+            encoded = self._recorded.num_patches
+            seconds += self._clock() - started
+        return [StepSample(StepSize(0, (), 0, self._recorded.num_patches), seconds)]
+
+    def _add(self, adapter: str | None, prompt: int, answer: int) -> None:
+        self._engine.add(
+            Request(
+                request_id=f"r{next(self._numbers)}",
+                prompt_ids=tuple(range(3, 3 + prompt)),
+                adapter=adapter,
+                sampling=SamplingParams(max_tokens=answer, ignore_eos=True),
+            )
+        )
+
+    def _step(self) -> float:
+        """Run one step. Returns its seconds."""
+        started = self._clock()
+        outputs = self._engine.step()
+        seconds = self._clock() - started
+        assert all(output.error is None for output in outputs), outputs
+        return seconds

@@ -1,0 +1,320 @@
+"""The harness of every benchmark: its cases, their stored results, processes, report and plots.
+
+A benchmark is a value, `BENCH` of its module. `run` measures its cases one after the other, or each in a process of its
+own, stores each result as soon as it is there, checks the goals, prints the report and draws the plots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import importlib
+import json
+import logging
+import multiprocessing
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vlora.bench.plots import Plot, draw, require_matplotlib
+from vlora.bench.report import Goal, Report, Row, environment, page
+from vlora.errors import BadConfig
+from vlora.plan_files.run_lock import lock_folder
+
+BENCHES = {
+    "step": "vlora.bench.step",
+    "costs": "vlora.bench.costs",
+    "serve": "vlora.bench.serve",
+    "tp": "vlora.bench.tp",
+}
+"""Modules of the installed benchmarks. A checkout has those of `benchmarks.BENCHES` too."""
+
+_ROOT = Path(__file__).parents[2]
+_ORIGIN = ("commit", "machine", "gpu", "versions")
+
+
+class Measured(NamedTuple):
+    """rows: of the table, all with the same keys. found: further values of the JSON, by name. goals: of these rows."""
+
+    rows: Sequence[Row]
+    found: Mapping[str, Any] = {}
+    goals: Sequence[Goal] = ()
+
+
+Measure = Callable[..., Measured]
+Results = Mapping[str, Measured]
+"""By case."""
+Once = Callable[[str, Callable[[], Any]], Any]
+"""A stored value by name, measured first if there is none: `Store.value`."""
+
+
+def joined(results: Results) -> Measured:
+    """All rows and goals in order, and all further values; of equal names the first value."""
+    found: dict[str, Any] = {}
+    for each in results.values():
+        found = {**each.found, **found}
+    rows = [row for each in results.values() for row in each.rows]
+    return Measured(rows, found, [goal for each in results.values() for goal in each.goals])
+
+
+def own_goals(measured: Measured) -> Sequence[Goal]:
+    return measured.goals
+
+
+def whole(quick: bool) -> dict[str, Any]:
+    """One case, for measurements that share what is costly to make."""
+    return {"all": quick}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """A benchmark.
+
+    Attributes:
+        name: On the command line, and of the files of a report.
+        cases: Called with `quick` and the settings of the command line: what to measure, by name.
+        measure: Measures one case. With `parts` it gets the store as a second argument, for parts of its results and
+            for files in the store's folder.
+        goals: The goals of all measurements; by default those that come with them.
+        combine: Makes one table of the cases' results.
+        plots: Pictures of the combined rows.
+        options: The settings that `cases` takes beside `quick`.
+        lasting: Results are used again on other commits and machines, as those of trainings that take hours; otherwise
+            only by a run that continues an interrupted one.
+        jobs: Cases run in processes of their own with one thread each, as many at once as there are cores.
+        in_all: Whether it is part of `vlora bench all`.
+        run: Makes the report and writes all files itself, in place of the cases.
+    """
+
+    name: str
+    measure: Measure
+    cases: Callable[..., Mapping[str, Any]] = whole
+    goals: Callable[[Measured], Sequence[Goal]] = own_goals
+    combine: Callable[[Results], Measured] = joined
+    plots: Sequence[Plot] = ()
+    options: frozenset[str] = frozenset()
+    parts: bool = False
+    lasting: bool = False
+    jobs: bool = False
+    in_all: bool = True
+    run: Callable[..., Report] | None = None
+
+
+def modules() -> dict[str, str]:
+    """Where each benchmark of this installation is, MODULE or MODULE:VALUE, in the order of `vlora bench all`."""
+    if not (_ROOT / "benchmarks").is_dir():
+        return BENCHES
+    if str(_ROOT) not in sys.path:
+        sys.path.append(str(_ROOT))
+    return BENCHES | importlib.import_module("benchmarks").BENCHES
+
+
+def bench_named(name: str) -> Bench:
+    """Import a benchmark.
+
+    Raises:
+        BadConfig: There is none with this name; the message lists the names.
+    """
+    known = modules()
+    if name not in known:
+        hint = "" if len(known) > len(BENCHES) else "; a checkout of the repository has more"
+        raise BadConfig(f"no bench named {name!r}; choose one of {', '.join(known)} or all{hint}")
+    module, _, value = known[name].partition(":")
+    bench: Bench = getattr(importlib.import_module(module), value or "BENCH")
+    return bench
+
+
+def module_command(module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment of a process that runs a module of this checkout."""
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    return [sys.executable, "-m", module, *arguments], os.environ | {"PYTHONPATH": path}
+
+
+class Store:
+    """Results by name, a JSON file each, with the commit and the machine of their measurement.
+
+    Args:
+        folder: Made when the first result is stored.
+        env: Of results that are measured now: `report.environment()`, or empty.
+        here: Results of other commits and machines do not count.
+    """
+
+    def __init__(self, folder: Path, env: Mapping[str, Any], *, here: bool = False) -> None:
+        self.folder = folder
+        self._here = here
+        self._origin = {name: env.get(name) for name in _ORIGIN}
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """A stored result with its `origin`; None if there is none."""
+        try:
+            found = {"origin": dict.fromkeys(_ORIGIN), **json.loads(self._file(name).read_text())}
+        except (OSError, ValueError, TypeError):
+            return None
+        return None if self._here and found["origin"] != self._origin else found
+
+    def write(self, name: str, result: Mapping[str, Any]) -> dict[str, Any]:
+        """Store a result. Returns it as `read` does."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        unfinished = self._file(name).with_suffix(".unfinished")
+        unfinished.write_text(json.dumps({**result, "origin": self._origin}, default=str) + "\n")
+        unfinished.replace(self._file(name))
+        found = self.read(name)
+        assert found is not None
+        return found
+
+    def value(self, name: str, make: Callable[[], Any]) -> Any:
+        """A stored value, made first if there is none."""
+        return (self.read(name) or self.write(name, {"value": make()}))["value"]
+
+    def _file(self, name: str) -> Path:
+        return self.folder / (re.sub(r"[^-\w.,= ]+", "-", name) + ".json")
+
+
+def origins(results: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The commits and machines of stored results, with the names of each one's results."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, result in results.items():
+        origin = {key: result["origin"][key] for key in _ORIGIN}
+        found.setdefault(json.dumps(origin), {**origin, "results": []})["results"].append(name)
+    return list(found.values())
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def run(name: str, quick: bool = False, out: Path | None = None, *, only_json: bool = False, **settings: Any) -> bool:
+    """Run one benchmark, or "all", and print each report.
+
+    Args:
+        name: Of a benchmark, or "all".
+        quick: Fewer and smaller cases.
+        out: A folder for `NAME.json`, the page of all reports in it, and `NAME/*.png`. The results of cases are in
+            `NAME/work` or `NAME/quick`; a run that was interrupted continues from them.
+        only_json: Print no tables.
+        settings: Of this benchmark.
+
+    Returns:
+        Whether every goal is met.
+    """
+    if out is not None:
+        require_matplotlib()
+    every = map(bench_named, modules() if name == "all" else (name,))
+    holds = True
+    for each in (bench for bench in every if bench.in_all or name != "all"):
+        holds &= finish(each, measured(each, quick, out, **settings), out, only_json)
+        gc.collect()
+    return holds
+
+
+def measured(bench: Bench, quick: bool, out: Path | None = None, **settings: Any) -> Report:
+    """Measure all cases, or read their stored results.
+
+    Raises:
+        BadConfig: The benchmark writes into a folder, and there is none.
+    """
+    if bench.run is not None:
+        if out is None:
+            raise BadConfig(f"vlora bench {bench.name} draws into a folder; give --out DIR")
+        return bench.run(quick, out, **settings)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (Path(temporary) if out is None else out) / bench.name / ("quick" if quick else "work")
+        with lock_folder(folder):
+            report = _report(bench, Store(folder, environment(), here=not bench.lasting), quick, settings)
+        if not bench.lasting:
+            shutil.rmtree(folder)
+            with contextlib.suppress(OSError):  # it has pictures
+                folder.parent.rmdir()
+    return report
+
+
+def _report(bench: Bench, store: Store, quick: bool, settings: Mapping[str, Any]) -> Report:
+    cases = dict(bench.cases(quick, **settings))
+    stored = {name: store.read(name) for name in cases}
+    missing = {name: case for name, case in cases.items() if stored[name] is None}
+    if bench.jobs:
+        _run_jobs(bench, missing, store)
+        stored |= {name: store.read(name) for name in missing}
+    for name, case in () if bench.jobs else missing.items():
+        stored[name] = store.write(name, _timed(bench.measure, bench.parts, case, store))
+        if len(cases) > 1:
+            say(f"{bench.name}, {name}: {stored[name]['spent']['wall s']:.0f} s")  # type: ignore[index]
+    results = {name: each for name, each in stored.items() if each is not None}
+    combined = bench.combine({name: _measured(each) for name, each in results.items()})
+    found = dict(combined.found) | ({"origins": origins(results)} if bench.lasting else {})
+    name, title = found.pop("name", bench.name), found.pop("title", None)
+    return Report(name, combined.rows, bench.goals(combined), title, found)
+
+
+def _measured(stored: Mapping[str, Any]) -> Measured:
+    return Measured(stored["rows"], stored["found"], [Goal(*goal) for goal in stored["goals"]])
+
+
+def _timed(measure: Measure, parts: bool, case: Any, store: Store) -> dict[str, Any]:
+    started, cpu = time.perf_counter(), time.process_time()
+    result = measure(case, store) if parts else measure(case)
+    spent = {"wall s": time.perf_counter() - started, "cpu s": time.process_time() - cpu}
+    return {**result._asdict(), "spent": spent}
+
+
+def _run_jobs(bench: Bench, cases: Mapping[str, Any], store: Store) -> None:
+    """Raises RuntimeError: a job failed or was killed; its own output is on stderr. An interrupt ends all of them."""
+    context = multiprocessing.get_context("spawn")
+    waiting = list(cases.items())[::-1]
+    running: dict[int, tuple[str, BaseProcess]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < len(os.sched_getaffinity(0)):
+                name, case = waiting.pop()
+                args = (bench.measure, bench.parts, name, case, store, os.getpid())
+                process = context.Process(target=run_job, args=args, daemon=True)
+                process.start()
+                running[process.sentinel] = name, process
+            for sentinel in wait(list(running)):
+                assert isinstance(sentinel, int)
+                name, ended = running.pop(sentinel)
+                ended.join()
+                if ended.exitcode:
+                    raise RuntimeError(f"the job {name} ended with exit code {ended.exitcode}")
+                spent = (store.read(name) or {})["spent"]
+                say(f"{name}: {spent['wall s']:.0f} s, {spent['cpu s']:.0f} s of processor time")
+    finally:
+        for _, left in running.values():
+            left.kill()
+            left.join()
+
+
+def run_job(measure: Measure, parts: bool, name: str, case: Any, store: Store, parent: int) -> None:
+    """Measure a case with one thread, and store the result. parent: the process that this one ends with."""
+    from fusion.training.parallel_jobs import end_with_parent
+
+    if not end_with_parent(parent):
+        return
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    warnings.simplefilter("ignore")  # deprecation notes of third-party libraries
+    logging.getLogger("vlora").setLevel(logging.WARNING)
+    torch.set_num_threads(1)
+    store.write(name, _timed(measure, parts, case, store))
+
+
+def finish(bench: Bench, report: Report, out: Path | None, only_json: bool = False) -> bool:
+    """Print a report and, with `out`, write its files. Returns whether its goals are met."""
+    report.print(only_json=only_json)
+    if out is not None:
+        (out / f"{report.bench}.json").write_text(json.dumps(report.as_dict(), default=str) + "\n")
+        (out / "README.md").write_text(page(out))
+        draw(bench.plots, report.rows, out / report.bench)
+    return all(goal.holds for goal in report.goals)

@@ -1,1 +1,0 @@
-"""The operator ATMM against other ways to add many adapters' deltas (`vlora bench atmm`)."""

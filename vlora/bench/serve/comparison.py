@@ -1,0 +1,320 @@
+"""A `vlora serve` process and plain transformers + PEFT, in alternation, on the same requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import statistics
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vlora.bench.serve.baseline import Baseline, PreparedRequest, prepare
+from vlora.bench.serve.load import drive
+from vlora.bench.serve.measurements import LoadRun, row
+from vlora.bench.serve.model_folder import write_adapters, write_model
+from vlora.bench.serve.server_process import ServerProcess, launched_server
+from vlora.bench.serve.surfaces import ChatCompletions, RpycClient
+from vlora.bench.serve.workload import Workload, WorkloadRequest, workload_requests
+from vlora.engine.host_resources import default_threads
+from vlora.models.processing import InputProcessor
+
+NEAR_TIE = 1e-3
+"""Standard deviations of a step's logits. Two orders of summation in float32 differ by about 1e-5."""
+
+
+class Agreement(NamedTuple):
+    """Comparison of one answer.
+
+    Attributes:
+        words: Number of compared, equal words.
+        wrong: The difference, or None.
+        tie: Whether the difference is at two equally likely words, which is no error; the rest is then not compared.
+    """
+
+    words: int
+    wrong: str | None
+    tie: bool
+
+
+def compare(expected: Sequence[str], margins: Sequence[float], got: str) -> Agreement:
+    """Compare word by word.
+
+    Args:
+        expected: The text of each token; empty for tokens that have none.
+        margins: Of each token over the second best, in standard deviations of its step's logits.
+        got: The server's text, words separated by spaces.
+    """
+    kept = [(word, margin) for word, margin in zip(expected, margins, strict=True) if word]
+    words = got.split()
+    for index, (word, margin) in enumerate(kept):
+        if index >= len(words) or words[index] != word:
+            if margin <= NEAR_TIE:
+                return Agreement(index, None, True)
+            found = repr(words[index]) if index < len(words) else "the end"
+            return Agreement(index, f"word {index} is {found} instead of {word!r} (margin {margin:.2g})", False)
+    if len(words) > len(kept):
+        return Agreement(len(kept), f"{len(words)} words instead of {len(kept)}", False)
+    return Agreement(len(kept), None, False)
+
+
+BASELINE_DTYPES = ("float32", "bfloat16")
+_SLOW = 2.0
+"""A baseline in the slower of two types runs only once if it takes more than this many times as long as the other."""
+_CHECKED, _CHECKED_TOKENS = 6, 16
+_MODEL = "model"
+
+
+class ServeCase(NamedTuple):
+    """One kind of traffic.
+
+    Attributes:
+        name: Its name in reports.
+        baseline: The baseline's name in reports; except with `alone`, its batch size is the number of outstanding
+            requests at the server.
+        adapted: With adapters, or the base model.
+        alone: One request at a time.
+    """
+
+    name: str
+    baseline: str
+    adapted: bool
+    alone: bool = False
+
+    def workload(self, workload: Workload, number: int) -> Workload:
+        """The workload of one round, with its own pictures and texts."""
+        workload = dataclasses.replace(workload, seed=workload.seed + number)
+        if not self.alone:
+            return workload
+        return dataclasses.replace(workload, requests=1, duration_s=None, concurrency=1, rate=None)
+
+
+# The name of the model without an adapter in requests over HTTP.
+_BASE = "base"
+
+CASES = {
+    case.name: case
+    for case in (
+        ServeCase("one", "transformers", adapted=False, alone=True),
+        ServeCase("base", "transformers", adapted=False),
+        ServeCase("adapters", "PEFT mixed", adapted=True),
+    )
+}
+
+
+class ModelFiles(NamedTuple):
+    """A model's folder, and its adapters' folders by name."""
+
+    model: str
+    adapters: Mapping[str, str]
+
+
+@contextlib.contextmanager
+def serving(files: ModelFiles, dtype: str, threads: int | None) -> Iterator[ServerProcess]:
+    """`vlora serve` on loopback with user defaults, but without caches of prompts and pictures. threads None: its
+    default.
+
+    Raises:
+        BadConfig: The server does not start.
+    """
+    adapters = [flag for name, path in files.adapters.items() for flag in ("--adapter", f"{name}={path}")]
+    flags = [
+        "--model",
+        files.model,
+        "--served-model-name",
+        _BASE,
+        *adapters,
+        "--dtype",
+        dtype,
+        "--rpyc-port",
+        "0",
+        "--http-port",
+        "0",
+    ]
+    flags += ["--no-prefix-cache", "--vision-cache-bytes", "0", "--arena-bytes", str(2 * 2**30)]
+    flags += ["--request-timeout-s", "600", "--max-requests", "1024"]
+    if threads is not None:
+        flags += ["--threads", str(threads)]
+    with launched_server("vlora.cli", "serve", *flags) as server:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def surface(name: str, server: ServerProcess, files: ModelFiles) -> AsyncIterator[ChatCompletions | RpycClient]:
+    """A client for one of http and rpyc."""
+    names = list(files.adapters)
+    client: ChatCompletions | RpycClient
+    if name == "http":
+        client = ChatCompletions(f"http://127.0.0.1:{server.http_port}/v1", _BASE, names)
+    else:
+        client = RpycClient(server.rpyc_port, names)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+class Comparison:
+    """Runs of a served model and of baselines, in rounds.
+
+    Args:
+        files: The model and its adapters.
+        workload: Of the cases `base` and `adapters`; `one` takes its first request.
+        cases: The kinds of traffic.
+        dtype: Of the server.
+        surface: http or rpyc.
+        threads: Of the server's engine and of the baseline; None for the default of each.
+        rounds: Number of rounds.
+    """
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        workload: Workload,
+        cases: Sequence[ServeCase],
+        *,
+        dtype: str,
+        surface: str,
+        threads: int | None,
+        rounds: int,
+    ) -> None:
+        self._files, self._workload, self._cases = files, workload, cases
+        self._dtype, self._surface, self._threads, self._rounds = dtype, surface, threads, rounds
+        self._processor = InputProcessor.from_pretrained(files.model)
+        self._ours: dict[str, list[LoadRun]] = {case.name: [] for case in cases}
+        self._theirs: dict[tuple[str, str], list[LoadRun]] = {}
+
+    def run(self, server: ServerProcess, baselines: Mapping[str, Baseline]) -> None:
+        """LoadRun every round: each case of the server, then of each baseline, without concurrency."""
+        torch.set_num_threads(self._threads or default_threads())
+        asyncio.run(self._warm_up(server, baselines))
+        for number in range(self._rounds):
+            for case in self._cases:
+                self._ours[case.name].append(asyncio.run(self._serve(server, case, number)))
+                for dtype, baseline in baselines.items():
+                    if not self._too_slow(case, dtype):
+                        run = self._answer(baseline, case, number)
+                        self._theirs.setdefault((case.name, dtype), []).append(run)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        for case in self._cases:
+            labels = {"case": case.name, "threads": self._threads or "default"}
+            ours = row(self._ours[case.name], **labels, by=f"vlora {self._surface}", dtype=self._dtype)
+            yield ours | {"ours / it": None}
+            for (name, dtype), runs in self._theirs.items():
+                if name == case.name:
+                    theirs = row(runs, **labels, by=case.baseline, dtype=dtype)
+                    yield theirs | {"ours / it": self._ratio(name, dtype)}
+
+    def ratio(self, case: str) -> float:
+        """Tokens per second relative to the faster baseline, the median over rounds."""
+        return min(self._ratio(name, dtype) for name, dtype in self._theirs if name == case)
+
+    @property
+    def errors(self) -> list[str]:
+        return [error for runs in self._ours.values() for run in runs for error in run.errors]
+
+    def _ratio(self, case: str, dtype: str) -> float:
+        # a slow baseline has only the first round
+        pairs = zip(self._ours[case], self._theirs[case, dtype], strict=False)
+        return statistics.median(ours.tokens_per_s / theirs.tokens_per_s for ours, theirs in pairs)
+
+    def _too_slow(self, case: ServeCase, dtype: str) -> bool:
+        seconds = {name: runs[0].seconds for (which, name), runs in self._theirs.items() if which == case.name}
+        return dtype in seconds and seconds[dtype] > _SLOW * min(seconds.values())
+
+    async def _serve(self, server: ServerProcess, case: ServeCase, number: int) -> LoadRun:
+        workload = case.workload(self._workload, number)
+        return await _run_workload(
+            server, self._surface, self._files, workload, workload_requests(workload, adapted=case.adapted)
+        )
+
+    def _answer(self, baseline: Baseline, case: ServeCase, number: int) -> LoadRun:
+        workload = case.workload(self._workload, number)
+        return baseline.run(self._prepared(workload, case), workload.concurrency)
+
+    def _prepared(self, workload: Workload, case: ServeCase) -> list[PreparedRequest]:
+        """The requests of a case; with a duration, as many as run concurrently."""
+        count = workload.requests or workload.concurrency
+        requests = itertools.islice(workload_requests(workload, adapted=case.adapted), count)
+        return [prepare(self._processor, request) for request in requests]
+
+    async def _warm_up(self, server: ServerProcess, baselines: Mapping[str, Baseline]) -> None:
+        """Send a few short answers of every kind, to load adapters and warm code and memory."""
+        workload = dataclasses.replace(
+            self._workload,
+            requests=max(self._workload.adapters, 2),
+            duration_s=None,
+            rate=None,
+            answer_tokens=3,
+            popularity="uniform",
+        )
+        for case in self._cases:
+            await _run_workload(
+                server, self._surface, self._files, workload, workload_requests(workload, adapted=case.adapted)
+            )
+            for baseline in baselines.values():
+                baseline.run(self._prepared(workload, case)[:1], 1)
+
+
+def check_answers(
+    server: ServerProcess, surface_name: str, files: ModelFiles, workload: Workload, baseline: Baseline
+) -> dict[str, Any]:
+    """GreedyAnswer answers to a small set of requests, all at once, against the baseline's one by one.
+
+    Args:
+        server: In float32.
+        baseline: In float32.
+
+    Returns:
+        Numbers of answers, of distinct answers, of compared words, and of answers compared only in part because two
+        words were equally likely (`ties`); `wrong` lists the errors.
+    """
+    workload = dataclasses.replace(
+        workload,
+        requests=_CHECKED,
+        duration_s=None,
+        rate=None,
+        concurrency=_CHECKED,
+        answer_tokens=min(_CHECKED_TOKENS, workload.answer_tokens),
+    )
+    processor = InputProcessor.from_pretrained(files.model)
+    torch.set_num_threads(default_threads())
+    agreements: list[Agreement] = []
+    texts: set[str] = set()
+    for adapted in (True, False):
+        requests = list(itertools.islice(workload_requests(workload, adapted=adapted), _CHECKED))
+        run = asyncio.run(_run_workload(server, surface_name, files, workload, requests))
+        for answer, request in zip(run.answers, requests, strict=True):
+            texts.add(answer.text)
+            if answer.error is not None:
+                agreements.append(Agreement(0, answer.error, False))
+                continue
+            greedy = baseline.greedy(prepare(processor, request))
+            expected = [processor.decode([token]).strip() for token in greedy.token_ids]
+            agreements.append(compare(expected, greedy.margins, answer.text))
+    return {
+        "answers": len(agreements),
+        "distinct": len(texts),
+        "words": sum(each.words for each in agreements),
+        "ties": sum(each.tie for each in agreements),
+        "wrong": [each.wrong for each in agreements if each.wrong is not None],
+    }
+
+
+async def _run_workload(
+    server: ServerProcess, name: str, files: ModelFiles, workload: Workload, requests: Iterable[WorkloadRequest]
+) -> LoadRun:
+    async with surface(name, server, files) as send:
+        return await drive(workload, iter(requests), send)
+
+
+def write_model_files(config: Any, folder: Path, num_adapters: int) -> ModelFiles:
+    """Write the model and its adapters."""
+    shapes = write_model(config, folder / _MODEL)
+    names = [f"adapter-{index}" for index in range(num_adapters)]
+    return ModelFiles(str(folder / _MODEL), write_adapters(folder, shapes, names))

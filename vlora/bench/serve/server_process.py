@@ -1,0 +1,117 @@
+"""A running `vlora serve`, its processes, and adapters for it: shared by the benches of the HTTP and RPyC APIs."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+from peft import LoraConfig, get_peft_model
+
+from fusion.embedded import checkpoint_path
+from heads import HeadSpec, TaskHead, save_heads
+from vlora.bench.harness import module_command
+from vlora.config import EngineConfig
+from vlora.errors import BadConfig
+from vlora.models.loading import load_model
+
+ADAPTERS = ("north", "south", "east", "west")
+HEAD = "kind"
+_ENDING_S = 20.0
+
+
+class ServerProcess(NamedTuple):
+    """Ports of both APIs, and its processes: the front end first, then the engine."""
+
+    rpyc_port: int
+    http_port: int
+    front_end: psutil.Process
+
+    @property
+    def processes(self) -> dict[str, psutil.Process]:
+        return {"front end": self.front_end, "engine": self.front_end.children()[0]}
+
+
+@contextlib.contextmanager
+def embedded_model_server(*flags: str, threads: int = 1) -> Iterator[ServerProcess]:
+    """Run the embedded model in float32 with `ADAPTERS` on loopback until the end of the block.
+
+    Args:
+        flags: Further flags of `serve`.
+        threads: Of the engine.
+
+    Raises:
+        BadConfig: The server does not start; its own output is on stderr.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        _write_adapters(Path(folder))
+        arguments = ["--adapters", folder, "--rpyc-port", "0", "--http-port", "0", "--threads", str(threads)]
+        with launched_server("vlora.cli", "serve", "--dtype", "float32", *arguments, *flags) as server:
+            yield server
+
+
+@contextlib.contextmanager
+def launched_server(module: str, *arguments: str) -> Iterator[ServerProcess]:
+    """Run the server of a module until the end of the block.
+
+    Args:
+        module: The module to run.
+        arguments: Its arguments.
+
+    Raises:
+        BadConfig: The server does not start; its own output is on stderr.
+    """
+    command, environment = module_command(module, *arguments)
+    own = {name: value for name, value in environment.items() if not name.startswith("VLORA_")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own)
+    # A signal that ends the bench also ends its server: the block exits as after an error.
+    terminated = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        assert process.stdout is not None
+        ready = re.match(r"ready: rpyc \S+:(\d+) \| http \S+:(\d+) ", process.stdout.readline())
+        if ready is None:
+            raise BadConfig("the server of this bench did not start; see its output above")
+        yield ServerProcess(int(ready[1]), int(ready[2]), psutil.Process(process.pid))
+    finally:
+        signal.signal(signal.SIGTERM, terminated)
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_ENDING_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _write_adapters(folder: Path) -> None:
+    """Adapters of rank 8 on every language layer, each with a head of one frame; PEFT's initial factors change no
+    answer.
+    """
+    linears = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+    for seed, name in enumerate(ADAPTERS):
+        torch.manual_seed(seed)
+        model = load_model(EngineConfig(model=str(checkpoint_path()), dtype="float32"))
+        config = LoraConfig(r=8, lora_alpha=8, target_modules=linears)
+        get_peft_model(model, config).save_pretrained(str(folder / name))
+        hidden = model.config.text_config.hidden_size
+        spec = HeadSpec(
+            name=HEAD,
+            task="classification",
+            labels=("disc", "board", "rings"),
+            prompt="what shape is shown ?",
+            num_frames=1,
+            hidden_size=hidden,
+        )
+        save_heads(folder / name, {HEAD: TaskHead(spec, torch.randn(3, hidden), torch.zeros(3))})
+
+
+def resident_mib(process: psutil.Process) -> float:
+    """Resident memory of a process."""
+    return float(process.memory_info().rss) / 2**20

@@ -1,0 +1,182 @@
+"""Clients for a run: streamed chat completions of any OpenAI-compatible server, or vlora's RPyC."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import ssl
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from vlora.bench.serve.http_client import HttpProtocol
+from vlora.bench.serve.measurements import ObservedAnswer
+from vlora.bench.serve.workload import WorkloadRequest
+from vlora.errors import BadConfig
+
+_READ_BYTES = 65_536
+
+
+class EventReader:
+    """Server-sent events from a body that arrives in parts: the JSON of each, until `[DONE]`."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+        self.done = False
+
+    def new_events(self, body: bytes) -> Iterator[dict[str, Any]]:
+        """New complete events.
+
+        Args:
+            body: All bytes so far.
+
+        Raises:
+            ValueError: An event is not JSON.
+        """
+        while (end := body.find(b"\n", self._taken)) >= 0:
+            line = body[self._taken : end].strip()
+            self._taken = end + 1
+            if not line.startswith(b"data:"):
+                continue  # empty lines, comments, unused fields
+            data = line.removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                self.done = True
+            else:
+                yield json.loads(data)
+
+
+class ChatCompletions:
+    """Streamed chat completions over HTTP, one persistent connection per concurrent request.
+
+    Args:
+        url: Of the API, with its path: http://127.0.0.1:8000/v1.
+        base: Name of the base model there.
+        adapters: Names of the adapters there, by index.
+        token: Sent as a bearer token, or None.
+
+    Raises:
+        BadConfig: The URL is invalid.
+    """
+
+    def __init__(self, url: str, base: str, adapters: Sequence[str], token: str | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise BadConfig(f"url is {url!r}; write http://HOST:PORT/v1 or https://...")
+        self._host = parts.hostname
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._path = f"{parts.path.rstrip('/')}/chat/completions"
+        self._headers = {"Host": parts.netloc.rpartition("@")[2]}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._base, self._adapters = base, adapters
+        self._idle: list[tuple[HttpProtocol, asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def __call__(self, request: WorkloadRequest, answer: ObservedAnswer) -> None:
+        """As `load.Send`.
+
+        Raises:
+            OSError, EOFError, ValueError: The answer is incomplete, or an error.
+        """
+        body = self._body(request)
+        protocol, reader, writer = self._idle.pop() if self._idle else await self._connect()
+        try:
+            try:
+                data = protocol.post(self._path, body)
+            except EOFError:  # the server closes a connection after a number of answers
+                writer.close()
+                protocol, reader, writer = await self._connect()
+                data = protocol.post(self._path, body)
+            writer.write(data)
+            events, complete = EventReader(), False
+            while not complete:
+                complete = protocol.receive(await reader.read(_READ_BYTES))
+                now = time.perf_counter()
+                if protocol.status == 200:
+                    for event in events.new_events(protocol.body):
+                        _note(event, answer, now)
+            if protocol.status != 200:
+                raise ValueError(f"status {protocol.status}: {protocol.body[:200].decode(errors='replace')}")
+            if not events.done:
+                raise ValueError(f"the stream ended without [DONE] after {len(answer.pieces_s)} pieces")
+        except BaseException:
+            writer.close()
+            raise
+        self._idle.append((protocol, reader, writer))
+
+    async def close(self) -> None:
+        for _, _, writer in self._idle:
+            writer.close()
+        self._idle.clear()
+
+    async def _connect(self) -> tuple[HttpProtocol, asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
+        return HttpProtocol(self._headers), reader, writer
+
+    def _body(self, request: WorkloadRequest) -> dict[str, Any]:
+        content: list[dict[str, Any]] = [
+            {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{base64.b64encode(each).decode()}"}}
+            for each in request.pictures
+        ]
+        content.append({"type": "text", "text": request.text})
+        return {
+            "model": self._base if request.adapter is None else self._adapters[request.adapter],
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": request.answer_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+
+def _note(event: dict[str, Any], answer: ObservedAnswer, now: float) -> None:
+    """Record an event.
+
+    Raises:
+        ValueError: The event is an error.
+    """
+    if "error" in event:
+        raise ValueError(f"error in the stream: {str(event['error'])[:200]}")
+    if usage := event.get("usage"):
+        answer.prompt_tokens, answer.answer_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    for choice in event.get("choices", ()):
+        if text := choice.get("delta", {}).get("content"):
+            answer.text += text
+            answer.pieces_s.append(now)
+
+
+class RpycClient:
+    """Text streams of vlora's RPyC service on this machine."""
+
+    def __init__(self, port: int, adapters: Sequence[str]) -> None:
+        from vlora.client import AsyncClient  # needs rpyc, the client over HTTP does not
+
+        self._client = AsyncClient(port=port, timeout_s=600.0)
+        self._adapters = adapters
+
+    async def __call__(self, request: WorkloadRequest, answer: ObservedAnswer) -> None:
+        """As `load.Send`.
+
+        Raises:
+            VLoraError: The server refused the request, or is gone.
+        """
+        adapter = None if request.adapter is None else self._adapters[request.adapter]
+        async for part in self._client.stream(
+            request.text, request.pictures, adapter, max_tokens=request.answer_tokens
+        ):
+            if not isinstance(part, str):
+                answer.prompt_tokens, answer.answer_tokens = part.num_prompt_tokens, part.num_completion_tokens
+            elif part:
+                answer.text += part
+                answer.pieces_s.append(time.perf_counter())
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+def token_from_environment() -> str | None:
+    """The API key, from the variable that OpenAI's clients read."""
+    return os.environ.get("OPENAI_API_KEY")

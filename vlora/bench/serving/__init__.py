@@ -1,1 +1,0 @@
-"""Benches of a running server over HTTP and RPyC, and their clients."""

@@ -1,1 +1,0 @@
-"""Adapters on several ranks (`vlora bench tp`)."""
