@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -71,8 +72,16 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), file
 
 
+@functools.cache
+def nodes(file: Path) -> tuple[ast.AST, ...]:
+    """What the laws read of a file, which is parsed once: imports, and attributes that load a checkpoint."""
+    found = ast.walk(ast.parse(file.read_text()))
+    loads = lambda node: isinstance(node, ast.Attribute) and node.attr == "from_pretrained"  # noqa: E731
+    return tuple(node for node in found if isinstance(node, ast.Import | ast.ImportFrom) or loads(node))
+
+
 def imports(file: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -101,7 +110,7 @@ def test_no_imports_run_in_a_circle() -> None:
 
 
 def _modules_read(file: Path, known: Mapping[str, Path]) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -116,7 +125,7 @@ def test_tensors_are_written_with_the_usual_permissions() -> None:
     found = {
         module
         for module, file in modules()
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes(file)
         if isinstance(node, ast.ImportFrom) and node.module == "safetensors.torch"
         if "save_file" in {name.name for name in node.names} and not module.startswith(("vlora.bench", "benchmarks"))
     }
@@ -128,8 +137,8 @@ def test_checkpoints_are_read_by_the_one_way_that_runs_none_of_their_code() -> N
     found = {
         module
         for module, file in modules()
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr == "from_pretrained"
+        for node in nodes(file)
+        if isinstance(node, ast.Attribute)
         if not (isinstance(node.value, ast.Name) and node.value.id in ("InputProcessor", "PeftModel"))
     }
     assert found == ways
@@ -149,9 +158,14 @@ WITHOUT_TORCH = own(
 )
 
 
-@pytest.mark.parametrize("module", sorted(WITHOUT_TORCH))
-def test_loads_without_torch(module: str) -> None:
-    code = f"import sys, {module}; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+def test_these_load_without_torch() -> None:
+    """In one process: the first that loads it is named."""
+    code = (
+        "import importlib, sys\n"
+        f"for module in {sorted(WITHOUT_TORCH)}:\n"
+        "    importlib.import_module(module)\n"
+        "    assert not {'torch', 'transformers'} & set(sys.modules), module"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

@@ -1,14 +1,27 @@
-"""Fixtures of the tests of adapters that come and go (`swapping.py`)."""
+"""References that modules share, and fixtures of the tests of adapters that come and go (`swapping.py`)."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
 
 from tests.engine import swapping
 from tests.engine.asking import ask, tokens
+from tests.engine.forms import FormReference
 from tests.families import Prompt, build_model, make_prompt
+
+
+@pytest.fixture(scope="session")
+def form_reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], FormReference]:
+    """The reference of a form and a family, built once while tests ask for few others: PEFT's answers cost most."""
+
+    @functools.lru_cache(maxsize=8)
+    def made(form: str, family: str) -> FormReference:
+        return FormReference(form, family, tmp_path_factory.mktemp(form))
+
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -296,6 +296,7 @@ class FormReference:
             )
             self.cases.append((adapter, continued(prompt, more[0]) if more else prompt))
         self._answers: dict[Any, Answer] = {}
+        self.peft = functools.cache(self._peft)
 
     def new_model(self) -> Any:
         model = build_model(self.family)
@@ -311,8 +312,7 @@ class FormReference:
         self.model.save_pretrained(self.folder / "model")
         return str(self.folder / "model")
 
-    @functools.cache  # noqa: B019  (as many as forms and families)
-    def peft(self, adapter: str | None) -> Any:
+    def _peft(self, adapter: str | None) -> Any:
         """The model with an adapter or a composition. Each part of a composition is active with its weight."""
         model = copy.deepcopy(self.model)
         if adapter is None:

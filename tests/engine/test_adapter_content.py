@@ -27,16 +27,11 @@ from vlora.errors import BadAdapter
 FAMILY = "llava"
 
 
-@pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], FormReference]:
-    return lambda form: FormReference(form, "qwen2_vl", tmp_path_factory.mktemp(form))
-
-
 @pytest.mark.parametrize(("form", "adapter"), [("ia3", "ia3"), ("biases", "own_bias")])
 def test_adapters_that_weights_cannot_hold_are_never_merged(
-    make: Callable[[str], FormReference], form: str, adapter: str
+    form_reference: Callable[[str, str], FormReference], form: str, adapter: str
 ) -> None:
-    reference = make(form)
+    reference = form_reference(form, "qwen2_vl")
     recorded = RecordingEngine(reference, None)
     mergeable = {status.name for status in recorded.engine.adapters() if status.mergeable}
     assert mergeable == ({"plain", "dora"} if form == "ia3" else {"plain"})

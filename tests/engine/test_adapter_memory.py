@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -20,8 +20,8 @@ NUM_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> FormReference:
-    return FormReference("lora", "llava", tmp_path_factory.mktemp("llava"))
+def reference(form_reference: Callable[[str, str], FormReference]) -> FormReference:
+    return form_reference("lora", "llava")
 
 
 @pytest.fixture(scope="module")

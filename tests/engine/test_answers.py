@@ -204,10 +204,9 @@ def rows(*forms: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("reference", "scenario"), found, indirect=["reference"])
 
 
-@pytest.fixture(scope="module")
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FormReference:
-    form, family = request.param
-    return FormReference(form, family, tmp_path_factory.mktemp(form))
+@pytest.fixture
+def reference(request: pytest.FixtureRequest, form_reference: Callable[[str, str], FormReference]) -> FormReference:
+    return form_reference(*request.param)
 
 
 @rows("lora")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -30,8 +30,8 @@ ADAPTERS = ("wide8", "narrow4", "everywhere64")
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> FormReference:
-    return FormReference("lora", "llava", tmp_path_factory.mktemp("llava"))
+def saved(form_reference: Callable[[str, str], FormReference]) -> FormReference:
+    return form_reference("lora", "llava")
 
 
 @pytest.fixture(params=[False, True], ids=["rewriting", "subtracting"])

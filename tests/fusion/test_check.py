@@ -182,9 +182,9 @@ def test_a_packaged_plan_is_found_beside_a_folder_of_its_name(
 ) -> None:
     # `vlora demo --out demo` makes this folder, and its repetition reads the plan `demo`.
     monkeypatch.chdir(tmp_path)
-    for name in ("small", "other"):
+    for name in ("demo", "other"):
         (tmp_path / name).mkdir()
-    for name, code, words in (("small", 0, ""), ("other", 2, "error: other: is a folder, and no plan of that name")):
+    for name, code, words in (("demo", 0, ""), ("other", 2, "error: other: is a folder, and no plan of that name")):
         monkeypatch.setattr("sys.argv", ["vlora", "fuse", name, "--check"])
         with pytest.raises(SystemExit) as left:
             main()

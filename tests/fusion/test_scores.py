@@ -333,7 +333,7 @@ def words(right: float) -> Draw:
 
 
 DRAWS = [
-    ("detection", "f1", boxes(0.7)),
+    pytest.param("detection", "f1", boxes(0.7), marks=pytest.mark.exhaustive),
     pytest.param("detection", "map", boxes(0.7), marks=pytest.mark.exhaustive),
     pytest.param("classification", "f1", labels(0.8), marks=pytest.mark.exhaustive),
     ("classification", "f1", labels(0.98)),

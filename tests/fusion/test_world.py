@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -18,6 +19,7 @@ from fusion.embedded import checkpoint_path, object_names, world
 from fusion.embedded.drawing import SIZE
 from fusion.embedded.evaluate import as_pixels
 from fusion.embedded.object_names import NUMBERS
+from fusion.embedded.questions import Question
 from fusion.embedded.world import texture
 from fusion.synthetic.road_signs import ACTIONS, render_stream
 from fusion.synthetic.searched_videos import (
@@ -42,6 +44,11 @@ from tools.embedded_model.processor import build_processor, build_tokenizer
 from tools.embedded_model.unlearned_words import learned_tokens, separate_unlearned
 
 
+@functools.cache
+def some_questions() -> list[Question]:
+    return [question for scene in scenes(800) for question in scene.questions]
+
+
 def scenes(count: int, seed: int = 0) -> list[world.Scene]:
     rng = np.random.default_rng(seed)
     return [world.still_scene(rng) for _ in range(count)] + [world.clip_scene(rng) for _ in range(count // 4)]
@@ -55,18 +62,16 @@ def test_a_seed_gives_the_same_scenes() -> None:
 
 @pytest.mark.slow
 def test_yes_and_no_are_balanced() -> None:
-    asked = [question for scene in scenes(1200) for question in scene.questions]
     for skill in ("yes or no", "motion yes or no"):
-        answers = Counter(question.answer for question in asked if question.skill == skill)
+        answers = Counter(question.answer for question in some_questions() if question.skill == skill)
         assert set(answers) == {"yes", "no"}
         assert abs(answers["yes"] / answers.total() - 0.5) < 0.05, skill
 
 
 def test_every_skill_has_all_its_answers() -> None:
     answers: dict[str, set[str]] = {}
-    for scene in scenes(800):
-        for question in scene.questions:
-            answers.setdefault(question.skill, set()).add(question.answer)
+    for question in some_questions():
+        answers.setdefault(question.skill, set()).add(question.answer)
     assert answers["color"] == set(world.COLORS)
     assert set(object_names.POSITIONS) < answers["position"] and "nowhere" in answers["position"]
     assert {"one", "two", "three", "four", "five"} <= answers["count"]
@@ -212,7 +217,10 @@ def test_words_of_questions_and_answers_count_as_learned(monkeypatch: pytest.Mon
     assert not {ids[word] for word in UNLEARNED} & learned
 
 
-_BREADTH = {f"drawn-traffic-{kind}" for kind in ("captions", "counts", "persons", "questions", "references")}
+_BREADTH = {f"drawn-traffic-{kind}" for kind in ("captions", "counts", "persons", "questions", "references")} | {
+    "drawn-traffic-detection",
+    "drawn-actions",
+}
 
 
 @pytest.mark.parametrize(
