@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -60,13 +61,18 @@ def test_the_figures_are_those_of_an_engine(
     config = LoraConfig(r=64, target_modules=LINEARS, init_lora_weights=False)
     get_peft_model(build_model(0), config).save_pretrained(str(tmp_path / "adapter"))
     pinned = 0
+    adapters = ("--rank", "64", "--adapters")
+    beside = {count: vlora_command.json("check", "embedded", *settings, *adapters, count)[0] for count in (0, 2, 999)}
     with pytest.raises(OverCapacity):
         while True:
+            if pinned in beside:
+                assert beside[pinned]["kv_tokens"] == local.engine.stats().free_blocks * 16
             status = local.engine.load_adapter(f"adapter{pinned}", str(tmp_path / "adapter"))
             assert status.num_bytes == found["adapter_bytes"]
             local.engine.pin_adapter(status.name, True)
             pinned += 1
     assert pinned == found["num_adapters"] > 1
+    assert beside[999]["kv_tokens"] == local.engine.stats().free_blocks * 16
 
 
 def write_holes(file: Path, shapes: dict[str, list[int]]) -> None:
@@ -207,8 +213,24 @@ def test_models_that_are_not_served_are_one_line(folder: Path, vlora_command: Vl
     assert "cannot load the tokenizer of" in vlora_command.refusal("check", folder)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "shown"), [(1, "adapters    1 of rank 16"), (20, "all 20 of rank 16"), (5000, " of 5,000 of rank 16")]
+)
+def test_the_number_of_adapters_that_are_on_the_device(wanted: int, shown: str, vlora_command: Vlora) -> None:
+    command = ("check", "embedded", "--arena-bytes", str(256 * 2**20), "--adapters", wanted)
+    out = vlora_command.out(*command)
+    (line,) = (line for line in out.splitlines() if line.startswith("adapters"))
+    assert shown in line and re.search(r"^KV cache    [\d,]+ tokens beside these adapters$", out, re.M)
+    assert ("; there is room for " in line) == (wanted < 5000)
+    (enough,) = re.findall(r"--arena-bytes (\d+) has room for all", line) or ["0"]
+    (found,) = vlora_command.json(*command[:3], int(enough) or 256 * 2**20, "--adapters", wanted)
+    assert found["num_adapters"] >= wanted and found["kv_tokens"] > 0
+    if wanted == 5000:  # room for no more than the wanted
+        assert found["num_adapters"] < 5002
+
+
 def test_the_text_shows_every_figure(vlora_command: Vlora) -> None:
     out = vlora_command.out("check", "embedded", "--memory-gib", "1", "--rank", "8")
-    figures = ["family", "chat", "text model", "weights", "context", "memory", "adapters", "checkpoint"]
+    figures = ["family", "chat", "text model", "weights", "context", "memory", "adapters", "KV cache", "checkpoint"]
     assert [line.split("  ")[0] for line in out.splitlines()] == figures
     assert "memory      1.0 GiB on cpu: weights " in out and "checkpoint  complete, 1 file of weights" in out

@@ -29,16 +29,22 @@ _SIZES = ("max_context", "max_batch_size", "block_size", "arena_bytes", "switchi
     help="Memory of the device, which need not be in this machine. Default: its free memory.",
 )
 @click.option(
+    "--adapters",
+    default=0,
+    type=click.IntRange(min=0),
+    help="Number of adapters to serve: shows how many are on the device at once, and the KV cache beside them.",
+)
+@click.option(
     "--rank", default=16, show_default=True, type=click.IntRange(min=1), help="Rank of the adapters to count."
 )
 @config_flags(EngineConfig, only=("device", "dtype", "quantize", "quantize_head", *_SIZES))
 @json_option
 @needs("serve")
-def check(model: str, memory_gib: float | None, rank: int, as_json: bool, **settings: Any) -> None:
+def check(model: str, memory_gib: float | None, adapters: int, rank: int, as_json: bool, **settings: Any) -> None:
     """Show whether the checkpoint MODEL is served, its limits, and the memory and the adapters that fit.
 
     \b
-        vlora check Qwen/Qwen2.5-VL-7B-Instruct
+        vlora check Qwen/Qwen2.5-VL-7B-Instruct --adapters 20 --rank 16
         vlora check models/llava-7b --device cuda --memory-gib 24 --rank 32 --quantize fp8
 
     MODEL is a folder, a hub name, or `embedded`. Only the configuration, the tokenizer and the headers of the weights
@@ -50,18 +56,19 @@ def check(model: str, memory_gib: float | None, rank: int, as_json: bool, **sett
     found = check_model(
         make_config(EngineConfig, settings, model=model_path(model)),
         adapter_rank=rank,
+        wanted_adapters=adapters,
         memory_bytes=None if memory_gib is None else int(memory_gib * 2**30),
     )
     if as_json:
         print_json(dataclasses.asdict(found))
     else:
-        for name, text in _lines(found):
+        for name, text in _lines(found, adapters):
             click.echo(f"{name:<12}{text}")
     if found.problems:
         sys.exit(1)
 
 
-def _lines(found: ModelCheck) -> list[tuple[str, str]]:
+def _lines(found: ModelCheck, wanted: int) -> list[tuple[str, str]]:
     quantized = f", the text model's linear layers in {found.quantize}" if found.quantize != "none" else ""
     lines = [
         ("family", f"{found.model_type}, for images{' and videos' * found.video}"),
@@ -82,15 +89,23 @@ def _lines(found: ModelCheck) -> list[tuple[str, str]]:
                 f"{_size(found.memory_bytes)} on {found.device_type}: weights {_size(found.weight_bytes)}, {merged}"
                 f"arena {_size(found.arena_bytes)} ({found.arena_basis})",
             ),
-            (
-                "adapters",
-                f"{found.num_adapters} of rank {found.adapter_rank} on all linear layers of the text model are on the "
-                f"device at once, {_size(found.adapter_bytes)} each",
-            ),
+            ("adapters", _adapters(found, wanted)),
+            ("KV cache", f"{found.kv_tokens:,} tokens{' beside these adapters' * (wanted > 0)}"),
         ]
     if found.problems:
         return [*lines, *(("problem", text) for text in found.problems)]
     return [*lines, ("checkpoint", f"complete, {found.num_files} file{'s' * (found.num_files != 1)} of weights")]
+
+
+def _adapters(found: ModelCheck, wanted: int) -> str:
+    kind = f"of rank {found.adapter_rank} on all linear layers of the text model, {_size(found.adapter_bytes)} each"
+    if wanted <= found.num_adapters:
+        room = f"; there is room for {found.num_adapters:,}" if wanted else ""
+        return f"{'all ' * (wanted > 1)}{wanted or found.num_adapters:,} {kind}, are on the device at once{room}"
+    return (
+        f"{found.num_adapters:,} of {wanted:,} {kind}, are on the device at once; the others are loaded when they are "
+        f"requested; --arena-bytes {found.wanted_arena_bytes} has room for all"
+    )
 
 
 def _size(num_bytes: int) -> str:

@@ -42,6 +42,8 @@ class ModelCheck:
         adapter_rank: The rank for which the next two are given.
         adapter_bytes: An adapter of that rank on every linear layer of the language model.
         num_adapters: Such adapters that are on the device at once.
+        kv_tokens: Tokens of KV cache beside the wanted adapters, of which at most `num_adapters` are on the device.
+        wanted_arena_bytes: An arena for all wanted adapters at once.
         problems: Why the checkpoint cannot be served on this device; empty if it can.
     """
 
@@ -68,11 +70,15 @@ class ModelCheck:
     adapter_rank: int
     adapter_bytes: int
     num_adapters: int
+    kv_tokens: int
+    wanted_arena_bytes: int
     num_files: int
     problems: tuple[str, ...]
 
 
-def check_model(config: EngineConfig, *, adapter_rank: int, memory_bytes: int | None = None) -> ModelCheck:
+def check_model(
+    config: EngineConfig, *, adapter_rank: int, wanted_adapters: int = 0, memory_bytes: int | None = None
+) -> ModelCheck:
     """Read a checkpoint's configuration, tokenizer and image processor, and the headers of its weights. Of weights that
     are stored by groups, the order of the groups and the zeros are read, too.
 
@@ -117,7 +123,12 @@ def check_model(config: EngineConfig, *, adapter_rank: int, memory_bytes: int | 
         config.switching == "auto" and weight_format is None and not shadow_fits(config, hf_model, room, shadow_bytes)
     ):
         shadow_bytes = 0
-    arena_bytes, arena_basis, adapter_pages = 0, "", 0
+    shapes = {
+        name: FactorShape(adapter_rank, layer.in_features, layer.out_features)
+        for name, layer in hf_model.language_linears.items()
+    }
+    adapter_bytes = run_bytes(shapes, hf_model.dtype)
+    arena_bytes, arena_basis, num_adapters, kv_tokens, wanted_pages = 0, "", 0, 0, 0
     if weight_bytes > memory.num_bytes:
         problems.append(f"its weights take {weight_bytes:,} bytes, but the memory has {memory.num_bytes:,}")
     else:
@@ -127,12 +138,10 @@ def check_model(config: EngineConfig, *, adapter_rank: int, memory_bytes: int | 
             problems.append(str(error))
         else:
             arena_bytes, arena_basis = limits.num_pages * PAGE_BYTES, limits.arena_basis
-            adapter_pages = limits.max_adapter_pages
-    shapes = {
-        name: FactorShape(adapter_rank, layer.in_features, layer.out_features)
-        for name, layer in hf_model.language_linears.items()
-    }
-    adapter_bytes = run_bytes(shapes, hf_model.dtype)
+            num_adapters = limits.max_adapter_pages // pages_for(adapter_bytes)
+            kv_pages = limits.num_pages - min(wanted_adapters, num_adapters) * pages_for(adapter_bytes)
+            kv_tokens = kv_pages // limits.block_pages * config.block_size
+            wanted_pages = 2 * (wanted_adapters * pages_for(adapter_bytes) + limits.block_pages)
     text = hf_model.text_config
     return ModelCheck(
         model_type=hf_model.family.model_type,
@@ -157,7 +166,9 @@ def check_model(config: EngineConfig, *, adapter_rank: int, memory_bytes: int | 
         arena_basis=arena_basis,
         adapter_rank=adapter_rank,
         adapter_bytes=adapter_bytes,
-        num_adapters=adapter_pages // pages_for(adapter_bytes),
+        num_adapters=num_adapters,
+        kv_tokens=kv_tokens,
+        wanted_arena_bytes=wanted_pages * PAGE_BYTES,
         num_files=num_files,
         problems=tuple(problems),
     )
