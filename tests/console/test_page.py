@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import pytest
 
 pytest.importorskip("playwright", reason="`make console-test` installs it")
@@ -18,6 +19,7 @@ from tests.server.api import Api, running_api
 from tests.server.running import png
 from tests.server.scripted import write_adapter
 from tests.server.test_console import CAMERAS, OPS, open_stream, send
+from vlora.engine.snapshot import EngineSnapshot
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 PHOTO = {"name": "photo.png", "mimeType": "image/png", "buffer": png(230, (64, 48))}
@@ -89,12 +91,15 @@ def test_every_panel_shows_the_engines_state(watched: Watched, api: Api) -> None
     page = watched.page
     ask(page, "never")
     expect(page.locator("#queue-rows li").first).to_contain_text("base model")
-    expect(page.locator("#queue-summary")).to_have_text("0 starving · θ 0.10 s")
+    expect(page.locator("#queue-summary")).to_have_text("0 starving")
+    assert "θ = 0.10 s" in (page.locator("#queue-rows .bar").first.get_attribute("title") or "")
     expect(page.locator("#figure-running")).to_have_text("1")
     expect(page.locator("#modes-summary")).to_have_text(
         re.compile(r"merged 3[34] % · mixed 3[34] % · unmerged 3[34] %")
     )
     expect(page.locator("#adapters-summary")).to_contain_text("of 2 on the device")
+    page.click("#queue .help")
+    expect(page.locator("#tip")).to_contain_text("At the mark θ (theta) it is starving")
     expect(page.locator("#arena-legend")).to_contain_text("KV cached")
     page.click("#ask-stop")
     expect(page.locator("#queue-rows")).to_have_text("no requests")
@@ -130,6 +135,25 @@ def test_canvases_are_drawn_and_have_descriptions(watched: Watched) -> None:
     page.keyboard.press("Escape")
     expect(tip).to_be_hidden()
     page.click("#ask-stop")
+
+
+def test_what_is_free_or_unused_takes_no_room(watched: Watched, api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All adapters have a row; the memory's map is drawn only where something is in it."""
+    page, snapshot = watched.page, api.front_end.snapshot
+    expect(page.locator("#arena-map")).to_be_visible()
+
+    async def unused(since: int = 0) -> EngineSnapshot:
+        found = await snapshot(since)
+        free = msgspec.structs.replace(found.arena, cells="f" * len(found.arena.cells), runs=())
+        return msgspec.structs.replace(found, adapters=(), arena=free)
+
+    monkeypatch.setattr(api.front_end, "snapshot", unused)
+    expect(page.locator("#arena-legend")).to_have_text("all free: no adapter is loaded, no request runs")
+    expect(page.locator("#arena-map")).to_be_hidden()
+    rows = page.locator("#adapter-rows tr")
+    unknown = chr(0x2013)  # an en dash
+    expect(rows).to_have_text([f"{name}disk0.00{unknown}{unknown}" for name in (HOSTILE, "cam")])
+    expect(page.locator("#adapters-summary")).to_have_text("0 of 2 on the device")
 
 
 def test_an_adapter_is_loaded_pinned_and_unloaded(watched: Watched, api: Api, tmp_path: Path) -> None:
@@ -192,7 +216,8 @@ def test_streams_show_their_preview(watched: Watched, api: Api) -> None:
     try:
         expect(card.locator(".says")).to_have_text(re.compile(r"bright \d\d % · .+"))
         expect(card.locator("img")).to_have_js_property("naturalWidth", 480)
-        expect(card).to_contain_text("gate · night / cam")
+        expect(card.locator(".name")).to_have_text("gate")
+        expect(card.locator(".whose")).to_have_text("night / cam")
         card.evaluate("card => { card.style.width = '4rem' }")
         assert card.locator(".whose").evaluate("each => each.scrollWidth <= each.clientWidth"), "all its tasks are read"
     finally:

@@ -4,6 +4,7 @@ const POLL_MS = 500;
 const FRAME_MS = 1000;
 const WINDOW_S = 30;
 const MAX_STEPS = 6000;
+const MAX_ADAPTERS = 64;
 const AXIS = 14; // pixels below the timeline's lanes
 const MODES = ["merged", "mixed", "unmerged"];
 const KINDS = { a: "adapters", p: "packed", k: "KV in use", c: "KV cached", f: "free" };
@@ -150,6 +151,11 @@ function showTip(text, x, y) {
 
 function hideTip() {
   at("tip").hidden = true;
+}
+
+for (const help of document.querySelectorAll(".help")) {
+  help.addEventListener("click", (event) => showTip(help.title, event.clientX, event.clientY)); // touch shows no titles
+  for (const left of ["pointerleave", "blur"]) help.addEventListener(left, hideTip);
 }
 
 /** Reuses existing children, so nothing flickers and text selections stay. */
@@ -344,7 +350,7 @@ function drawQueue() {
   const total = stats.num_running + stats.num_waiting;
   const others = total - queue.length; // behind these in the queue, or not admitted yet because of their latency bound
   const more = others > 0 ? `${others} more · ` : "";
-  setText(at("queue-summary"), `${more}${starving} starving · θ ${seconds(state.theta_s)}`);
+  setText(at("queue-summary"), `${more}${starving} starving`);
   fill(
     at("queue-rows"),
     queue,
@@ -363,6 +369,7 @@ function drawQueue() {
       bar.firstChild.className = starves ? "starving" : "";
       bar.firstChild.style.width = `${(100 * request.credit_s) / most}%`;
       bar.lastChild.style.left = `${(100 * state.theta_s) / most}%`;
+      bar.title = `credit ${seconds(request.credit_s)}; starving from θ = ${seconds(state.theta_s)}`;
       setText(credit, seconds(request.credit_s));
       setText(what, starves ? "starving" : request.running ? "running" : "waiting");
       const asks = request.head === null ? `words, ${plural(request.num_sampled, "token")} so far` : `head ${request.head}`;
@@ -394,9 +401,11 @@ function drawArena() {
   used.f = stats.arena_bytes - used.a - used.p - used.k - used.c;
   const share = stats.arena_bytes ? (used.a + used.p + used.k) / stats.arena_bytes : 0;
   setText(at("arena-summary"), `${bytes(stats.arena_bytes)} · ${(share * 100).toFixed(0)} % in use`);
+  const empty = used.f === stats.arena_bytes && [...arena.cells].every((kind) => kind === "f");
+  at("arena").classList.toggle("all-free", empty);
   fill(
     at("arena-legend"),
-    Object.keys(KINDS),
+    empty ? [] : Object.keys(KINDS),
     () => {
       const item = element("li");
       item.append(element("i"), element("span"));
@@ -406,7 +415,7 @@ function drawArena() {
       item.firstChild.className = kind;
       setText(item.lastChild, `${KINDS[kind]} ${bytes(used[kind])}`);
     },
-    "",
+    "all free: no adapter is loaded, no request runs",
   );
 }
 
@@ -469,12 +478,14 @@ function drawAdapters() {
   const { adapters, stats } = state;
   at("admin").hidden = !state.admin;
   const most = Math.max(1, ...adapters.map((adapter) => adapter.rate));
-  const rest = stats.num_adapters - adapters.length;
-  const resting = rest > 0 ? ` · ${rest.toLocaleString("en")} at rest` : "";
-  setText(at("adapters-summary"), `${stats.num_resident_adapters} of ${stats.num_adapters} on the device${resting}`);
+  const active = new Set(adapters.map(({ name }) => name));
+  const resting = known.adapters.filter(({ name }) => !active.has(name)).slice(0, Math.max(0, MAX_ADAPTERS - active.size));
+  const rest = stats.num_adapters - active.size - resting.length;
+  const more = rest > 0 ? ` · ${rest.toLocaleString("en")} more` : "";
+  setText(at("adapters-summary"), `${stats.num_resident_adapters} of ${stats.num_adapters} on the device${more}`);
   fill(
     at("adapter-rows"),
-    adapters,
+    [...adapters, ...resting.map(({ name }) => ({ name, place: "disk", rate: 0, num_under_way: 0 }))],
     () => {
       const row = element("tr");
       for (const kind of ["", "place", "number", "number", "number", "number"]) row.append(element("td", kind));
@@ -498,10 +509,10 @@ function drawAdapters() {
       rate.firstChild.firstChild.style.width = `${(100 * adapter.rate) / most}%`;
       rate.lastChild.nodeValue = adapter.rate.toFixed(adapter.rate < 9.95 ? 1 : 0);
       setText(underWay, String(adapter.num_under_way));
-      setText(rank, String(adapter.rank));
-      setText(size, bytes(adapter.num_bytes));
+      setText(rank, String(adapter.rank ?? "–"));
+      setText(size, adapter.num_bytes === undefined ? "–" : bytes(adapter.num_bytes));
     },
-    stats.num_adapters ? "none on the device, none requested" : "no adapters are registered",
+    "no adapters are registered",
   );
 }
 
@@ -648,7 +659,7 @@ function drawStreams() {
     () => {
       const card = element("li", "card");
       const words = element("div", "words");
-      words.append(element("p", "says"), element("p", "whose"), element("p", "quiet"));
+      words.append(element("p", "name"), element("p", "says"), element("p", "whose quiet"), element("p", "quiet"));
       const frame = element("div", "frame", "no frame yet");
       card.append(frame, words);
       seen.observe(card);
@@ -661,14 +672,15 @@ function drawStreams() {
         dropPicture(frame);
       }
       const { last } = stream;
-      const [says, whose, counts] = words.children;
+      const [name, says, whose, counts] = words.children;
+      setText(name, stream.name || `stream ${stream.number}`);
       const latency = last ? ` · ${seconds(last.latency_s)}` : "";
       const confidence = last?.confidence == null ? "" : ` ${(last.confidence * 100).toFixed(0)} %`;
       says.classList.toggle("problem", Boolean(last?.problem));
       setText(says, !last ? "waiting for frames" : last.label === null ? last.problem : `${last.label}${confidence}${latency}`);
       says.title = says.textContent;
       if (!frame.firstElementChild) setText(frame, stream.num_answered ? "waiting for its next frame" : "no frame yet");
-      setText(whose, [stream.name, stream.asks.join(", ")].filter(Boolean).join(" · "));
+      setText(whose, stream.asks.join(", "));
       whose.title = stream.owner === null ? whose.textContent : `${whose.textContent}, opened with token ${stream.owner}`;
       const lost = [stream.num_dropped && `${stream.num_dropped} dropped`, stream.num_failed && `${stream.num_failed} failed`];
       setText(counts, [`${stream.num_answered.toLocaleString("en")} answered`, ...lost].filter(Boolean).join(" · "));
