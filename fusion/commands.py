@@ -19,6 +19,7 @@ from fusion.plan.estimate import estimate
 from fusion.plan.plan_file import PlanFile, read_plan_file
 from fusion.plan.summary import as_json, print_summary
 from fusion.progress.progress import Progress
+from fusion.report.examples import contact_sheet
 from fusion.report.report import FusionReport
 from fusion.report.results import refuse_foreign, refuse_to_overwrite
 from fusion.training.checkpoint import NotStored
@@ -71,6 +72,9 @@ def fuse(
     hint = resume_hint or ResumeHint(out, restart=restart)
     with Progress(console) as progress:
         checked = check_plan(file, progress)
+        for name, own in checked.data.items():
+            for note in own.notes:
+                progress.say(f"{name}: {note}")
         with lock_folder(out):
             _check_folder(out, continues=resume or restart)  # another run may have used it since
             started = time.perf_counter()
@@ -123,15 +127,21 @@ def _check_folder(out: Path, *, continues: bool) -> None:
 
 
 def explain(
-    plan: PlanFile | Path | str, *, device: str = "cpu", json_out: bool = False, console: Console | None = None
+    plan: PlanFile | Path | str,
+    *,
+    device: str = "cpu",
+    json_out: bool = False,
+    console: Console | None = None,
+    sheet: Path | None = None,
 ) -> None:
-    """Print what a plan file does, with a time estimate from a few measured steps.
+    """Print what a plan file does, with estimates of time, memory and disk from a few measured steps.
 
     Args:
         plan: the plan, or its file.
         device: device for the measured steps.
         json_out: print one line of JSON.
         console: output; progress goes to stderr.
+        sheet: PNG file for a contact sheet of the data, with labels and boxes.
 
     Raises:
         BadPlan: the plan or its data cannot be used; the message lists every error.
@@ -139,6 +149,12 @@ def explain(
     """
     with Progress(Console(stderr=True)) as progress:
         checked = check_plan(read_plan_file(plan), progress)
+        if sheet is not None:
+            try:
+                contact_sheet({name: data.splits for name, data in checked.data.items()}).save(sheet)
+                progress.say(f"contact sheet of the data, with labels and boxes: {sheet}")
+            except OSError as error:  # the check goes on
+                progress.say(f"no contact sheet of the data: {sheet} cannot be written: {error.strerror}")
         estimated = estimate(checked.plan, checked.data, load_frozen_base(checked.plan, device, progress))
     console = console or Console()
     if json_out:

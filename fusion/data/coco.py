@@ -110,8 +110,7 @@ def _files(path: Path, task: str, errors: PlanErrors) -> list[tuple[Part | None,
     kind = "captions" if task == "captioning" else "instances"
     files = [file for file in files if kind in file.name] or files
     found = [
-        (part_in(file.stem) or part_in(file.parent.name) if file.parent != path else part_in(file.stem), file)
-        for file in files
+        (part_in(file.stem) or (part_in(file.parent.name) if file.parent != path else None), file) for file in files
     ]
     for part, count in Counter(part for part, _ in found).items():
         if count > 1:
@@ -131,7 +130,7 @@ def picture_folders(images: Path | None, file: Path, part: Part | None) -> list[
     """Where a file's pictures may be: the plan's folder; or beside the file and where tools export them."""
     if images is not None:
         return [images]
-    root = file.parent.parent
+    root, part = file.parent.parent, part or part_in(file.stem)
     names = [
         entry
         for base in (root / "images", root, file.parent)
@@ -214,9 +213,7 @@ def _items(found: CocoFile, file: Path, data: Coco, task: str, part: Part | None
     ]
     if task != "captioning":
         if found.in_shares:
-            errors.note(
-                f"{file}: all boxes are within 0 to 1, so they are read as shares of the picture, not as pixels"
-            )
+            errors.note(f"warning: {file}: all boxes are within 0 to 1; they are read as shares of the picture")
         yield from boxed_items(pictures, task, data.exif, found.in_shares, errors)
         return
     for image, picture in zip(found.images, pictures, strict=True):

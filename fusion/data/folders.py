@@ -53,7 +53,7 @@ def _labelled(
         labels = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not _is_hidden(entry.name))
         beside = [entry for entry in sorted(folder.iterdir()) if not entry.is_dir()]
         loose = [file for file in beside if file.suffix.lower() in PICTURE_SUFFIXES + VIDEO_SUFFIXES]
-        skipped.update(_kind(file) for file in beside if file not in loose)
+        skipped.update(map(_kind, set(beside).difference(loose)))
         if loose:
             more = f", like {len(loose) - 1} other files" if len(loose) > 1 else ""
             errors.add(f"{loose[0]} is in no label folder{more}", "path")

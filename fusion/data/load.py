@@ -17,8 +17,8 @@ from fusion.data.folders import read_images, read_unlabelled, read_videos
 from fusion.data.frames import FileInfo, Frames
 from fusion.data.items import PARTS, Item, Part
 from fusion.data.refs import EXPRESSION, read_references
-from fusion.data.samples import Sample, Splits, Target, held_back
-from fusion.data.split import clusters_of, split
+from fusion.data.samples import Sample, Splits, held_back
+from fusion.data.split import clusters_of, divide
 from fusion.data.tables import read_labelled_videos, read_questions
 from fusion.data.targets import labels_shown, targets_of
 from fusion.data.voc import read_voc
@@ -29,12 +29,12 @@ from fusion.plan.data_formats import (
     ImageFolder,
     Questions,
     References,
-    SplitPlan,
     Unlabelled,
     VideoFolder,
     Voc,
     Yolo,
 )
+from fusion.plan.image_heads import trains_by_itself
 from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold
 from fusion.plan.tasks import HEADS, METRICS, MIN_LABELS, WORDS
 from fusion.progress.progress import Progress
@@ -98,7 +98,23 @@ def load_domains(plan: Plan, errors: PlanErrors, progress: Progress | None = Non
         data = _load(domain, plan, errors.inside("domains", place), progress)
         if data is not None:
             loaded[domain.name] = data
+    beside = [name for name, own in loaded.items() if not trains_by_itself(own.splits.task, vision=plan.lora.vision)]
+    for name, other in itertools.permutations(beside, 2):
+        if leak := _leak(loaded[name], other, loaded[other].digests):
+            loaded[name] = dataclasses.replace(loaded[name], notes=(*loaded[name].notes, leak))
     return loaded
+
+
+def _leak(data: DomainData, other: str, digests: Mapping[Part, frozenset[str]]) -> str:
+    """Pictures of validation and test that another domain trains on: an adapter that holds both is scored on them."""
+    shared = {part: len(own & digests.get("train", frozenset())) for part, own in data.digests.items()}
+    found = [f"{shared[part]} of {len(data.digests[part])} {part}" for part in PARTS[1:] if shared.get(part)]
+    if not found:
+        return ""
+    return (
+        f"warning: {' and '.join(found)} pictures are training pictures of {other}, so an adapter for both is scored "
+        "on pictures that it was trained on; give equal pictures one part in both, by folders or a `split` column"
+    )
 
 
 def _load(domain: DomainPlan, plan: Plan, errors: PlanErrors, progress: Progress) -> DomainData | None:
@@ -317,7 +333,7 @@ def _split_samples(
     # Equal pictures form one group, whatever their paths.
     clusters = clusters_of([[one.digest, item.group] if item.group else [one.digest] for item, one, _ in whole])
     labelled = [(item.part, target) for item, _, target in whole]
-    parts = _parts(task, labelled, clusters, data.split, seed, errors)
+    parts = divide(task, labelled, clusters, data.split, seed, errors)
     samples: dict[Part, list[Sample]] = {part: [] for part in PARTS}
     # Files are ordered by label; see `Splits`.
     for place in np.random.default_rng(seed).permutation(len(whole)):
@@ -332,40 +348,6 @@ def _split_samples(
         for part in PARTS
     }
     return splits, digests
-
-
-def _parts(
-    task: str,
-    samples: Sequence[tuple[Part | None, Target]],
-    clusters: Sequence[int],
-    shares: SplitPlan,
-    seed: int,
-    errors: PlanErrors,
-) -> Sequence[Part | None]:
-    """The part of each sample: as the data says; parts that it lacks are split off from its training samples."""
-    given = [part for part, _ in samples]
-    lacking = [part for part in PARTS if part not in given]
-    if not lacking or not given:
-        return given
-    wanted: dict[Part, float] = {part: getattr(shares, part) for part in lacking if part != "train"}
-    wanted["train"] = 1 - sum(wanted.values())
-    divided = [place for place, part in enumerate(given) if part in (None, "train")]
-    found = split(
-        [labels_shown(task, samples[place][1]) for place in divided],
-        [clusters[place] for place in divided],
-        wanted,
-        seed,
-    )
-    parts = list(given)
-    for place, part in zip(divided, found, strict=True):
-        parts[place] = part
-    counts = Counter(found)
-    names = " and ".join(f"{part} ({counts[part]} samples)" for part in PARTS if part != "train" and part in wanted)
-    source = "train" if len(lacking) < len(PARTS) else f"all {len(given)} samples"
-    errors.note(
-        f"{names} split off from {source} with seed {seed}: in proportion of labels, equal pictures and groups together"
-    )
-    return parts
 
 
 # Data checks: unreadable files, one picture in two parts, empty parts, and labels missing from a part.
@@ -433,5 +415,7 @@ def check_parts(splits: Splits, errors: PlanErrors) -> None:
         if missing:
             there = ", ".join(f"{counts[number]} in {name}" for name, counts in shown.items() if counts[number])
             errors.add(
-                f"the label {label!r} is missing from {' and '.join(missing)}: {there or 'none anywhere'}", "path"
+                f"the label {label!r} is missing from {' and '.join(missing)}: {there or 'none anywhere'}; add some, "
+                "or remove the label",
+                "path",
             )

@@ -8,6 +8,44 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fusion.data.items import PARTS, Part
+from fusion.data.samples import Target
+from fusion.data.targets import labels_shown
+from fusion.plan.data_formats import SplitPlan
+from vlora.plan_files.errors import PlanErrors
+
+
+def divide(
+    task: str,
+    samples: Sequence[tuple[Part | None, Target]],
+    clusters: Sequence[int],
+    shares: SplitPlan,
+    seed: int,
+    errors: PlanErrors,
+) -> Sequence[Part | None]:
+    """The part of each sample: as the data says; parts that it lacks are split off from its training samples."""
+    given = [part for part, _ in samples]
+    lacking = [part for part in PARTS if part not in given]
+    if not lacking or not given:
+        return given
+    wanted: dict[Part, float] = {part: getattr(shares, part) for part in lacking if part != "train"}
+    wanted["train"] = 1 - sum(wanted.values())
+    divided = [place for place, part in enumerate(given) if part in (None, "train")]
+    found = split(
+        [labels_shown(task, samples[place][1]) for place in divided],
+        [clusters[place] for place in divided],
+        wanted,
+        seed,
+    )
+    parts = list(given)
+    for place, part in zip(divided, found, strict=True):
+        parts[place] = part
+    counts = Counter(found)
+    names = " and ".join(f"{part} ({counts[part]})" for part in PARTS if part != "train" and part in wanted)
+    source = "train" if len(lacking) < len(PARTS) else f"all {len(given)} samples"
+    errors.note(
+        f"{names} split off from {source} with seed {seed}: in proportion of labels, equal pictures and groups together"
+    )
+    return parts
 
 
 def split(

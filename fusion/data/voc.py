@@ -32,7 +32,7 @@ def read_voc(data: Voc, task: str, errors: PlanErrors) -> list[Item]:
     edges = [drawn.edges for own in objects for drawn in own]
     in_shares = seem_shares(edges)
     if in_shares:
-        errors.note("all boxes are within 0 to 1, so they are read as shares of the picture, not as pixels")
+        errors.note("warning: all boxes are within 0 to 1; they are read as shares of the picture")
     elif edges and all(edge % 1 == 0 for own in edges for edge in own) and min(map(min, edges)) >= 1:
         # Pascal VOC counts pixels from 1, and a box contains its last pixel; tools that count from 0 write some zeros.
         errors.note("no box begins at 0, so pixels are counted from 1, as in Pascal VOC")

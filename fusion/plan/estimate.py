@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import resource
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -34,6 +35,8 @@ class Estimate:
     one step of batch_size samples of the LoRA, or of a head if all domains have heads that train by themselves.
     measured_steps: number of steps that step_s is the mean of. measured_samples:
     samples per measured step; fewer than batch_size if a full step takes too long to measure. threads: None on a GPU.
+    memory_bytes: most memory so far, of this process or on the GPU. features_bytes: of the pictures' features that a
+    run stores in OUT.
     """
 
     at_least_s: float
@@ -44,6 +47,8 @@ class Estimate:
     measured_samples: int
     device: str
     threads: int | None
+    memory_bytes: int
+    features_bytes: int
 
 
 class _Rates(NamedTuple):
@@ -99,7 +104,26 @@ def estimate(plan: Plan, data: Mapping[str, DomainData], base: FrozenBase) -> Es
         measured_samples=shown.samples,
         device=base.hf_model.device.type,
         threads=torch.get_num_threads() if base.hf_model.device.type == "cpu" else None,
+        memory_bytes=_memory_bytes(base.hf_model.device),
+        features_bytes=round(
+            sum(
+                _features_bytes(domain) * sum(map(len, data[name].splits.parts.values()))
+                for name, domain in trainer.domains.items()
+            )
+        ),
     )
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _features_bytes(domain: Domain) -> float:
+    """Of one sample, the mean of those encoded; 0 if trainings change the features."""
+    samples = [*domain.train, *domain.validation, *domain.test]
+    return sum(seen.nbytes for sample in samples if (seen := sample.embeddings) is not None) / len(samples)
 
 
 def _measure_steps(

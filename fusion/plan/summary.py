@@ -28,6 +28,10 @@ from heads import TASKS
 _MAX_CLASSES = 12
 _BETTER = 0.05  # what an adapter exceeds an absolute threshold by, for the number of samples
 
+# Of detection heads of the embedded model, by training pictures (docs/decisions/0070).
+_F1_OF_DRAWINGS = {60: 0.44, 120: 0.62, 240: 0.76, 480: 0.88}
+_F1_OF_PHOTOS = (349, 0.39)
+
 POWER = 0.8  # probability with which a good adapter passes
 MOST = 5_000
 
@@ -93,7 +97,7 @@ def as_json(checked: PlanChecked, estimate: Estimate) -> str:
 
 def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) -> None:
     """Print the summary in readable form."""
-    domains = summarize(checked)
+    domains, plan, size = summarize(checked), checked.plan, checked.size
     for domain in domains:
         kind = f"{domain.task}, answered by {_answered(domain)}, on {domain.real_or_synthetic} pixels"
         rows = {
@@ -104,10 +108,10 @@ def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) ->
             "classes" if domain.classes else "answers": _shown(domain),
             "threshold": domain.rule,
             "teacher": _teacher(domain.teacher),
+            "expected": _expected(plan, domain),
             **{f"note {number}": note for number, note in enumerate(domain.notes, 1)},
         }
         _block(console, f"{domain.name}: {kind}", rows)
-    plan, size = checked.plan, checked.size
     where = "language model and vision side" if plan.lora.vision else "language model"
     in_order = "" if plan.packing in ("guided", "jointly") else f"order {' and '.join(plan.order)}, "
     rows = {
@@ -117,6 +121,8 @@ def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) ->
         "packing": f"{plan.packing}, {in_order}seed {plan.seed}, decided by "
         + (f"lower bounds at a confidence of {plan.confidence:g}" if plan.confidence else "the score itself"),
         "time": _time(plan, estimate),
+        "memory": f"about {estimate.memory_bytes / 2**30:.1f} GiB, the most that these steps took",
+        "disk": _disk(size.num_bytes, domains, estimate),
     }
     _block(
         console, f"run: {len(plan.domains)} domain{'s' * (len(plan.domains) > 1)} on {plan.base}{_rounded(plan)}", rows
@@ -260,6 +266,35 @@ def _time(plan: Plan, estimate: Estimate) -> str:
     return (
         f"{text}; estimated from {measured} measured on this machine ({estimate.device}{threads}): "
         f"{estimate.step_s:.2f} s per step of {estimate.batch_size}"
+    )
+
+
+def _disk(adapter_bytes: int, domains: Sequence[DomainSummary], estimate: Estimate) -> str:
+    each = f"{adapter_bytes / 1e6:.1f} MB for each finished training"
+    if not estimate.features_bytes:
+        return each
+    pictures = sum(domain.frames * sum(domain.counts.values()) for domain in domains)
+    per_picture = f"{estimate.features_bytes / pictures / 1e3:.0f} kB a picture"
+    return f"{estimate.features_bytes / 1e6:,.0f} MB for image features ({per_picture}), and {each}"
+
+
+def _expected(plan: Plan, domain: DomainSummary) -> str:
+    """What detection heads of the embedded model have reached with about as many training pictures."""
+    if domain.head != "detection" or plan.base != "embedded":
+        return ""
+    count, (photos, of_photos) = domain.counts["train"], _F1_OF_PHOTOS
+    reached = ", ".join(f"{score:.2f} from {number}" for number, score in _F1_OF_DRAWINGS.items())
+    text = (
+        f"F1 {of_photos:.2f} was measured with {photos} training pictures of one user's photographs; on rendered "
+        f"streets {reached} (docs/decisions/0070); there are {count}"
+    )
+    likely = of_photos if count <= photos else max(_F1_OF_DRAWINGS.values())
+    if domain.metric != "f1" or domain.threshold is None or domain.threshold <= likely:
+        return text
+    return (
+        f"{text} (warning: the threshold is probably out of reach; let a detector label more pictures, with `format: "
+        "unlabelled` and `teacher: {kind: onnx_detector}`, or serve a small detector itself: on rendered streets it "
+        "reached 1.00 and this head 0.92, docs/decisions/0069)"
     )
 
 

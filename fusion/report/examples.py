@@ -1,15 +1,18 @@
-"""An adapter's answers on test samples: confusion matrices, and pictures with answers."""
+"""Pictures with answers: an adapter's on test samples, with confusion matrices, and a plan's on a contact sheet."""
 
 from __future__ import annotations
 
 import base64
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import cv2
 import numpy as np
+from PIL import Image, ImageDraw, ImageFont
 
-from fusion.data.samples import Sample, Target
+from fusion.data.items import PARTS
+from fusion.data.samples import Sample, Splits, Target
+from fusion.data.targets import labels_shown
 from fusion.report.report import ConfusionReport
 from fusion.training.objectives import Objective
 from heads import Box
@@ -18,6 +21,9 @@ _SHOWN, _SHOWN_RIGHT = 6, 2  # test samples of a domain, and how many of these a
 _HEIGHT = 168  # pixels of a picture
 _SURE = 0.5  # minimum score of a box that is shown; lower ones only count for mean average precision
 _FOUND, _WANTED = (255, 90, 40), (60, 220, 120)  # RGB
+_CELL, _COLUMNS, _LINE, _MARGIN = 224, 6, 16, 10  # of a contact sheet, in pixels
+_OF_PART = {"train": 6, "validation": 3, "test": 3}  # samples on it
+_SEARCHED = 500  # samples of a part among which those with other labels are sought
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,3 +117,65 @@ def _drawn(frame: np.ndarray, place: int, target: object, answer: object, labels
 def _as_url(picture: np.ndarray) -> str:
     encoded = cv2.imencode(".jpg", cv2.cvtColor(picture, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, 88])[1]
     return f"data:image/jpeg;base64,{base64.b64encode(encoded.tobytes()).decode()}"
+
+
+def contact_sheet(domains: Mapping[str, Splits]) -> Image.Image:
+    """Samples of each domain as they were read, with labels and boxes; as many labels as there is room for."""
+    font = ImageFont.load_default(13)
+    height = _HEIGHT + 3 * _LINE + _MARGIN
+    chosen = {
+        name: [(part, one) for part in PARTS for one in _varied(splits, part)] for name, splits in domains.items()
+    }
+    rows = {name: -(-len(samples) // _COLUMNS) for name, samples in chosen.items()}
+    size = _MARGIN + _COLUMNS * (_CELL + _MARGIN), sum(2 * _LINE + count * height for count in rows.values())
+    sheet = Image.new("RGB", size, "white")
+    draw, top = ImageDraw.Draw(sheet), 0
+    for name, samples in chosen.items():
+        draw.text((_MARGIN, top + 8), f"{name}: {domains[name].task}", "black", font)
+        top += 2 * _LINE
+        for place, (part, sample) in enumerate(samples):
+            left, upper = _MARGIN + place % _COLUMNS * (_CELL + _MARGIN), top + place // _COLUMNS * height
+            _draw_sample(draw, sheet, (left, upper), sample, domains[name].labels, font)
+            words = (part, sample.question, _in_words(sample.target, domains[name].labels))
+            for line, text in enumerate(word for word in words if word):
+                shown = text.split("\n")[0][:200]
+                while font.getlength(shown) > _CELL:
+                    shown = shown.removesuffix("...")[:-1] + "..."
+                draw.text((left, upper + _HEIGHT + 2 + line * _LINE), shown, "black" if line else "grey", font)
+        top += rows[name] * height
+    return sheet
+
+
+def _varied(splits: Splits, part: str) -> list[Sample]:
+    """Samples of a part: first such with labels that those before lack."""
+    seen: set[int] = set()
+    first: list[Sample] = []
+    others: list[Sample] = []
+    for sample in splits.parts[part][:_SEARCHED]:
+        labels = set(labels_shown(splits.task, sample.target)) if splits.labels else set()
+        (first if labels - seen else others).append(sample)
+        seen |= labels
+    return [*first, *others][: _OF_PART[part]]
+
+
+def _draw_sample(
+    draw: ImageDraw.ImageDraw,
+    sheet: Image.Image,
+    corner: tuple[int, int],
+    sample: Sample,
+    labels: Sequence[str],
+    font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
+) -> None:
+    picture = Image.fromarray(sample.frames[0])
+    picture.thumbnail((_CELL, _HEIGHT))
+    scale = min(_CELL / picture.width, _HEIGHT / picture.height)
+    picture = picture.resize((max(1, int(picture.width * scale)), max(1, int(picture.height * scale))))
+    sheet.paste(picture, corner)
+    for box in sample.target if isinstance(sample.target, tuple) else ():
+        if isinstance(box, Box) and box.image == 0:
+            across = [corner[0] + edge * picture.width for edge in (box.left, box.right)]
+            down = [corner[1] + edge * picture.height for edge in (box.top, box.bottom)]
+            draw.rectangle((across[0], down[0], across[1], down[1]), outline=_FOUND, width=2)
+            at = (across[0], max(corner[1], down[0] - _LINE))
+            draw.rectangle(draw.textbbox(at, labels[box.label], font), fill=_FOUND)
+            draw.text(at, labels[box.label], "white", font)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from PIL import Image
 
 import fusion
 from fusion.phases.plan_checked import check_plan, lora_size, shapes_of
@@ -54,6 +55,9 @@ def test_a_plan_is_summarized_as_json(tmp_path: Path) -> None:
     found = summary["estimate"]
     assert found["step_s"] > 0 and found["measured_steps"] >= 1
     assert 1 <= found["measured_samples"] <= found["batch_size"]
+    assert found["memory_bytes"] > 2**28 and found["features_bytes"] % 40 == 0 < found["features_bytes"]
+    with Image.open(tmp_path / "plan-data.png") as sheet:
+        assert sheet.format == "PNG" and sheet.width > 1000
     assert found["device"] == "cpu" and found["threads"] >= 1 and found["at_least_s"] == found["at_most_s"]
     # A single domain takes one training; its 6 s are processor time.
     assert found["at_least_s"] > min(6 / found["threads"], 100 * found["step_s"])
@@ -80,6 +84,9 @@ def test_a_plan_is_summarized_as_json(tmp_path: Path) -> None:
                 "threshold passes in 80% of runs; there are 6 (warning: too few",
                 "time      about ",
                 " measured on this machine (cpu, ",
+                "memory    about ",
+                " MB for image features (",
+                "note 1    validation (6) and test (6) split off from all 40 samples with seed 0",
             ],
             [],
         ),

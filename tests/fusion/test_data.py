@@ -507,7 +507,7 @@ def test_a_part_that_is_missing_or_empty(tmp_path: Path) -> None:
         (tmp_path / "pictures" / "validation" / label).mkdir(parents=True)
     loaded = load(write_plan(tmp_path, IMAGES))
     assert [len(part) for part in loaded.splits.parts.values()] == [2, 2, 2]
-    assert "validation/cat contains no pictures" in loaded.notes[0] and "(2 samples) split off" in loaded.notes[2]
+    assert "validation/cat contains no pictures" in loaded.notes[0] and "validation (2) split off" in loaded.notes[2]
 
 
 @pytest.mark.parametrize("threshold", ["{relative_to: alone}", "{relative_to: alone, minus: 0}"])

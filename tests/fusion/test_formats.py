@@ -13,6 +13,7 @@ from PIL import Image
 
 from fusion.data.items import PARTS
 from fusion.data.load import DomainData
+from fusion.report.examples import contact_sheet
 from heads import Box
 from tests.fusion.made import load_plan, write_plan
 from vlora.errors import BadPlan
@@ -225,7 +226,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], str], tuple[int, int, int], str]] = {
     "yolo, Roboflow without test": (
         lambda root: roboflow_yolo(root, ("train", "val")),
         (6, 2, 2),
-        "test (2 samples) split off from train with seed 0",
+        "test (2) split off from train with seed 0",
     ),
     "yolo, lists of paths": (lambda root: yolo_lists(root, lambda path: f"./{path}"), EACH, ""),
     "yolo, lists of Windows": (lambda root: yolo_lists(root, lambda path: path.replace("/", "\\")), EACH, ""),
@@ -236,7 +237,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], str], tuple[int, int, int], str]] = {
     "yolo, Label Studio": (
         label_studio_yolo,
         EACH,
-        "validation (2 samples) and test (2 samples) split off from all 12",
+        "validation (2) and test (2) split off from all 12",
     ),
     "yolo, labelImg": (labelimg_yolo, EACH, ""),
     "yolo, one folder for train and val": (one_folder_yolo, EACH, "validation has the same pictures as train"),
@@ -245,7 +246,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], str], tuple[int, int, int], str]] = {
     "voc, trainval": (
         lambda root: pascal(root, ("trainval", "test")),
         (8, 2, 2),
-        "validation (2 samples) split off from train",
+        "validation (2) split off from train",
     ),
     "voc, difficult": (
         lambda root: pascal(root, more="<difficult>1</difficult>"),
@@ -508,8 +509,8 @@ def folder_of_labels(root: Path, parts: Iterable[str] = ("",)) -> Path:
         ),
         (("",), ["desktop.ini", "__MACOSX/car/._1.jpg", "car/a.json", "car/clip.mp4"], (8, 2, 2), ["no pictures: 1 "]),
         (("",), ["bike/notes.xml"], (8, 2, 2), ["bike contains no pictures; 'bike' has no samples"]),
-        (("train", "test"), [], (6, 2, 2), ["validation (2 samples) split off from train with seed 0: in proportion"]),
-        (("train",), [], (4, 2, 2), ["validation (2 samples) and test (2 samples) split off from train"]),
+        (("train", "test"), [], (6, 2, 2), ["validation (2) split off from train with seed 0: in proportion"]),
+        (("train",), [], (4, 2, 2), ["validation (2) and test (2) split off from train"]),
         (("train", "val", "test"), ["extra/old.txt"], (8, 2, 2), ["only test, train, val are read, not extra"]),
     ],
 )
@@ -543,3 +544,34 @@ def test_augmented_copies_of_one_picture_stay_together(tmp_path: Path) -> None:
     parts = read(tmp_path, "{format: image_folder, path: pictures}").splits.parts
     homes = [{s.frames.file.name.split(".rf.")[0] + s.frames.file.parent.name for s in part} for part in parts.values()]  # type: ignore[attr-defined]
     assert sum(map(len, homes)) == 12 and len(set().union(*homes)) == 12
+
+
+def test_pictures_that_another_domain_trains_on_are_named(tmp_path: Path) -> None:
+    """By their pixels; detection heads train by themselves, so their domains share nothing with others."""
+    folder_of_labels(tmp_path, PARTS_OF)
+    for number in range(COUNT):  # the parts exchanged
+        home = tmp_path / "other" / ("test" if number < 4 else "val" if number < 6 else "train") / NAMES[number % 2]
+        home.mkdir(parents=True, exist_ok=True)
+        with Image.open(next((tmp_path / "pictures").rglob(f"{number}.jpg"))) as picture:
+            picture.save(home / f"{number}.bmp")
+    lines = [f"data: {{format: image_folder, path: {name}}}" for name in ("pictures", "other")]
+    loaded = load_plan(write_plan(tmp_path, *lines, f"data: {one_folder_yolo(tmp_path)}"))
+    notes = {name: " ".join(own.notes) for name, own in loaded.items()}
+    assert "warning: 2 of 2 validation and 2 of 2 test pictures are training pictures of domain1" in notes["domain0"]
+    assert "warning: 2 of 2 validation and 4 of 4 test pictures are training pictures of domain0" in notes["domain1"]
+    assert "warning" not in notes["domain2"] and "domain2" not in notes["domain0"]
+
+
+def test_the_contact_sheet_shows_labels_and_boxes(tmp_path: Path) -> None:
+    splits = read(tmp_path, ultralytics(tmp_path)).splits
+    sheet = np.asarray(contact_sheet({"lots": splits})).astype(int)
+    box = np.abs(sheet - (255, 90, 40)).max(-1) < 8
+    bright = sheet.min(-1) > 225
+    top, left = 32, 10  # of the first picture
+    cell = np.s_[top : top + 149, left : left + 224]
+    down, across = (box[cell] | bright[cell]).nonzero()
+    (wanted,) = splits.train[0].target  # type: ignore[misc, str-unpack]
+    assert isinstance(wanted, Box)
+    edges_ = [across.min() / 224, across.max() / 224, down.max() / 149]
+    assert edges_ == pytest.approx([wanted.left, wanted.right, wanted.bottom], abs=0.02)
+    assert box.any(1).sum() > 100 and np.abs(np.diff(sheet[34:44, 10:60], axis=1)).max() > 40

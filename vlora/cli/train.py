@@ -66,12 +66,14 @@ def fuse(
     # Warnings of third-party libraries, addressed to their own callers.
     warnings.simplefilter("ignore", FutureWarning)
     warnings.filterwarnings("ignore", module=r"peft\.")
-    file = read_plan_file(_plan_file(plan))  # an error is reported before torch loads
+    path = _plan_file(plan)
+    file = read_plan_file(path)  # an error is reported before torch loads
     if check:
         with _loading():
             from fusion import commands
 
-        commands.explain(file, device=device, json_out=as_json)
+        sheet = path.with_name(f"{path.stem}-data.png") if path == plan else None  # none of a packaged plan
+        commands.explain(file, device=device, json_out=as_json, sheet=sheet)
     elif out is None:
         raise click.UsageError("--out is missing: a folder for adapters and report (or --check, to train nothing)")
     elif dry_run:
