@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from pathlib import Path
 
 from rich.console import Console
 
+from fusion.packing.training_counts import max_trainings, trained_alone
 from fusion.phases.base_scored import score_base
 from fusion.phases.data_ready import load_frozen_base, prepare_data
 from fusion.phases.packing import find_optimum, keep_packing, pack_domains
@@ -18,11 +20,12 @@ from fusion.phases.thresholds import set_thresholds
 from fusion.plan.estimate import estimate
 from fusion.plan.plan_file import PlanFile, read_plan_file
 from fusion.plan.summary import as_json, print_summary
+from fusion.progress.display import duration
 from fusion.progress.progress import Progress
 from fusion.report.examples import contact_sheet
 from fusion.report.report import FusionReport
 from fusion.report.results import refuse_foreign, refuse_to_overwrite
-from fusion.training.checkpoint import NotStored
+from fusion.training.fingerprint import ALL
 from fusion.training.resume_hint import ResumeHint
 from vlora.errors import BadConfig
 from vlora.plan_files.run_lock import lock_folder
@@ -95,9 +98,10 @@ def fuse(
 
 
 def preview(
-    plan: PlanFile | Path | str, out: Path | str, *, device: str = "cpu", console: Console | None = None
+    given: PlanFile | Path | str, out: Path | str, *, device: str = "cpu", console: Console | None = None
 ) -> None:
-    """Print which trainings in OUT/checkpoint `fuse` with `resume` would reuse, and the first that it would run.
+    """Print which trainings in OUT/checkpoint `fuse` with `resume` would reuse, those that it would run if each of them
+    keeps every threshold, and their seconds: as earlier trainings took, else as estimated for the plan.
 
     Raises:
         BadPlan: the plan or its data cannot be used.
@@ -106,18 +110,29 @@ def preview(
     out = Path(out)
     refuse_foreign(out)
     with Progress(console or Console()) as progress:
-        checked = check_plan(read_plan_file(plan), progress)
+        checked = check_plan(read_plan_file(given), progress)
+        plan, alone = checked.plan, trained_alone(checked.plan, checked.teacher_scores)
         with lock_folder(out):
             data = prepare_data(checked, out, progress, device=device)
             session_of = functools.partial(training_session, resume=True, workers=1, on_cleared=lambda: None)
-            with session_of(data, out, progress) as session, session.cache.only_stored():
-                try:
-                    packing = pack_domains(data, set_thresholds(data, session), session)
-                except NotStored as first:
-                    progress.say(f"first training to run: {first}")
-                else:
-                    adapters = "; ".join(", ".join(adapter) for adapter in packing.adapters)
-                    progress.say(f"nothing to train: every training is stored; adapters: {adapters}")
+            with session_of(data, out, progress) as session:
+                quiet = dataclasses.replace(session, progress=Progress())
+                with session.cache.supposing_success() as missing:
+                    for name in alone:
+                        session.cache((name,))
+                    packing = None if missing else pack_domains(data, set_thresholds(data, quiet), quiet)
+                each_s = session.checkpoint.seconds(data.inputs.training[ALL])
+        if packing is not None and not missing:
+            adapters = "; ".join(", ".join(adapter) for adapter in packing.adapters)
+            progress.say(f"nothing to train: every training is stored; adapters: {adapters}")
+            return
+        if each_s is None:
+            each_s = estimate(plan, checked.data, load_frozen_base(plan, device, progress)).training_s
+        for what, size in missing.items():
+            progress.say(f"would run: {what}, about {duration(size * each_s)}")
+        fits = "then packing" if packing is None else f"about {duration(sum(missing.values()) * each_s)} if each fits"
+        most = max_trainings(plan, alone) - len(alone) + (len(missing) if packing is None else 0)
+        progress.say(f"in all: {fits}, at most {duration(most * each_s)}")
 
 
 def _check_folder(out: Path, *, continues: bool) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from fusion.packing.algorithm import Adapter, History, Packing, Step, Train, pack, pack_best, pack_in_sequence
 from fusion.packing.guided import Former, pack_guided
@@ -32,10 +34,20 @@ class OracleResult:
 
 
 class _Stored(NamedTuple):
-    """A packing as it is stored for later runs of a changed plan."""
+    """A packing as it is stored for later runs of a changed plan. identities: by the names in it."""
 
     adapters: list[tuple[Adapter, History]]
     steps: list[Step]
+    identities: dict[str, str]
+
+    def in_names_of(self, present: Mapping[str, str]) -> _Stored:
+        """With the names of a changed plan, whose identities are given by name: also of renamed and of changed domains.
+        A removed domain keeps its identity as its name."""
+        here = {identity: name for name, identity in present.items()}
+        names = {name: here.get(identity, "") for name, identity in self.identities.items()}
+        free = present.keys() - names.values()
+        names = {name: new or (name if name in free else self.identities[name]) for name, new in names.items()}
+        return msgspec.convert(_renamed(msgspec.to_builtins(self), names), _Stored)
 
 
 def pack_domains(data: DataReady, thresholds: Thresholds, session: Session) -> Packing:
@@ -55,6 +67,7 @@ def pack_domains(data: DataReady, thresholds: Thresholds, session: Session) -> P
         with cache.only_stored():
             packing = pack(said.append, alone=alone)
     except NotStored:
+        stored = stored.in_names_of(data.inputs.identities)
         former = _former(stored, tuple(data.domains), session)
         if all(one.trained is None for one in former):
             return pack(say, session.run_ahead, alone)
@@ -66,7 +79,18 @@ def pack_domains(data: DataReady, thresholds: Thresholds, session: Session) -> P
 
 def keep_packing(packing: Packing, session: Session) -> None:
     """Store a packing for later runs of a changed plan."""
-    session.checkpoint.keep_packing(_Stored([*packing.histories.items()], [*packing.steps]))
+    trained = [{*history.together, *(new for _, new in history.joins)} for history in packing.histories.values()]
+    identities = {name: session.cache.identity(name) for name in sorted(set().union(*trained))}
+    session.checkpoint.keep_packing(_Stored([*packing.histories.items()], [*packing.steps], identities))
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    """JSON with other strings, keys included."""
+    if isinstance(value, dict):
+        return {_renamed(key, names): _renamed(each, names) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_renamed(each, names) for each in value]
+    return names.get(value, value) if isinstance(value, str) else value
 
 
 def _former(stored: _Stored, domains: Adapter, session: Session) -> list[Former]:

@@ -62,20 +62,21 @@ def training_session(
         # Opened only now, so that a plan that is refused above deletes nothing.
         checkpoint = Checkpoint(out / "checkpoint", resume=resume)
         on_cleared()
-        if before := checkpoint.inputs():
-            for line in _reused(data.inputs, before):
+        if stored := checkpoint.inputs():
+            for line in _reused(data.inputs, stored):
                 progress.say(line)
         cache = RunCache(trainer, checkpoint, data.inputs, rehearsal=plan.training.rehearsal, progress=progress)
         yield Session(trainer, cache, checkpoint, run_ahead, progress, jointly=plan.packing == "jointly")
 
 
-def _reused(inputs: Inputs, before: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+def _reused(inputs: Inputs, stored: Sequence[Mapping[str, Mapping[str, str]]]) -> Iterator[str]:
     """Of which domains the stored trainings are reused, and why those of others are not."""
-    changes = inputs.changes(before)
+    changes = inputs.changes(stored)
     if shared := changes.pop(ALL, None):
         yield f"no stored training is reused: {', '.join(shared)} changed"
         return
     reused = [name for name in inputs.training if name not in (ALL, *changes)]
     yield f"trainings are reused if all of their domains are of: {', '.join(reused) or 'none'}"
     for name, changed in changes.items():
-        yield f"  not {name}: " + (f"{', '.join(changed)} changed" if name in before else "it is new")
+        known = any(name in one for one in stored)
+        yield f"  not {name}: " + (f"{', '.join(changed)} changed" if known else "it is new")

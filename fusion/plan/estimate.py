@@ -31,16 +31,17 @@ _HEAD_TRIES, _MOST_HEAD_SAMPLES = 4, 128  # measured steps of a head that trains
 class Estimate:
     """Approximate duration of a run in seconds.
 
-    at_least_s: if every domain fits where it is tried first. at_most_s: if no domain fits anywhere. step_s: duration of
-    one step of batch_size samples of the LoRA, or of a head if all domains have heads that train by themselves.
-    measured_steps: number of steps that step_s is the mean of. measured_samples:
-    samples per measured step; fewer than batch_size if a full step takes too long to measure. threads: None on a GPU.
-    memory_bytes: most memory so far, of this process or on the GPU. features_bytes: of the pictures' features that a
-    run stores in OUT.
+    at_least_s: if every domain fits where it is tried first. at_most_s: if no domain fits anywhere. training_s: of one
+    training of one domain, with its scores. step_s: duration of one step of batch_size samples of the LoRA, or of a
+    head if all domains have heads that train by themselves. measured_steps: number of steps that step_s is the mean of.
+    measured_samples: samples per measured step; fewer than batch_size if a full step takes too long to measure.
+    threads: None on a GPU. memory_bytes: most memory so far, of this process or on the GPU. features_bytes: of the
+    pictures' features that a run stores in OUT.
     """
 
     at_least_s: float
     at_most_s: float
+    training_s: float
     step_s: float
     batch_size: int
     measured_steps: int
@@ -98,6 +99,7 @@ def estimate(plan: Plan, data: Mapping[str, DomainData], base: FrozenBase) -> Es
     return Estimate(
         at_least_s=once + one * min_trainings(plan, first),
         at_most_s=once + one * max_trainings(plan, first),
+        training_s=one,
         step_s=shown.whole.wall_s,
         batch_size=len(rows) or HEAD_SAMPLES * plan.training.batch_size,
         measured_steps=shown.steps,

@@ -8,7 +8,6 @@ draws depend on the seed and on what is trained, not on earlier draws, so no gen
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from fusion.training.fingerprint import ALL
 from fusion.training.resume_hint import UNFINISHED
 from heads.storage import write_tensors
 from vlora.errors import BadPlan
@@ -30,15 +30,17 @@ _PACKING = "packing.json"
 
 
 class Key(NamedTuple):
-    """A training. what: its domains, in which order and how. inputs: everything else that determines its result
-    (`fusion.training.fingerprint.Inputs`)."""
+    """A training. what: its domains, in which order and how, and inputs: what its result depends on otherwise
+    (`fusion.training.fingerprint.Inputs`), for readers. identity: both, without the domains' names."""
 
     what: str
     inputs: Mapping[str, Mapping[str, str]]
+    identity: str
+    size: int = 1  # in single-domain trainings
 
     @property
     def folder(self) -> str:
-        return _short_hash(json.dumps([self.what, self.inputs], sort_keys=True))
+        return _short_hash(self.identity)
 
 
 class NotStored(Exception):
@@ -77,7 +79,7 @@ class Checkpoint:
         stored = {name: tensor.contiguous().cpu() for name, tensor in state.items()}
         write_tensors(stored, temporary / "state.safetensors")
         _sync(temporary / "state.safetensors")
-        content = msgspec.json.encode(_Trained(key.what, key.inputs, seconds, tuple(losses)))
+        content = msgspec.json.encode(_Trained(key.what, key.inputs, key.size, seconds, tuple(losses)))
         _write_through(temporary / "trained.json", msgspec.json.format(content, indent=1))
         _sync(temporary)
         try:
@@ -102,10 +104,18 @@ class Checkpoint:
     def keep_packing(self, value: object) -> None:
         self._write(self._folder / _PACKING, value)
 
-    def inputs(self) -> dict[str, Mapping[str, str]]:
+    def inputs(self) -> list[Mapping[str, Mapping[str, str]]]:
+        """The inputs of each training, the latest last."""
+        return [one.inputs for one in self._all()]
+
+    def seconds(self, shared: Mapping[str, str]) -> float | None:
+        """The mean seconds of a single-domain training with these inputs of all trainings; None if none is stored."""
+        alike = [one for one in self._all() if one.inputs.get(ALL) == shared]
+        return sum(one.seconds for one in alike) / sum(one.size for one in alike) if alike else None
+
+    def _all(self) -> list[_Trained]:
         files = sorted(self._folder.glob("*/trained.json"), key=lambda file: file.stat().st_mtime)
-        stored = [found for file in files if (found := self._read(file, _Trained)) is not None]
-        return {name: values for one in stored for name, values in one.inputs.items()}
+        return [found for file in files if (found := self._read(file, _Trained)) is not None]
 
     def _read(self, file: Path, kind: type[Value]) -> Value | None:
         try:
@@ -125,6 +135,7 @@ class Checkpoint:
 class _Trained(msgspec.Struct):
     what: str
     inputs: Mapping[str, Mapping[str, str]]
+    size: int
     seconds: float
     losses: tuple[float, ...]
 

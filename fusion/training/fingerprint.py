@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,17 +31,37 @@ class Inputs(NamedTuple):
     training: Mapping[str, Mapping[str, str]]
     validation: Mapping[str, Mapping[str, str]]
 
-    def of_training(self, domains: Collection[str]) -> dict[str, Mapping[str, str]]:
-        """Everything that the result of a training with these domains depends on."""
-        return {name: self.training[name] for name in sorted({ALL, *domains})}
+    @property
+    def identities(self) -> dict[str, str]:
+        """By domain, what identifies it in stored trainings: the hash of its values, so its name may change. Equal
+        domains are numbered."""
+        found: dict[str, str] = {}
+        for name, values in self.training.items():
+            if name != ALL:
+                digest, count = hash_of_values(values), 0
+                while (one := f"#{digest}" + f"-{count}" * bool(count)) in found.values():
+                    count += 1
+                found[name] = one
+        return found
 
-    def changes(self, since: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
-        """By domain, or `ALL`, the names of values that differ from earlier ones. All names for a new domain."""
-        changed = {
-            name: [one for one, value in values.items() if since.get(name, {}).get(one) != value]
+    def of_training(self, domains: Collection[str]) -> dict[str, Mapping[str, str]]:
+        """Everything that the result of a training with these domains depends on, removed ones not included."""
+        return {name: self.training[name] for name in sorted({ALL, *domains}) if name in self.training}
+
+    def changes(self, stored: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, list[str]]:
+        """By domain, or `ALL`, the names of values that differ from the last ones under that name. All names for a new
+        domain; none for values that an earlier training had, also of a domain with another name."""
+        former = {hash_of_values(values) for one in stored for values in one.values()}
+        last = {name: values for one in stored for name, values in one.items()}
+        return {
+            name: [one for one, value in values.items() if last.get(name, {}).get(one) != value]
             for name, values in self.training.items()
+            if hash_of_values(values) not in former
         }
-        return {name: names for name, names in changed.items() if names}
+
+
+def hash_of_values(values: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def inputs_of(

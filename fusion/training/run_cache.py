@@ -14,7 +14,7 @@ from fusion.packing.algorithm import Adapter, History, Score, TrainingResult
 from fusion.packing.guided import Conflicts
 from fusion.progress.progress import Progress
 from fusion.training.checkpoint import Checkpoint, Key, NotStored, State
-from fusion.training.fingerprint import Inputs
+from fusion.training.fingerprint import ALL, Inputs
 from fusion.training.trainer import LoraTrainer, joint_training_title, training_title
 
 _GRADIENT_BATCHES = 4  # per domain, in a training of a hundred steps or more
@@ -39,20 +39,35 @@ class RunCache:
     ) -> None:
         self.trainer = trainer
         self._checkpoint = checkpoint
-        removed = {name: values for name, values in checkpoint.inputs().items() if name not in inputs.training}
-        self._inputs = inputs._replace(training={**inputs.training, **removed})  # still in trained adapters
+        self._inputs = inputs
+        self._identities = inputs.identities
         self._rehearsal = rehearsal
         self._progress = progress or Progress()
         self._trains = True
+        self._supposed: dict[str, int] | None = None
 
     @contextlib.contextmanager
     def only_stored(self) -> Iterator[None]:
         """Within the block, a training that is not stored raises NotStored."""
-        before, self._trains = self._trains, False
+        before, self._trains, self._supposed = (self._trains, self._supposed), False, None
         try:
             yield
         finally:
-            self._trains = before
+            self._trains, self._supposed = before
+
+    @contextlib.contextmanager
+    def supposing_success(self) -> Iterator[dict[str, int]]:
+        """Within the block, a training that is not stored is not run: all of its domains meet their thresholds.
+
+        Yields:
+            Those trainings and their sizes in single-domain trainings, as they are requested.
+        """
+        found: dict[str, int] = {}
+        self._supposed = found
+        try:
+            yield found
+        finally:
+            self._supposed = None
 
     def __call__(self, adapter: Adapter) -> TrainingResult:
         """Train the last domain into the adapter of the domains before it."""
@@ -67,7 +82,7 @@ class RunCache:
                 self.trainer.adapter.reset()
             return self.trainer.train(domain, beside, rehearsal=self._rehearsal)
 
-        return self._load_or_train(self._key(adapter), adapter, training_title(adapter[-1], adapter[:-1]), 1, train)
+        return self._load_or_train(self._key(adapter), adapter, training_title(adapter[-1], adapter[:-1]), train)
 
     def together(self, domains: Collection[str]) -> TrainingResult:
         """Train a set of domains jointly into one adapter. A single domain is the same training as in sequence."""
@@ -79,7 +94,7 @@ class RunCache:
             self.trainer.adapter.reset()
             return self.trainer.train_together(names)
 
-        return self._load_or_train(self._key_together(names), names, joint_training_title(names), len(names), train)
+        return self._load_or_train(self._key_of(History(names)), names, joint_training_title(names), train)
 
     def join(self, before: History, beside: Adapter, domain: str) -> TrainingResult:
         names = (*beside, domain)
@@ -90,7 +105,7 @@ class RunCache:
             return self.trainer.train(domain, beside, rehearsal=self._rehearsal)
 
         key = self._key_of(before._replace(joins=(*before.joins, (beside, domain))))
-        return self._load_or_train(key, names, training_title(domain, beside), 1, train)
+        return self._load_or_train(key, names, training_title(domain, beside), train)
 
     def stored(self, history: History, names: Collection[str]) -> TrainingResult | None:
         """The result of a training with the scores of some of its domains; None if it is not stored."""
@@ -103,9 +118,9 @@ class RunCache:
 
     def conflicts(self, history: History, domains: Collection[str]) -> Conflicts:
         """By pair of domains, minus the cosine of their gradients in this adapter."""
-        names, key = tuple(sorted(domains)), self._key_of(history)
+        names, key = tuple(sorted(domains, key=self.identity)), self._key_of(history)
         pairs = list(itertools.combinations(names, 2))
-        what = f"conflicts of {', '.join(names)} by {self._gradient_batches} batches"
+        what = f"conflicts of {', '.join(map(self.identity, names))} by {self._gradient_batches} batches"
         found = self._checkpoint.measured(key, what, list[float])
         if found is None:
             self.trainer.adapter.restore(self.state_of(history, names))
@@ -118,31 +133,43 @@ class RunCache:
     def _gradient_batches(self) -> int:
         return min(_GRADIENT_BATCHES, max(1, self.trainer.plan.training.steps // 25))
 
+    def identity(self, name: str) -> str:
+        """What identifies a domain in stored trainings; of a removed domain, its name here."""
+        return self._identities.get(name, name)
+
     def state_of(self, history: History, names: Collection[str]) -> State:
         """Weights of an adapter with the heads of some of its domains."""
-        return _with_heads_of(self._checkpoint.state(self._key_of(history)), names)
+        return self._state(self._key_of(history), names)
 
     def state(self, adapter: Adapter) -> State:
-        return self._checkpoint.state(self._key(adapter))
+        return self._state(self._key(adapter), adapter)
 
     def state_together(self, domains: Collection[str]) -> State:
-        return self._checkpoint.state(self._key_together(tuple(sorted(domains))))
+        return self.state_of(History(tuple(sorted(domains))), domains)
+
+    def _state(self, key: Key, names: Collection[str]) -> State:
+        here = {self.identity(name): name for name in names}
+        return _renamed(self._checkpoint.state(key), here.get)
 
     def _load_or_train(
-        self, key: Key, domains: Adapter, what: str, size: int, train: Callable[[], tuple[float, ...]]
+        self, key: Key, domains: Adapter, what: str, train: Callable[[], tuple[float, ...]]
     ) -> TrainingResult:
         if self._checkpoint.trained(key) is None:
+            if self._supposed is not None:
+                self._supposed[what] = key.size
+                return TrainingResult(dict.fromkeys(domains, Score(1.0, 1.0)), 0.0, ())
             if not self._trains:
                 raise NotStored(what)
             started = time.perf_counter()
             losses = train()
             # Scores are stored by themselves, but belong to the seconds of a training.
             scores = {name: self._score(name) for name in domains}
-            self._checkpoint.keep(key, time.perf_counter() - started, losses, self.trainer.adapter.snapshot())
+            state = _renamed(self.trainer.adapter.snapshot(), self.identity)
+            self._checkpoint.keep(key, time.perf_counter() - started, losses, state)
             for name, score in scores.items():
                 self._checkpoint.keep_measured(key, self._measured(name), score)
         else:
-            self._progress.count_stored(what, size)
+            self._progress.count_stored(what, key.size)
         return self._result(key, domains)
 
     def _result(self, key: Key, domains: Collection[str]) -> TrainingResult:
@@ -151,7 +178,7 @@ class RunCache:
         assert trained is not None
         scores = {name: self._checkpoint.measured(key, self._measured(name), Score) for name in domains}
         if missing := [name for name, score in scores.items() if score is None]:
-            self.trainer.adapter.restore(self._checkpoint.state(key))
+            self.trainer.adapter.restore(self._state(key, domains))
             for name in missing:
                 scores[name] = self._score(name)
                 self._checkpoint.keep_measured(key, self._measured(name), scores[name])
@@ -161,25 +188,41 @@ class RunCache:
         return self.trainer.evaluator.bounded_score(name, self.trainer.domains[name].validation)
 
     def _measured(self, name: str) -> str:
-        return f"score of {name}: {json.dumps(self._inputs.validation[name], sort_keys=True)}"
+        return f"score of {self.identity(name)}: {json.dumps(self._inputs.validation[name], sort_keys=True)}"
 
     def _key(self, adapter: Adapter) -> Key:
-        names = ", ".join(adapter)
-        what = f"alone: {names}" if len(adapter) == 1 else f"rehearsal {self._rehearsal!r}: {names}"
-        return Key(what, self._inputs.of_training(adapter))
+        def what(names: Adapter) -> str:
+            return ("alone: " if len(names) == 1 else f"rehearsal {self._rehearsal!r}: ") + ", ".join(names)
+
+        return self._key_named(what(adapter), what(tuple(map(self.identity, adapter))), adapter)
 
     def _key_of(self, history: History) -> Key:
-        first = self._key_together(history.together)
-        joins = [f"; rehearsal {self._rehearsal!r}: {new} into {', '.join(beside)}" for beside, new in history.joins]
-        names = {*history.together, *(new for _, new in history.joins)}
-        return Key(first.what + "".join(joins), self._inputs.of_training(names))
+        """A single domain is the same training as in sequence."""
 
-    def _key_together(self, names: Adapter) -> Key:
-        """Of names in their order. A single domain is the same training as in sequence."""
-        if len(names) == 1:
-            return self._key(names)
-        return Key(f"together: {', '.join(names)}", self._inputs.of_training(names))
+        def what(history: History) -> str:
+            first = ("alone: " if len(history.together) == 1 else "together: ") + ", ".join(history.together)
+            joins = [f"; rehearsal {self._rehearsal!r}: {new} into {', '.join(old)}" for old, new in history.joins]
+            return first + "".join(joins)
+
+        def same(names: Adapter) -> Adapter:
+            return tuple(sorted(map(self.identity, names)))
+
+        joins = tuple((same(beside), self.identity(new)) for beside, new in history.joins)
+        names = (*history.together, *(new for _, new in history.joins))
+        size = 1 if history.joins else len(history.together)
+        return self._key_named(what(history), what(History(same(history.together), joins)), names, size)
+
+    def _key_named(self, what: str, identity: str, names: Adapter, size: int = 1) -> Key:
+        shared = json.dumps(self._inputs.training[ALL], sort_keys=True)
+        return Key(what, self._inputs.of_training(names), f"{identity}; {shared}", size)
 
 
-def _with_heads_of(state: State, names: Collection[str]) -> State:
-    return {key: tensor for key, tensor in state.items() if not key.startswith("head.") or key.split(".")[1] in names}
+def _renamed(state: State, name_of: Callable[[str], str | None]) -> State:
+    """Weights with other names of the heads' domains, without the heads of domains that have none."""
+    found = {}
+    for key, tensor in state.items():
+        if not key.startswith("head."):
+            found[key] = tensor
+        elif (name := name_of(key.split(".")[1])) is not None:
+            found[f"head.{name}.{key.split('.', 2)[2]}"] = tensor
+    return found

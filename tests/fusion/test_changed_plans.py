@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -67,8 +68,8 @@ def trainings(out: Path) -> dict[str, str]:
     }
 
 
-def adapters(out: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(out)): file.read_bytes() for file in sorted((out / "adapters").rglob("*.safetensors"))}
+def adapters(out: Path) -> list[bytes]:
+    return [file.read_bytes() for file in sorted((out / "adapters").rglob("adapter_model.safetensors"))]
 
 
 def relabel(folder: Path, source: str, part: str) -> None:
@@ -99,7 +100,13 @@ CHANGES = {
     "removed": Change([OTHER], set()),
     "added": Change([ONE, OTHER, NEW], {JOINED}, "not new: it is new"),
     "added, unfit": Change([ONE, OTHER, NEW | {"threshold": 1.0}], {JOINED, "alone: new"}),
-    "renamed": Change([ONE, NEW | {"source": "others"}], {f"{TOGETHER}; rehearsal 0.5: new into colors"}),
+    "renamed": Change([ONE, OTHER | {"name": "new"}], set(), "domains are of: colors, new", measured=0),
+    "names exchanged": Change([ONE | {"name": "others"}, OTHER | {"name": "colors"}], set()),
+    "renamed, its name taken": Change(
+        [ONE, OTHER | {"name": "new"}, NEW | {"name": "others"}],
+        {"together: colors, new; rehearsal 0.5: others into colors, new"},
+        "not others: training data, question changed",
+    ),
     "question": Change([ONE, OTHER | {"question": "which is it ?"}], {TOGETHER}, "not others: question changed"),
     "setting": Change([ONE, OTHER], {TOGETHER}, "no stored training is reused: training.steps changed", steps=5),
     "training label": Change(
@@ -112,7 +119,7 @@ CHANGES = {
         [ONE, OTHER], set(), edit=lambda folder: relabel(folder, "others", "validation"), measured=1
     ),
 }
-SOON = ("thresholds", "added, unfit", "training label", "validation label")
+SOON = ("thresholds", "renamed, its name taken", "added, unfit", "training label", "validation label")
 
 
 @pytest.mark.parametrize(
@@ -170,19 +177,46 @@ def test_a_changed_run_that_is_killed_ends_with_the_same_adapters(
     )
 
 
-def test_a_dry_run_says_what_is_reused_and_trained_first(made: Path, tmp_path: Path) -> None:
+PREVIEWS = {
+    "same": ([ONE, OTHER], ["nothing to train: every training is stored; adapters: colors, others"]),
+    "added": (
+        [ONE, OTHER, NEW],
+        [
+            "domains are of: colors, others",
+            "  not new: it is new",
+            "would run: training new into colors, others, about 5 s",
+            "in all: about 5 s if each fits, at most 30 s",
+        ],
+    ),
+    "alone": (
+        [ONE, OTHER | {"threshold": "{relative_to: alone, minus: 0.9}"}],
+        ["would run: training others into a new adapter, about 5 s", "in all: then packing, at most 25 s"],
+    ),
+}
+
+
+@pytest.mark.parametrize("change", PREVIEWS)
+def test_a_dry_run_says_what_is_reused_and_how_long_the_rest_takes(made: Path, tmp_path: Path, change: str) -> None:
+    domains, lines = PREVIEWS[change]
     shutil.copytree(made / "out", out := tmp_path / "out")
+    for file in out.glob("checkpoint/*/trained.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"seconds": 10}))  # of two domains
     files = {file: file.read_bytes() for file in out.rglob("*") if file.is_file() and file.name != "in-use"}
-    said = {}
-    for name, domains in {"same": [ONE, OTHER], "more": [ONE, OTHER, NEW]}.items():
-        console = Console(file=io.StringIO(), width=200)
-        preview(write_plan(made, domains), out, console=console)
-        assert isinstance(console.file, io.StringIO)
-        said[name] = console.file.getvalue()
-    assert "nothing to train: every training is stored; adapters: colors, others" in said["same"]
-    assert "domains are of: colors, others" in said["more"] and "not new: it is new" in said["more"]
-    assert "first training to run: training new into colors, others" in said["more"]
+    said = dry_run(made, out, domains)
+    assert all(line in said for line in lines), said
     assert {file: file.read_bytes() for file in files} == files
+
+
+def test_without_stored_trainings_a_dry_run_measures_steps(made: Path, tmp_path: Path) -> None:
+    said = dry_run(made, tmp_path / "out", [ONE, OTHER])
+    assert re.search(r"would run: training colors, others at once, about [\d.]+ (s|min)\n", said), said
+
+
+def dry_run(folder: Path, out: Path, domains: list[Plan]) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    preview(write_plan(folder, domains), out, console=console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
 
 
 def test_others_can_read_what_a_run_writes(made: Path) -> None:

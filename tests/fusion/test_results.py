@@ -185,7 +185,7 @@ def test_a_second_process_is_refused_until_the_first_ends(tmp_path: Path) -> Non
 
 # -- finished trainings ------------------------------------------------------------------------------------------------
 
-KEY, OTHER = (Key(what, {"": {"seed": "1"}, "a": {}}) for what in ("a, b", "a"))
+KEY, OTHER = (Key(what, {"": {"seed": "1"}, "a": {}}, what) for what in ("a, b", "a"))
 LOSSES = (2.0, 0.1 + 0.2)
 STATE = {"lora.x": torch.randn(3, 4), "head.a.weight": torch.randn(4, 2).t()}
 SCORE = Score(0.1 + 0.2, 1 / 3)
@@ -205,7 +205,7 @@ def test_a_stored_training_is_found_by_the_next_process_that_resumes(tmp_path: P
     again = Checkpoint(tmp_path, resume=True)
     assert again.trained(KEY) == (1.5, LOSSES) and again.trained(OTHER) is None
     assert again.measured(KEY, "score of a", Score) == SCORE and again.measured(KEY, "score of b", Score) is None
-    assert again.packing(list[Score]) == [SCORE] and again.inputs() == KEY.inputs
+    assert again.packing(list[Score]) == [SCORE] and again.inputs() == [KEY.inputs]
     assert all(torch.equal(value, STATE[name]) for name, value in again.state(KEY).items())
     assert len(list(tmp_path.iterdir())) == 2
     empty = Checkpoint(tmp_path, resume=False)
@@ -279,8 +279,9 @@ def test_a_training_depends_on_what_it_learns_with_and_from_and_on_nothing_else(
         (made(processing="other"), ALL, ["processing of the base"]),
         (made(device="cuda"), ALL, ["device"]),
     ):
-        assert changed.changes(before.training) == {where: names}
+        assert changed.changes([before.training]) == {where: names}
         assert changed.of_training(["signs"]) != before.of_training(["signs"])
+        assert changed.changes([changed.training, before.training]) == {}  # as it was earlier
     for scored in (made(data=(0, 1, 0)), made(confidence=0.6)):
         assert scored.training == before.training and scored.validation != before.validation
     for same in (
@@ -288,7 +289,7 @@ def test_a_training_depends_on_what_it_learns_with_and_from_and_on_nothing_else(
         made(training=plan.training.model_copy(update={"rehearsal": 0.25})),
     ):
         assert same == before
-    assert before.changes({}).keys() == {ALL, "signs"}
+    assert before.changes([]).keys() == {ALL, "signs"}
 
 
 def test_other_processing_of_pictures_is_another_base(tmp_path: Path) -> None:

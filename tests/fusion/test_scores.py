@@ -442,6 +442,6 @@ def test_the_margin_of_a_relative_threshold_is_the_plans(minus: float, power: st
     plan = Plan(domains=(DomainPlan(name="a", source="made", question="what?", threshold=threshold),))
     data = {"a": DomainData(color_splits(), TeacherResult("theirs", 0.8 + minus))}
     printed = io.StringIO()
-    estimate = Estimate(1.0, 2.0, 0.1, 32, 1, 32, "cpu", 1, 10**9, 10**7)
+    estimate = Estimate(1.0, 2.0, 1.0, 0.1, 32, 1, 32, "cpu", 1, 10**9, 10**7)
     print_summary(PlanChecked(plan, PlanText(), data, LoraSize(1, 1)), estimate, Console(file=printed))
     assert f"power     {power}" in printed.getvalue()

@@ -23,7 +23,7 @@ from vlora.errors import BadConfig, BadPlan
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for adapters and report.")
 @click.option("--device", default=EngineConfig.device, show_default=True, help="Device to train on: cpu or cuda.")
 @click.option("--check", is_flag=True, help="Explain the plan and report all errors in it, without training.")
-@click.option("--dry-run", is_flag=True, help="Show which trainings in --out are reused, and what is trained first.")
+@click.option("--dry-run", is_flag=True, help="Show which trainings in --out are reused, and how long others take.")
 @click.option("--resume", is_flag=True, help="Reuse the trainings in --out, of an interrupted run or another plan.")
 @click.option("--restart", is_flag=True, help="Train everything again; delete the results of an earlier run in --out.")
 @click.option("--oracle", is_flag=True, help="Also find the minimum number of adapters; requires many more trainings.")
@@ -76,6 +76,9 @@ def fuse(
         commands.explain(file, device=device, json_out=as_json, sheet=sheet)
     elif out is None:
         raise click.UsageError("--out is missing: a folder for adapters and report (or --check, to train nothing)")
+    elif dry_run and (restart or as_json):
+        why = "--restart reuses nothing; --check estimates a run from nothing" if restart else "it prints lines"
+        raise click.UsageError(f"--dry-run excludes {'--restart' if restart else '--json'}: {why}")
     elif dry_run:
         with _loading():
             from fusion import commands
