@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rich.console import Console
@@ -42,6 +45,7 @@ def fuse(
     workers: int = 1,
     console: Console | None = None,
     resume_hint: ResumeHint | None = None,
+    replacing: Callable[[Path], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> FusionReport:
     """Run a plan file and write OUT/adapters/NAME/ (PEFT format with heads), OUT/test/, OUT/report.json and
     OUT/report.html, all at the end of the run. Deterministic for a seed, device and number of threads.
@@ -58,6 +62,7 @@ def fuse(
         console: output for progress and the report's table.
         resume_hint: notified when an earlier run's trainings are deleted; from then on an interrupted run can be
             resumed.
+        replacing: called with OUT/adapters before the block in which they replace those of an earlier run.
 
     Raises:
         BadPlan: the plan or its data cannot be used.
@@ -90,7 +95,8 @@ def fuse(
                 packing = pack_domains(data, thresholds, session)
                 keep_packing(packing, session)
                 optimum = find_optimum(thresholds, session) if oracle else None
-            report = report_run(data, base, thresholds, packing, optimum, session, out, started)
+            with replacing(out / "adapters"):
+                report = report_run(data, base, thresholds, packing, optimum, session, out, started)
     console.print(report.table())
     if words := report.in_words():
         console.print(words, markup=False, highlight=False)

@@ -222,7 +222,6 @@ ERRORS = {
     "serve --ship-adapters": "--ship-adapters needs --cluster: replicas of one machine read the same files",
     "serve --routing-journal x": "--routing-journal needs --replicas 2 or more: one engine has no router",
     "serve --replicas 2 --train t.yaml": "--train t.yaml needs --replicas 1 (now 2): one engine trains; serve it separ",
-    "serve --adapter-state state": "--adapter-state state is for replicas; start 2 or more with --replicas",
     # The base model for split clients.
     "base serve --bind 0.0.0.0:0": "without authentication a base model is served on loopback only",
     "base serve --bind nowhere": "write HOST:PORT or unix:PATH",

@@ -33,6 +33,7 @@ def main() -> None:
             engine_command=ENGINE_COMMAND,
             load_processor=lambda model: ByteProcessor(),  # type: ignore[arg-type,return-value]
             read_tokens=lambda: read_tokens(file, {}),
+            adapter_state=os.environ.get("VLORA_SERVE_ADAPTER_STATE"),
         )
     )
 

@@ -31,6 +31,7 @@ from PIL import Image
 from transformers import AutoConfig
 
 import atmm
+from fusion.report.results import replace_results
 from heads import HeadSpec, TaskHead, save_heads
 from tests.engine.served_base import config as base_config
 from tests.engine.served_base import plain_model
@@ -43,6 +44,7 @@ from tests.split.test_equality import WITHIN, apart, losses
 from tests.training.beside import Case, adapter_of, losses_of, settle
 from tools.embedded_model.model import build_model as build_embedded
 from tools.embedded_model.processor import build_processor
+from vlora.cli.adapters import replacing_served
 from vlora.client import Client
 from vlora.client.values import FrameResult
 from vlora.config import EngineConfig, ServedBase, Token
@@ -224,6 +226,53 @@ def chat(port: int, **fields: Any) -> tuple[int, str]:
 
 def code_of(frame: FrameResult) -> str | None:
     return frame.error.code if frame.error else None
+
+
+def test_a_run_replaces_its_adapters_while_requests_are_answered(folder: Path, local: Local, tmp_path: Path) -> None:
+    """Every answer is that of the former or of the new content, also of an adapter that was never read before."""
+    images = [picture(0)]
+    texts = {name: local.text(images, name, SamplingParams(max_tokens=6)) for name in ADAPTERS}
+    assert texts["small"] != texts["large"]
+    before = {"same": "large", "changed": "small", "busy": "small", "unread": "small", "lost": "small"}
+    after = {"same": "large", "changed": "large", "unread": "large", "more": "small"}
+
+    def write(run: Path, adapters: dict[str, str]) -> None:
+        for name, content in adapters.items():
+            shutil.copytree(folder / "adapters" / content, run / "adapters" / name)
+        (run / "test").mkdir()
+        (run / "report.html").touch()
+        (run / "report.json").write_text(json.dumps({"adapters": [{"name": name} for name in adapters], "domains": []}))
+
+    write(tmp_path, before)
+    answers: list[tuple[str, str]] = []
+    done = threading.Event()
+    with served("--model", str(folder / "model"), "--adapters", str(tmp_path / "adapters"), "--dtype", "float32") as on:
+
+        def ask(name: str) -> str:
+            return on.client.generate(QUESTION, images, adapter=name, max_tokens=6).text
+
+        def keep_asking(name: str) -> None:
+            while not done.is_set():
+                answers.append((name, ask(name)))
+
+        sampling = {"max_tokens": 300, "ignore_eos": True}
+        whole = on.client.generate(QUESTION, images, adapter="busy", **sampling).text
+        with ThreadPoolExecutor(3) as threads:
+            asking = [threads.submit(keep_asking, name) for name in ("changed", "same")]
+            busy = on.client.stream(QUESTION, images, adapter="busy", **sampling)
+            begun = next(busy)
+            with replacing_served(on.client, tmp_path / "adapters"):
+                with replace_results(tmp_path) as staged:
+                    write(staged, after)
+                assert ask("lost") == ask("unread") == texts["small"]
+            assert begun + "".join(busy) == whole
+            assert {name: ask(name) for name in after} == {name: texts[content] for name, content in after.items()}
+            done.set()
+            for each in asking:
+                each.result()
+        assert {each.name for each in on.client.adapters()} == after.keys()
+        assert set(answers) == {("changed", texts["small"]), ("changed", texts["large"]), ("same", texts["large"])}
+        assert on.client.stats().num_failed == 0
 
 
 @pytest.mark.exhaustive  # test_serve.py kills a scripted engine

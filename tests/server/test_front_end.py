@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import errno
 import json
 import logging
+import os
 import re
 import threading
 import unicodedata
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -35,6 +38,7 @@ from tests.virtual_clock import VirtualClockLoop
 from vlora import logging_format
 from vlora.cli.serve import named_adapters
 from vlora.client.values import Answer
+from vlora.cluster.adapter_state import AdapterState
 from vlora.cluster.nodes.plan import ClusterPlan
 from vlora.cluster.summary import failed_status, merged_stats
 from vlora.config import EngineConfig, ServerConfig, Token
@@ -58,6 +62,7 @@ from vlora.plan_files.fields import PlanModel
 from vlora.server import adapter_catalog
 from vlora.server.adapter_catalog import AdapterCatalog, prompt_warnings
 from vlora.server.frontend import FrontEnd
+from vlora.server.launch import _begin
 from vlora.server.metrics import MAX_ADAPTERS, MAX_TENANTS, MAX_TRAININGS, LabelSlots, Metrics
 from vlora.server.security.public_errors import error_for, named, without_places
 from vlora.training.plan import TrainingPlan
@@ -463,6 +468,103 @@ async def test_requests_of_a_failed_adapter_do_not_list_all_adapters_each(monkey
     monkeypatch.setattr(adapter_catalog, "ERROR_S", 0.0)
     engine.error = "other"
     assert (await catalog.get("signs")).error == "other"
+
+
+# -- adapters after a restart ------------------------------------------------------------------------------------------
+
+
+class Life(NamedTuple):
+    """What a server does after its first start with `given`, of the folders one and two; then it is started again.
+
+    Each adapter is NAME=FOLDER. said: part of a line at the second start. refused: it does not start.
+    """
+
+    changes: list[str]
+    served: list[str]
+    given: Sequence[str] = ("a=one",)
+    said: str = ""
+    refused: str = ""
+
+
+LIVES = {
+    "unchanged": Life([], ["a=one"]),
+    "loaded": Life(["load b=two"], ["a=one", "b=two"], said="kept in {}: b"),
+    "replaced": Life(["load a=two"], ["a=two"], said="served as loaded later, not from the given folder: a"),
+    "replaced, then given": Life(["load a=two"], ["a=three"], given=["a=three"]),
+    "unloaded": Life(["unload a"], [], said="unloaded later, and not served: a"),
+    "pinned": Life(["load b=two", "pin b"], ["a=one", "b=two pinned"], said="kept in {}: b"),
+    "not given": Life(["load b=two"], ["b=two"], given=[], said="not given any more, and not served: a"),
+    "lost": Life(["load b=two", "lose two"], ["a=one"], said="kept in {}: b"),
+    "given and lost": Life(["lose one"], [], refused="no adapter_config.json"),
+    "loaded in vain": Life(["load b=nowhere"], ["a=one"]),
+}
+
+
+@pytest.mark.parametrize("case", LIVES)
+async def test_adapters_changed_while_a_server_runs_outlive_it(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    life, said, folder = LIVES[case], list[str](), tmp_path / "state"
+    for number, name in enumerate(("one", "two", "three"), 1):
+        write_adapter(tmp_path / name, {"head": number})  # the frames of its head tell the folder
+
+    async def start(given: Sequence[str]) -> tuple[AdapterCatalog, AdapterState]:
+        named = {each.partition("=")[0]: str(tmp_path / each.partition("=")[2]) for each in given}
+        state = AdapterState.open(folder)
+        try:
+            new = _begin(state, named, [], "model", said.append)
+            catalog = AdapterCatalog(ScriptedInterface(), Metrics(), "model", ByteProcessor())  # type: ignore[arg-type]
+            await catalog.register(new)
+            await catalog.keep_in(state, new)
+        except VLoraError:
+            state.close()
+            raise
+        return catalog, state
+
+    catalog, state = await start(["a=one"])
+    for change in life.changes:
+        verb, name, _, path = re.fullmatch(r"(\w+) (\w+)(=(\w+))?", change).groups()  # type: ignore[union-attr]
+        match verb:
+            case "load":
+                with contextlib.nullcontext() if path != "nowhere" else pytest.raises(BadAdapter):
+                    await catalog.load(name, str(tmp_path / path))
+            case "unload":
+                await catalog.unload(name)
+            case "pin":
+                await catalog.pin(name, True)
+            case "lose":
+                (tmp_path / name / "adapter_config.json").unlink()
+    assert said == []
+    state.close()  # as at the end of the process
+    if life.refused:
+        with pytest.raises(BadAdapter, match=life.refused):
+            await start(life.given)
+        return
+    catalog, state = await start(life.given)
+    folders = {1: "one", 2: "two", 3: "three"}
+    served = [f"{a.name}={folders[a.heads[0].num_frames]}" + " pinned" * a.pinned for a in await catalog.list()]
+    assert served == life.served
+    assert life.said.format(folder) in "\n".join(said)
+    if case == "lost":
+        assert "adapter 'b', loaded before the restart, is not served" in caplog.text
+        await catalog.unload("b")
+        assert "b" not in state
+    state.close()
+
+
+async def test_a_change_that_cannot_be_kept_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = AdapterCatalog(ScriptedInterface(), Metrics(), "model", ByteProcessor())  # type: ignore[arg-type]
+    await catalog.keep_in(AdapterState.open(tmp_path / "state"), {})
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("vlora.cluster.adapter_state.replace_file", full)
+    with pytest.raises(
+        VLoraError, match=r"adapters.json cannot be written, so the adapters were not changed: No space"
+    ):
+        await catalog.load("a", str(write_adapter(tmp_path / "a")))
+    assert await catalog.list() == ()
 
 
 TEMPLATE, MORE_TOKENS, IMAGES = "another chat template", "other tokens", "image processor has another"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
+from vlora.adapter_files import CONFIG_FILE, content_hash
 from vlora.cli.group import cli
 from vlora.cli.options import long_flag
 from vlora.cli.progress import waiting
@@ -119,6 +123,42 @@ def unpin(name: str, client: Client, as_json: bool) -> None:
     with client:
         status = client.pin_adapter(name, pinned=False)
     _show(status, as_json=as_json)
+
+
+@contextlib.contextmanager
+def replacing_served(client: Client, folder: Path) -> Iterator[None]:
+    """A block that replaces the adapters in a folder, while a server on this machine serves them.
+
+    The server reads the former contents before the block, so that it needs no file meanwhile, and the new ones after
+    it; adapters that are no longer in the folder are unloaded. Requests in progress continue with the content with
+    which they began.
+    """
+    served = {status.name: status for status in client.adapters()}
+    former = {name: content_hash(path) for name, path in _in(folder).items() if name in served}
+    for name, version in tuple(former.items()):
+        if not served[name].loaded:
+            client.load_adapter(name, folder.absolute() / name)
+        elif served[name].version != version:
+            del former[name]  # another folder's adapter
+    yield
+    new = _in(folder)
+    for name, path in new.items():
+        status = served.get(name)
+        if status is not None and (former.get(name) or status.version) == content_hash(path):
+            continue
+        if status is not None and status.pinned:
+            client.pin_adapter(name, False)
+        client.load_adapter(name, path.absolute())
+        if status is not None and status.pinned:
+            client.pin_adapter(name)
+        click.echo(f"{name}  {'loaded' if status is None else 'replaced'}", err=True)
+    for name in former.keys() - new.keys():
+        client.unload_adapter(name, drain=True)
+        click.echo(f"{name}  unloaded", err=True)
+
+
+def _in(folder: Path) -> dict[str, Path]:
+    return {file.parent.name: file.parent for file in sorted(folder.glob(f"[!.]*/{CONFIG_FILE}"))}
 
 
 def _list(client: Client, *, as_json: bool) -> None:

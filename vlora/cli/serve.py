@@ -178,11 +178,11 @@ def take_replica_options(
     help="Plan of several machines (YAML, see docs/cluster.md), with model, adapters and replicas.",
 )
 @headed(
-    "Replicas",
+    "Adapters",
     "--adapter-state",
     metavar="FOLDER",
-    type=click.Path(path_type=Path),
-    help="Keep the adapters, as changed while it serves, in this folder, and serve them again after a restart.",
+    help="Keep the adapters, as changed while it serves, in this folder for the next start; none: do not. Default: "
+    "a folder of the port and the model.",
 )
 @headed(
     "Network",
@@ -224,7 +224,7 @@ def serve(
     cluster_file: Path | None,
     learn: str | None,
     serve_base: tuple[str, ...],
-    adapter_state: Path | None,
+    adapter_state: str | None,
     token_file: Path | None,
     log_level: str,
     log_json: bool,
@@ -247,8 +247,6 @@ def serve(
     else:
         plan, model, named = read_cluster(cluster_file)
         replicas = take_replica_options(settings, plan, learn=learn, serve_base=serve_base)
-    if adapter_state is not None and not (plan or replicas.several):
-        raise BadConfig(f"--adapter-state {adapter_state} is for replicas; start 2 or more with --replicas")
     model_name = served_name(model) if served_model_name is None else served_model_name
     if not model_name.strip():
         raise BadConfig("the base model's name is empty; give a --served-model-name")
@@ -292,7 +290,7 @@ def serve(
                 read_tokens=None if token_file is None else all_tokens,
                 cluster=plan,
                 learn=learning,
-                adapter_state=None if adapter_state is None else str(adapter_state),
+                adapter_state=adapter_state,
                 **replicas._asdict(),
             )
         )

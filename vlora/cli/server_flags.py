@@ -22,7 +22,7 @@ def server_option(command: Any) -> Any:
 
     @functools.wraps(command)
     def with_client(*, server: str, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, **args: Any) -> Any:
-        return command(client=_client(server, tls_ca, tls_cert, tls_key), **args)
+        return command(client=client_of(server, tls_ca, tls_cert, tls_key), **args)
 
     for name, text in (
         ("key", "Private key of --tls-cert"),
@@ -58,14 +58,17 @@ def json_option(command: Any) -> Any:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")(command)
 
 
-def _client(server: str, tls_ca: str | None, tls_cert: str | None, tls_key: str | None) -> Client:
+def client_of(
+    server: str, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, *, flag: str = "--server"
+) -> Client:
+    """flag: of the address, in errors. Raises BadConfig."""
     import ssl
 
     from vlora.client import Client
 
     host, colon, port = server.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise BadConfig(f"--server is {server!r}; write HOST:PORT, with a port from 1 to 65535")
+        raise BadConfig(f"{flag} is {server!r}; write HOST:PORT, with a port from 1 to 65535")
     if tls_cert is not None and tls_ca is None:
         raise BadConfig("--tls-cert requires TLS; also give --tls-ca")
     tls: ssl.SSLContext | None = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,7 +16,7 @@ from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.interrupt import ends_with
 from vlora.cli.progress import waiting
-from vlora.cli.server_flags import json_option, print_json
+from vlora.cli.server_flags import client_of, json_option, print_json
 from vlora.config import EngineConfig, Quantize
 from vlora.errors import BadConfig, BadPlan
 
@@ -30,6 +33,12 @@ from vlora.errors import BadConfig, BadPlan
 @click.option(
     "--workers", default=1, type=click.IntRange(min=1), help="Number of parallel trainings, one CPU thread each."
 )
+@click.option(
+    "--serve-to",
+    metavar="HOST:PORT",
+    help="A server on this machine that serves --out: it takes the new adapters when the run ends, without losing a "
+    "request. Token and TLS come from the variables of `vlora adapters`.",
+)
 @json_option
 @needs("fuse")
 def fuse(
@@ -42,6 +51,7 @@ def fuse(
     restart: bool,
     oracle: bool,
     workers: int,
+    serve_to: str | None,
     as_json: bool,
 ) -> None:
     """Train adapters and task heads from a fusion plan: a file, or the name of one in the package.
@@ -90,6 +100,14 @@ def fuse(
         from rich.console import Console
 
         resume_hint = ResumeHint(out, restart=restart)
+        replacing: Any = contextlib.nullcontext
+        if serve_to is not None:
+            from vlora.cli.adapters import replacing_served
+
+            files = [os.environ.get(f"VLORA_TLS_{name}") for name in ("CA", "CERT", "KEY")]
+            server = client_of(serve_to, *files, flag="--serve-to")
+            server.adapters()  # an error is reported before the run
+            replacing = functools.partial(replacing_served, server)
         with ends_with(lambda: f"{resume_hint}; resume with: {same_command(sys.argv, resume_hint.option)}"):
             with _loading():  # an interrupt during the imports is handled in the same way
                 from fusion import commands
@@ -104,6 +122,7 @@ def fuse(
                 workers=workers,
                 console=Console(stderr=as_json),
                 resume_hint=resume_hint,
+                replacing=replacing,
             )
         if as_json:
             print_json(report)

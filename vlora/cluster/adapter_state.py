@@ -1,4 +1,4 @@
-"""The desired state of a cluster's adapters: which names it serves, from which folder, with which content.
+"""The desired state of a server's adapters: which names it serves, from which folder, with which content.
 
 It may be kept in a file, which outlives the processes. The file is replaced as a whole by a rename after its content is
 on the disk, so a crash at any time leaves the former state or the new one.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,16 @@ import msgspec
 from vlora.errors import BadConfig, VLoraError, listed
 
 FILE, LOCK = "adapters.json", "adapters.lock"
+
+
+def default_folder(environ: Mapping[str, str], model: str, host: str, port: int) -> Path:
+    """`$XDG_DATA_HOME/vlora/served/PORT-HASH`, default `~/.local/share/vlora/served`: a folder for each model and
+    address. Raises BadConfig if there is no home folder."""
+    try:
+        root = Path(environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+    except RuntimeError as error:
+        raise BadConfig("this user has no home folder; set XDG_DATA_HOME") from error
+    return root / "vlora" / "served" / f"{port}-{hashlib.sha256(f'{host} {model}'.encode()).hexdigest()[:8]}"
 
 
 class DesiredAdapter(msgspec.Struct, frozen=True):
@@ -137,6 +148,10 @@ class AdapterState:
             unloaded=tuple(name for name in same if name not in self.adapters),
             dropped=tuple(dropped),
         )
+
+    def is_given(self, name: str) -> bool:
+        """Whether the command line gives an adapter, with the folder that is served."""
+        return name in self.adapters and self._given.get(name) == self.adapters[name].path
 
     async def commit(self, changes: Mapping[str, DesiredAdapter | None]) -> None:
         """Change adapters by name, None to remove one. The change is on the disk when this returns.

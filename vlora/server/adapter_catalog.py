@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
+import os
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
+from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.engine.interface import EngineInterface
-from vlora.errors import BadAdapter, BadRequest, UnknownAdapter, UnknownHead, listed
+from vlora.errors import BadAdapter, BadRequest, EngineDead, UnknownAdapter, UnknownHead, VLoraError, listed
 from vlora.server.metrics import Metrics
 from vlora.types import AdapterStatus, HeadSummary, TrainingStatus, composed_of, is_composed
 from vlora.types.composition import MAX_NAME, name_problem
@@ -49,6 +52,7 @@ class AdapterCatalog:
         self._statuses: dict[str, AdapterStatus] | None = None
         self._listed_s = -math.inf
         self._changes: set[asyncio.Task[Any]] = set()  # in progress
+        self._state: AdapterState | None = None
 
     # -- queries ------------------------------------------------------------------------------------------------------
 
@@ -134,17 +138,48 @@ class AdapterCatalog:
 
     async def replace(self, name: str, path: str) -> AdapterStatus:
         """As `load`, for learning adapters and versions under evaluation too."""
-        return await self._complete(self._load(name, path))
+        wanted = DesiredAdapter(os.path.abspath(path))
+        return await self._complete(self._keeping(name, wanted, lambda: self._load(name, path)))
+
+    async def keep_in(self, state: AdapterState, given: Mapping[str, str]) -> None:
+        """Keep changes in a state from now on, and register its adapters beside the given ones, which are registered.
+
+        An adapter that was loaded later and cannot be served is reported and stays in the state.
+        """
+        for name, each in state.adapters.items():
+            if name in self.learning:
+                continue
+            try:
+                await self.register({name: each.path})
+                if each.pinned:
+                    await self._engine.pin_adapter(name, True)
+            except EngineDead:
+                raise
+            except VLoraError as error:
+                if state.is_given(name):
+                    raise
+                log.warning(
+                    "adapter %r, loaded before the restart, is not served: %s; load it, or unload it", name, error
+                )
+        try:
+            await state.commit({name: DesiredAdapter(path) for name, path in given.items()})
+        except VLoraError as error:
+            log.warning("%s; changes will not outlive the server", error)
+        else:
+            self._state = state
 
     async def unload(self, name: str, drain: bool = False) -> None:
         """Remove an adapter and cancel its requests, or with `drain` let them finish. Raises UnknownAdapter."""
         self._check_changeable(name)
-        await self._complete(self._engine.unload_adapter(name, drain))
+        await self._complete(self._keeping(name, None, lambda: self._engine.unload_adapter(name, drain)))
         self._warnings.pop(name, None)
 
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
         """Pin an adapter on the device, or unpin it. Raises UnknownAdapter; OverCapacity when there is no room."""
-        return self._with_warnings(await self._complete(self._engine.pin_adapter(name, pinned)))
+        kept = self._state.adapters.get(name) if self._state is not None else None
+        wanted = kept and msgspec.structs.replace(kept, pinned=pinned)
+        change = self._keeping(name, wanted, lambda: self._engine.pin_adapter(name, pinned))
+        return self._with_warnings(await self._complete(change))
 
     # -- trainings ----------------------------------------------------------------------------------------------------
 
@@ -161,6 +196,23 @@ class AdapterCatalog:
         return await self._engine.cancel_training(name)
 
     # -- internal -----------------------------------------------------------------------------------------------------
+
+    async def _keeping(
+        self, name: str, wanted: DesiredAdapter | None, change: Callable[[], Coroutine[Any, Any, T]]
+    ) -> T:
+        """Make a change, and keep its result for the next start; if one fails, neither. Raises VLoraError."""
+        if self._state is None or name in self.learning or name in self.hidden:
+            return await change()
+        before = self._state.adapters.get(name)
+        await self._state.commit({name: wanted})
+        try:
+            return await change()
+        except BaseException as error:
+            if not (wanted is None and before is not None and isinstance(error, UnknownAdapter)):
+                with contextlib.suppress(VLoraError):
+                    await self._state.commit({name: before})
+                raise
+            return cast(T, None)  # it was kept, but could not be served
 
     async def _load(self, name: str, path: str) -> AdapterStatus:
         status = await self._engine.load_adapter(name, path)

@@ -8,17 +8,18 @@ import dataclasses
 import functools
 import gc
 import logging
+import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vlora.cluster.adapter_state import AdapterState
+from vlora.cluster.adapter_state import AdapterState, default_folder
 from vlora.cluster.journal_file import JournalFile
 from vlora.cluster.on_ray.cluster import LocalCluster
 from vlora.config import EngineConfig, ServerConfig, Token
 from vlora.engine.ipc.client import ENGINE_COMMAND
 from vlora.engine.ipc.supervisor import RestartedEngine, SupervisedEngine
-from vlora.errors import BadConfig, EngineDead
+from vlora.errors import BadConfig, EngineDead, listed
 from vlora.server.frontend import FrontEnd
 from vlora.server.rpyc.server import RpycServer
 from vlora.server.security.access import Access
@@ -65,7 +66,8 @@ async def serve(
         replicas: Number of engines; several of them run on a Ray of this machine.
         cluster: The plan of several machines, which has the number of engines; None: this machine alone.
         learn: The folder and the adapters of a learning plan.
-        adapter_state: The folder with the state of several engines' adapters; None keeps it in memory.
+        adapter_state: The folder that keeps the adapters, as changed while it serves; "none" keeps them in memory, None
+            in a folder of the address and model.
         replica_settings: Of several engines, see `_start_engine`.
 
     Raises:
@@ -73,7 +75,7 @@ async def serve(
         BadAdapter: An adapter cannot be registered.
         EngineDead: There is no engine at the end.
     """
-    state = None if adapter_state is None else AdapterState.open(adapter_state)
+    state: AdapterState | None = None
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -92,8 +94,9 @@ async def serve(
     http_server: HttpServer | None = None
     model = model_name or engine_config.model
     try:
+        state = _open_state(adapter_state, engine_config.model, rpyc_server, server_config)
         if state is not None:
-            adapters = _begin(state, adapters, model, announce)
+            adapters = _begin(state, adapters, [] if learn is None else learn[1], model, announce)
         if server_config.http_port is not None:
             from vlora.server.http.routes import make_app
             from vlora.server.http.server import HttpServer
@@ -110,7 +113,7 @@ async def serve(
             **replica_settings,
         )
         load = functools.partial(load_processor or _load_processor, engine_config.model)
-        starting = asyncio.create_task(_start(start_engine, load, server_config, model, adapters, learn))
+        starting = asyncio.create_task(_start(start_engine, load, server_config, model, adapters, learn, state))
         if await _first_done(starting, stop) is None:
             return
         engine, front_end = starting.result()
@@ -163,6 +166,7 @@ async def _start(
     model: str,
     adapters: Mapping[str, str],
     learn: tuple[Path, list[LearningEntry]] | None,
+    state: AdapterState | None,
 ) -> tuple[RestartedEngine, FrontEnd]:
     """Load the model in the engine processes and, concurrently, the tokenizer and image processor here."""
     loading = asyncio.create_task(asyncio.to_thread(load_processor))
@@ -179,6 +183,8 @@ async def _start(
         engine.add_listener(front_end)
         learned = {} if learn is None else front_end.learn(*learn, adapters)
         await front_end.adapters.register({**adapters, **learned})
+        if state is not None and isinstance(engine, SupervisedEngine):  # a cluster keeps its state itself
+            await front_end.adapters.keep_in(state, {name: adapters[name] for name in adapters.keys() - learned.keys()})
         if front_end.learning is not None:
             await front_end.learning.start()
     except BaseException:
@@ -245,11 +251,37 @@ async def _start_engine(
     )
 
 
+def _open_state(folder: str | None, model: str, bound: RpycServer, config: ServerConfig) -> AdapterState | None:
+    """The state of the adapters; None without one. Raises BadConfig for a folder that was given and cannot be used."""
+    if folder == "none" or (folder is None and not config.rpyc_port):  # such a port is another one at each start
+        return None
+    try:
+        if folder is not None:
+            return AdapterState.open(folder)
+        default = default_folder(os.environ, model, bound.host, bound.port)
+        default.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = AdapterState.open(default)
+    except (BadConfig, OSError) as error:
+        if folder is not None:
+            raise
+        log.warning("adapters that are loaded while it serves will not outlive it: %s; set --adapter-state", error)
+        return None
+    log.info("adapters are kept in %s", default)
+    return state
+
+
 def _begin(
-    state: AdapterState, given: Mapping[str, str], model: str, announce: Callable[[str], None]
+    state: AdapterState,
+    given: Mapping[str, str],
+    learning: Sequence[LearningEntry],
+    model: str,
+    announce: Callable[[str], None],
 ) -> Mapping[str, str]:
-    """The folders to register at a start, beside the adapters of the state. Raises BadConfig for the model's name."""
-    starting = state.begin(given)
+    """The folders to register at a start, beside those of the state that it was not given. Adapters that learn are not
+    in the state. Raises BadConfig for the model's name."""
+    learned = {entry.settings.name for entry in learning}
+    own = {name: path for name, path in given.items() if name not in learned}
+    starting = state.begin(own)
     if model in state.adapters:
         raise BadConfig(
             f"the adapters' state in {state.folder} has an adapter {model!r}, which is the base model's name; give "
@@ -257,7 +289,9 @@ def _begin(
         )
     for line in starting.lines:
         announce(line)
-    return starting.new
+    if restored := state.adapters.keys() - own.keys():
+        announce(f"adapters loaded later, kept in {state.folder}: {listed(restored)}")
+    return {name: path for name, path in given.items() if name in learned or name in starting.new}
 
 
 def _threads(number: int, config: EngineConfig) -> str:
