@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import deque
@@ -42,13 +43,21 @@ AT_ONCE = 8
 
 class PictureAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """image: its path, with a replacement character for bytes that are not UTF-8. text: the text, or a head's label.
-    answer: a head's complete answer. problem: the error, if there is no answer.
+    answer: a head's complete answer. problem: the error, if there is no answer. question, adapter, head:
+    what was asked.
     """
 
     image: str
+    question: str | None = None
+    adapter: str | None = None
+    head: str | None = None
     text: str = ""
     answer: HeadResult | None = None
     problem: str | None = None
+
+
+def printable(picture: Path) -> str:
+    return os.fsencode(picture).decode(errors="replace")
 
 
 def find_pictures(paths: Sequence[str | Path], on_error: Callable[[BadImage], None] = lambda error: None) -> list[Path]:
@@ -89,19 +98,20 @@ def ask_all(
         raise BadRequest("give a question, or a head and the adapter it belongs to")
 
     def ask(picture: Path) -> PictureAnswer:
-        image = os.fsencode(picture).decode(errors="replace")
+        answer = functools.partial(
+            PictureAnswer, image=printable(picture), question=question, adapter=adapter, head=head
+        )
         try:
             if head is not None:
                 assert adapter is not None
                 result = client.ask_head([picture], adapter, head)
-                return PictureAnswer(image=image, text=result.label, answer=result)
+                return answer(text=result.label, answer=result)
             assert question is not None
-            answer = client.generate(question, [picture], adapter, **sampling)
-            return PictureAnswer(image=image, text=answer.text)
+            return answer(text=client.generate(question, [picture], adapter, **sampling).text)
         except (Disconnected, EngineDead, Unauthorized, UnknownAdapter, UnknownHead):
             raise
         except VLoraError as error:
-            return PictureAnswer(image=image, problem=str(error))
+            return answer(problem=str(error))
 
     under_way: deque[Future[PictureAnswer]] = deque()
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ask") as threads:

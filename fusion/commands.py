@@ -32,6 +32,7 @@ from fusion.training.fingerprint import ALL
 from fusion.training.resume_hint import ResumeHint
 from vlora.errors import BadConfig
 from vlora.plan_files.run_lock import lock_folder
+from vlora.writing import writing
 
 
 def fuse(
@@ -78,7 +79,7 @@ def fuse(
         with lock_folder(out):
             _check_folder(out, continues=resume or restart)
     hint = resume_hint or ResumeHint(out, restart=restart)
-    with Progress(console) as progress:
+    with Progress(console) as progress, writing(out, only_disks=True):
         checked = check_plan(file, progress)
         for name, own in checked.data.items():
             for note in own.notes:

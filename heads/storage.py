@@ -29,8 +29,12 @@ _HIDDEN = ("hidden.weight", "hidden.bias")
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
     """Write a file of safetensors, with the permissions of any new file: safetensors' own keep other users out."""
-    save_file(dict(tensors), str(file), metadata)
-    give_usual_mode(file)
+    try:
+        save_file(dict(tensors), str(file), metadata)
+        give_usual_mode(file)
+    except BaseException:
+        file.unlink(missing_ok=True)  # a part would keep a full disk full
+        raise
 
 
 def give_usual_mode(file: Path) -> None:

@@ -23,7 +23,7 @@ def own(names: str) -> set[str]:
     return {f"vlora.{name}" for name in names.split()}
 
 
-BASE = own("errors types wording")
+BASE = own("errors types wording writing")
 LEVEL_1 = (
     BASE | own("adapter_files auth_rate_limit config lazy logging_format parallel threads tls") | {"atmm", "heads"}
 )
@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{each: set() for each in {"atmm", "heads"} | own("errors wording confidence threads")},
     **{each: set() for each in own("adapter_files lazy logging_format")},
     **dict.fromkeys(own("plan_files opencv config auth_rate_limit parallel client"), BASE),
-    "vlora.types": own("errors"),
+    **dict.fromkeys(own("types writing"), own("errors")),
     "vlora.tls": BASE | own("config"),
     "vlora.memory": LEVEL_1,
     "vlora.lora": LEVEL_1 | own("memory"),
@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | own("adapter_files confidence config lora models engine opencv parallel plan_files")
     | {"atmm", "heads"},
     "tools": {"fusion"},
-    "apps": own("client errors opencv types plan_files"),
+    "apps": own("client errors opencv types plan_files writing"),
     "benchmarks": LEVEL_3 | _SHELL | own("bench cluster opencv plan_files confidence") | {"fusion", "apps"},
 }
 

@@ -15,6 +15,7 @@ import msgspec
 from apps.retrieval.media import Clip, Fingerprint, Media
 from vlora.errors import BadConfig
 from vlora.plan_files.run_lock import lock_file
+from vlora.writing import NotWritten
 
 FORMAT_VERSION = 1
 _COMMON = 1e-5  # BM25 of one term; FTS5 gives terms of more than half of the statements a weight of 1e-6
@@ -303,6 +304,8 @@ class RetrievalIndex:
         try:
             yield
         except sqlite3.OperationalError as error:
+            if error.sqlite_errorname == "SQLITE_FULL" or error.sqlite_errorname.startswith("SQLITE_IOERR"):
+                raise NotWritten(f"cannot write {str(self.path)!r}: {error}; what is indexed is kept") from error
             raise BadConfig(f"cannot use index {str(self.path)!r}: {error}") from error
         except sqlite3.IntegrityError as error:
             raise BadConfig(

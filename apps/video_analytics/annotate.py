@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +15,7 @@ from apps.video_analytics.answers import ChunkResult
 from apps.video_analytics.sampling import SHOWN_FPS, Chunk
 from vlora.errors import BadImage
 from vlora.opencv import cv2, quiet
+from vlora.writing import NotWritten
 
 if TYPE_CHECKING:
     from apps.video_analytics.tracking import TrackedFrame
@@ -62,6 +66,8 @@ class AnnotatedVideo:
                 self._open(drawn, time_s, len(chunk.shown) / chunk.seconds)
             self._write_until(time_s)
             self._last = drawn if drawn.shape[1::-1] == self._size else cv2.resize(drawn, self._size)
+        if not shutil.disk_usage(self.path.parent).free:  # the writer drops what a full disk does not take
+            raise NotWritten(f"cannot write {str(self.path)!r}: {os.strerror(errno.ENOSPC)}")
         if chunk.shown:
             self._end_s = time_s + chunk.seconds / len(chunk.shown)
 

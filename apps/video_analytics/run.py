@@ -12,8 +12,8 @@ from apps.video_analytics.answers import ChunkResult
 from apps.video_analytics.asked import find_groups
 from apps.video_analytics.sources import Source
 from vlora.client import Client, wait_for_server
-from vlora.errors import BadConfig
 from vlora.opencv import STDERR
+from vlora.writing import writing
 
 
 def run(
@@ -91,9 +91,7 @@ def prepare(
             on_result(result)
 
     if out is not None:
-        try:
+        with writing(out):
             out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BadConfig(f"cannot make the folder {str(out)!r}: {error.strerror}") from error
     wait_for_server(client, wait_s, stop, print_line)
     return Analysis(client, out, wait_s, stop, report_result, print_line)

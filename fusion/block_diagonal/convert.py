@@ -90,7 +90,6 @@ def convert(
     checked = None if data is None else check_plan(data, progress)
     temporary = out.with_name(f"{out.name}.unfinished")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     try:
         layers = _write(header, config, ranks, blocks, temporary, progress)
         domains = [] if checked is None else distil(header, temporary, base, checked, progress)

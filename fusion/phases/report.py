@@ -211,7 +211,7 @@ def write_test_data(folder: Path, plan: Plan, splits: Mapping[str, Splits]) -> N
         for number, sample in enumerate(own.test[:_MAX_SAMPLES]):
             files = [f"{number:04d}-{place}.png" for place in range(len(sample.frames))]
             for file, frame in zip(files, sample.frames, strict=True):
-                cv2.imwrite(str(here / file), cv2.cvtColor(frame, cv2.COLOR_RGB2BGR))
+                (here / file).write_bytes(cv2.imencode(".png", cv2.cvtColor(frame, cv2.COLOR_RGB2BGR))[1].tobytes())
             question = sample.question or domain.question
             entries.append({"frames": files, "question": question, "label": answer_in_words(own, sample)})
         (here / "labels.json").write_text(json.dumps(entries, indent=1) + "\n")

@@ -13,6 +13,7 @@ from typing import Any
 
 from fusion.training.resume_hint import UNFINISHED
 from vlora.errors import BadConfig
+from vlora.writing import NotWritten, writing
 
 _REPORT = "report.json"  # removed first and written last: if it exists, all other results are of the same run
 _NAMES = ("adapters", "test", "report.html", _REPORT)
@@ -32,8 +33,13 @@ def replace_results(out: Path) -> Iterator[Path]:
     refuse_foreign(out)
     staged = out / _STAGED
     shutil.rmtree(staged, ignore_errors=True)
-    staged.mkdir(parents=True)
-    yield staged
+    try:
+        with writing(staged, only_disks=True):
+            staged.mkdir(parents=True)
+            yield staged
+    except NotWritten:
+        shutil.rmtree(staged, ignore_errors=True)  # a part would keep the disk full
+        raise
     if (out / _REPORT).exists():
         (out / _REPORT).rename(staged / _REPLACED)
     for name in _NAMES:

@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 from fusion.training.fingerprint import ALL
 from fusion.training.resume_hint import UNFINISHED
 from heads.storage import write_tensors
-from vlora.errors import BadPlan
+from vlora.errors import BadPlan, VLoraError
+from vlora.writing import writing
 
 Value = TypeVar("Value")
 State = dict[str, torch.Tensor]
@@ -54,7 +55,8 @@ class Checkpoint:
         self._folder = folder
         if not resume:
             shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f"{UNFINISHED}*"):  # by a process that was killed
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
@@ -75,13 +77,18 @@ class Checkpoint:
         place = self._folder / key.folder
         # Other processes may store the same training; each writes into a folder of its own.
         temporary = self._folder / f"{UNFINISHED}{os.getpid()}-{place.name}"
-        temporary.mkdir()
         stored = {name: tensor.contiguous().cpu() for name, tensor in state.items()}
-        write_tensors(stored, temporary / "state.safetensors")
-        _sync(temporary / "state.safetensors")
         content = msgspec.json.encode(_Trained(key.what, key.inputs, key.size, seconds, tuple(losses)))
-        _write_through(temporary / "trained.json", msgspec.json.format(content, indent=1))
-        _sync(temporary)
+        try:
+            with writing(place):
+                temporary.mkdir()
+                write_tensors(stored, temporary / "state.safetensors")
+                _sync(temporary / "state.safetensors")
+                _write_through(temporary / "trained.json", msgspec.json.format(content, indent=1))
+                _sync(temporary)
+        except VLoraError:
+            shutil.rmtree(temporary, ignore_errors=True)  # a part would keep a full disk full
+            raise
         try:
             temporary.rename(place)
         except OSError:
@@ -127,9 +134,14 @@ class Checkpoint:
 
     def _write(self, file: Path, value: object) -> None:
         temporary = self._folder / f"{UNFINISHED}{os.getpid()}-{file.name}"
-        _write_through(temporary, msgspec.json.encode(value))
-        temporary.rename(file)
-        _sync(file.parent)
+        try:
+            with writing(file):
+                _write_through(temporary, msgspec.json.encode(value))
+                temporary.rename(file)
+                _sync(file.parent)
+        except VLoraError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 class _Trained(msgspec.Struct):

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from heads.storage import write_tensors
+from vlora.writing import writing
 
 
 class Features(Protocol):
@@ -48,7 +49,8 @@ class FeatureCache:
     def __init__(self, folder: Path, tower: str) -> None:
         self._folder = folder
         self._tower = tower
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, samples: Sequence[Sequence[str]]) -> list[OnDisk] | None:
         """Features of each sample, given as its pictures' content hashes; None unless the whole group is stored."""
@@ -67,8 +69,9 @@ class FeatureCache:
         file = self._file(samples)
         temporary = file.with_suffix(f".{os.getpid()}")
         counts = torch.tensor([len(one) for one in rows])
-        write_tensors({"rows": torch.cat(list(rows)).cpu(), "counts": counts}, temporary)
-        temporary.replace(file)
+        with writing(file):
+            write_tensors({"rows": torch.cat(list(rows)).cpu(), "counts": counts}, temporary)
+            temporary.replace(file)
 
     def _file(self, samples: Sequence[Sequence[str]]) -> Path:
         key = hashlib.sha256(" ".join((self._tower, *itertools.chain(*samples))).encode()).hexdigest()

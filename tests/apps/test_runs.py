@@ -34,6 +34,7 @@ from vlora.errors import (
     VLoraError,
 )
 from vlora.opencv import quiet
+from vlora.writing import NotWritten
 
 CAMERA = Source("camera-0", "0", "live")
 
@@ -430,8 +431,8 @@ def test_a_file_that_cannot_be_written_is_named(client: Client, tmp_path: Path, 
     (tmp_path / "taken" / f"street.{suffix}").mkdir(parents=True)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / f"street.{suffix}").symlink_to("/dev/full")  # a full disk
-    for folder, why in (("taken", "Is a directory"), ("full", "No space left")):
-        with pytest.raises(BadConfig, match=rf"cannot write '.*street\.{suffix}': {why}"):
+    for folder, kind, why in (("taken", BadConfig, "Is a directory"), ("full", NotWritten, "No space left")):
+        with pytest.raises(kind, match=rf"cannot write '.*street\.{suffix}': {why}"):
             run(client, [video(tmp_path, 3)], "cam", "night", out=tmp_path / folder)
 
 

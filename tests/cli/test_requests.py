@@ -128,11 +128,32 @@ def test_batch_answers_in_order_and_reports_bad_pictures(asking: Vlora, inputs: 
     for place in range(4):
         (folder / f"{place}.png").write_bytes((inputs / "a.png").read_bytes())
     batch = ("batch", folder, "-q", "say:yes")
-    assert [line.split("  ")[1] for line in asking.out(*batch).splitlines()] == ["yes"] * 4
+    assert [line.split("  ")[1] for line in asking(*batch)[1].splitlines()] == ["yes"] * 4
     (folder / "2.png").write_bytes(b"no picture")
     code, out, err = asking(*batch, "--out", "answers.jsonl")
     assert (code, out) == (1, "") and err.startswith(f"{folder / '2.png'}  image 1")
+    assert err.endswith("\n4 pictures: 3 answered, 1 failed\n")
     assert answers(inputs) == ["yes", "yes", "", "yes"]
+
+
+def test_a_batch_resumes_behind_its_last_whole_line(asking: Vlora, inputs: Path) -> None:
+    (folder := inputs / "photos").mkdir()
+    for place in range(5):
+        (folder / f"{place}.png").write_bytes((inputs / "a.png").read_bytes() if place != 1 else b"no picture")
+    batch = ("batch", folder, "-q", "say:yes", "--out", file := inputs / "answers.jsonl")
+    assert asking(*batch, "--resume")[2].endswith("\n5 pictures: 4 answered, 0 answered before, 1 failed\n")
+    whole = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(whole[:3]) + whole[3][:9])  # killed while it wrote the fourth
+    (folder / "1.png").write_bytes((inputs / "a.png").read_bytes())
+    assert asking(*batch, "--resume") == (0, "", "5 pictures: 3 answered, 2 answered before, 0 failed\n")
+    assert [Path(json.loads(line)["image"]).stem for line in file.read_text().splitlines()] == [*"02134"]
+    assert asking(*batch, "--resume")[2] == "5 pictures: 0 answered, 5 answered before, 0 failed\n"
+    former = file.read_bytes()
+    other = ("batch", folder, "-q", "say:no", "--out", file, "--resume")
+    assert "answers.jsonl, line 1: an answer to another question" in asking(*other)[2]
+    file.write_bytes(b"former\n" + former)
+    assert "answers.jsonl, line 1: no answer of `vlora batch`" in asking(*batch, "--resume")[2]
+    assert asking("batch", folder, "-q", "say:yes", "--resume")[0] == 2
 
 
 def answers(folder: Path) -> list[str]:

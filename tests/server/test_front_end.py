@@ -62,7 +62,7 @@ from vlora.plan_files.fields import PlanModel
 from vlora.server import adapter_catalog
 from vlora.server.adapter_catalog import AdapterCatalog, prompt_warnings
 from vlora.server.frontend import FrontEnd
-from vlora.server.launch import _begin
+from vlora.server.launch import starting_adapters
 from vlora.server.metrics import MAX_ADAPTERS, MAX_TENANTS, MAX_TRAININGS, LabelSlots, Metrics
 from vlora.server.security.public_errors import error_for, named, without_places
 from vlora.training.plan import TrainingPlan
@@ -512,7 +512,7 @@ async def test_adapters_changed_while_a_server_runs_outlive_it(
         named = {each.partition("=")[0]: str(tmp_path / each.partition("=")[2]) for each in given}
         state = AdapterState.open(folder)
         try:
-            new = _begin(state, named, [], "model", said.append)
+            new = starting_adapters(state, named, [], "model", said.append)
             catalog = AdapterCatalog(ScriptedInterface(), Metrics(), "model", ByteProcessor())  # type: ignore[arg-type]
             await catalog.register(new)
             await catalog.keep_in(state, new)

@@ -28,6 +28,7 @@ from vlora.cli import (  # noqa: F401  (they join their commands)
 from vlora.cli.group import cli
 from vlora.engine.host_resources import thread_waiting
 from vlora.errors import BadPlan, EngineDead, StepFailed, VLoraError
+from vlora.writing import NotWritten
 
 __all__ = ["cli", "main"]
 
@@ -49,7 +50,7 @@ def main() -> None:
         _fail(message[:1].lower() + message[1:] + _where(error) + hint, 2)
     except click.ClickException as error:
         _fail(error.format_message(), 2)
-    except (EngineDead, StepFailed) as error:
+    except (EngineDead, NotWritten, StepFailed) as error:
         _fail(str(error), 1)
     except BadPlan as error:
         # Up to twenty errors, each with its location, one per line.

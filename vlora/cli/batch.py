@@ -19,7 +19,8 @@ from vlora.cli.interrupt import INTERRUPTED, stopping, until_stopped
 from vlora.cli.progress import counting, waiting
 from vlora.cli.repeated_flags import check_given_once
 from vlora.cli.server_flags import json_option, print_json, server_option, wait_option
-from vlora.errors import BadImage, BadRequest
+from vlora.errors import BadConfig, BadImage, BadRequest
+from vlora.writing import writing
 
 if TYPE_CHECKING:
     from apps.image_query import PictureAnswer
@@ -155,6 +156,7 @@ def stream(
     type=click.Path(dir_okay=False, path_type=Path),
     help="File for the answers, as JSON lines; an existing file is replaced at the first answer.",
 )
+@click.option("--resume", is_flag=True, help="Keep the answers in --out to the same question; ask about the others.")
 @server_option
 @json_option
 def batch(
@@ -164,6 +166,7 @@ def batch(
     head: str | None,
     max_tokens: int,
     out: Path | None,
+    resume: bool,
     client: Client,
     as_json: bool,
 ) -> None:
@@ -171,11 +174,13 @@ def batch(
 
     \b
         vlora batch photos/ --question "What is this?" --out answers.jsonl
+        vlora batch photos/ --question "What is this?" --out answers.jsonl --resume
         vlora batch photos/ --adapter signs --head signs --json
 
-    An image or a folder inside that fails is reported and the command continues; the exit code is then 1.
+    An image or a folder inside that fails is reported and the command continues; the exit code is then 1. The last line
+    on stderr is a summary.
     """
-    from apps.image_query import ask_all, find_pictures
+    from apps.image_query import ask_all, find_pictures, printable
 
     num_problems = 0
 
@@ -184,16 +189,24 @@ def batch(
         num_problems += 1
         click.echo(str(error), err=True)
 
+    if resume and out is None:
+        raise click.UsageError("--resume continues a file; also give --out")
     found = find_pictures(images, on_error)
+    num_found, num_received, num_answered = len(found), 0, 0
     sampling = {} if head is not None else {"max_tokens": max_tokens}
     with contextlib.ExitStack() as scope:
         scope.enter_context(client)
         stop = scope.enter_context(stopping())
-        file = None if out is None else scope.enter_context(contextlib.closing(_AnswerFile(out)))
+        file = None if out is None else scope.enter_context(contextlib.closing(AnswerFile(out)))
+        if file is not None and resume:
+            answered = file.keep(question, adapter, head)
+            found = [picture for picture in found if printable(picture) not in answered]
         advance = scope.enter_context(counting("pictures", len(found)))
         for answer in ask_all(client, found, question=question, adapter=adapter, head=head, stop=stop, **sampling):
             advance()
             num_problems += answer.problem is not None
+            num_received += 1
+            num_answered += answer.problem is None
             if file is not None:
                 file.add(answer)
             if as_json:
@@ -204,17 +217,21 @@ def batch(
                 click.echo(f"{answer.image}  {answer.text}")
         if file is not None:
             file.write()
+        kept = f", {num_found - len(found)} answered before" if resume else ""
+        left = len(found) - num_received
+        not_asked = f", {left} not asked" * (left > 0)
+        click.echo(f"{num_found} pictures: {num_answered} answered{kept}, {num_problems} failed{not_asked}", err=True)
         if stop.is_set():
             sys.exit(INTERRUPTED)
     if num_problems:
         sys.exit(1)
 
 
-class _AnswerFile:
+class AnswerFile:
     """A file of answers as JSON lines, each written at once.
 
     It replaces an existing file at the first answer without a problem, so that a command that cannot ask, because of
-    its arguments or the server, leaves the former answers.
+    its arguments or the server, leaves the former answers; or it continues one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -229,10 +246,37 @@ class _AnswerFile:
         if self._file is not None or answer.problem is None:
             self.write()
 
-    def write(self) -> None:
-        """Write the lines added so far. Raises BadConfig."""
-        from apps.writing import writing
+    def keep(self, question: str | None, adapter: str | None, head: str | None) -> set[str]:
+        """Continue an existing file with its answers, without failures and a line that was cut. Returns their images.
 
+        Raises:
+            BadConfig: The file has other lines, or answers to another question.
+        """
+        import msgspec
+
+        from apps.image_query import PictureAnswer
+
+        kept: dict[str, bytes] = {}
+        *lines, _ = self._path.read_bytes().split(b"\n") if self._path.exists() else [b""]
+        for number, line in enumerate(lines, 1):
+            try:
+                one = msgspec.json.decode(line, type=PictureAnswer)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise BadConfig(f"{self._path}, line {number}: no answer of `vlora batch` ({error})") from error
+            if (one.question, one.adapter, one.head) != (question, adapter, head):
+                raise BadConfig(f"{self._path}, line {number}: an answer to another question, adapter or head")
+            if one.problem is None:
+                kept[one.image] = line + b"\n"
+        with writing(self._path):
+            if kept:
+                part = self._path.with_name(f"{self._path.name}.part")
+                part.write_bytes(b"".join(kept.values()))
+                part.replace(self._path)
+                self._file = self._path.open("ab", buffering=0)
+        return {*kept}
+
+    def write(self) -> None:
+        """Write the lines added so far. Raises NotWritten or BadConfig."""
         with writing(self._path):
             if self._lines and self._file is None:
                 self._file = self._path.open("wb", buffering=0)

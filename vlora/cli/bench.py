@@ -19,6 +19,7 @@ from vlora.cli.server_flags import json_option, print_json
 from vlora.cli.settings import config_flags
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
+from vlora.writing import writing
 
 
 @cli.command()
@@ -248,7 +249,7 @@ def bench(name: str, quick: bool, out: Path | None, as_json: bool, **options: An
     from vlora.bench import harness
 
     hint = "" if out is None else f"finished measurements are in {out}; the same command continues"
-    with waiting(f"bench {name}"), ends_with(lambda: hint):
+    with waiting(f"bench {name}"), ends_with(lambda: hint), writing(out or ".", only_disks=True):
         holds = harness.run(name, quick, out, only_json=as_json, **given)
     if not holds:
         sys.exit(1)

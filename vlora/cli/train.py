@@ -19,6 +19,7 @@ from vlora.cli.progress import waiting
 from vlora.cli.server_flags import client_of, json_option, print_json
 from vlora.config import EngineConfig, Quantize
 from vlora.errors import BadConfig, BadPlan
+from vlora.writing import writing
 
 
 @cli.command()
@@ -192,7 +193,7 @@ def convert_bd(
     warnings.simplefilter("ignore", FutureWarning)
     out = out or adapter.with_name(f"{adapter.name}-bd{blocks}")
     plan = None if data is None else read_plan_file(_plan_file(data))
-    with Progress(Console(stderr=True)) as progress:
+    with Progress(Console(stderr=True)) as progress, writing(out, only_disks=True):
         found = convert(adapter, out, blocks=blocks, rank=rank, base=base, data=plan, progress=progress)
     if as_json:
         layers, domains = [each._asdict() for each in found.layers], [each._asdict() for each in found.domains]
@@ -229,7 +230,8 @@ def convert_lora(adapter: Path, rank: int, out: Path | None, as_json: bool) -> N
         from vlora.lora.dense_to_lora import convert, total_error
 
     out = out or adapter.with_name(f"{adapter.name}-lora{rank}")
-    layers = convert(adapter, out, rank)
+    with writing(out, only_disks=True):
+        layers = convert(adapter, out, rank)
     if as_json:
         print_json({"out": str(out), "error": total_error(layers), "layers": [layer._asdict() for layer in layers]})
         return
@@ -265,7 +267,8 @@ def demo(out: Path, plan: str, full: bool, as_json: bool) -> None:
 
     # A normal exit also ends the server and the training that it started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    result = run(out, plan="demo-full" if full else plan, console=Console(stderr=as_json))
+    with writing(out, only_disks=True):
+        result = run(out, plan="demo-full" if full else plan, console=Console(stderr=as_json))
     if as_json:
         print_json(result)
 

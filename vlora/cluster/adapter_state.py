@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from vlora.errors import BadConfig, VLoraError, listed
+from vlora.writing import NotWritten
 
 FILE, LOCK = "adapters.json", "adapters.lock"
 
@@ -196,7 +197,7 @@ class AdapterState:
             await asyncio.wait({writing})  # another write must not begin before its end
             raise
         except OSError as error:
-            raise VLoraError(
+            raise NotWritten(
                 f"{self.folder / FILE} cannot be written, so the adapters were not changed: {error.strerror}"
             ) from error
 

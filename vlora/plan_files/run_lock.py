@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vlora.errors import BadConfig
+from vlora.writing import writing
 
 _FILE = "in-use"
 
@@ -23,7 +24,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
         BadConfig: the folder cannot be created, or another process, which the message names, has locked it.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder, only_disks=True):
+            folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadConfig(f"{error.filename} cannot be created: {error.strerror}; choose another folder") from error
     with lock_file(folder / _FILE, str(folder), "folder"):
@@ -41,7 +43,8 @@ def lock_file(lock: Path, locked: str, kind: str) -> Iterator[None]:
         BadConfig: the file cannot be created or locked, or another process, which the message names, has locked it.
     """
     try:
-        holding = lock.open("a+")
+        with writing(lock, only_disks=True):
+            holding = lock.open("a+")
     except OSError as error:
         raise BadConfig(f"{lock} cannot be created: {error.strerror}; choose another {kind}") from error
     # The file is never removed: a process with the old file open and one with a new file would both hold a lock.
@@ -56,7 +59,8 @@ def lock_file(lock: Path, locked: str, kind: str) -> Iterator[None]:
             ) from error
         except OSError as error:  # a file system without locks
             raise BadConfig(f"{lock} cannot be locked: {error.strerror}; choose another {kind}") from error
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
-        file.flush()
+        with contextlib.suppress(OSError):  # a full disk: the lock holds, its holder is not named
+            file.truncate(0)
+            since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
         yield

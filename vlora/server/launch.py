@@ -96,7 +96,7 @@ async def serve(
     try:
         state = _open_state(adapter_state, engine_config.model, rpyc_server, server_config)
         if state is not None:
-            adapters = _begin(state, adapters, [] if learn is None else learn[1], model, announce)
+            adapters = starting_adapters(state, adapters, [] if learn is None else learn[1], model, announce)
         if server_config.http_port is not None:
             from vlora.server.http.routes import make_app
             from vlora.server.http.server import HttpServer
@@ -270,7 +270,7 @@ def _open_state(folder: str | None, model: str, bound: RpycServer, config: Serve
     return state
 
 
-def _begin(
+def starting_adapters(
     state: AdapterState,
     given: Mapping[str, str],
     learning: Sequence[LearningEntry],

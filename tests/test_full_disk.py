@@ -1,0 +1,133 @@
+"""A disk that is full: each writer names its file, keeps what was finished, leaves no part, and works again later.
+
+A limit on the size of files stands for the disk: it acts on Python, sqlite and safetensors alike, and on any user.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from apps.image_query import PictureAnswer
+from apps.retrieval.store import IndexSettings, RetrievalIndex
+from apps.video_analytics import Chunk, ChunkResult
+from apps.video_analytics.annotate import AnnotatedVideo
+from apps.video_analytics.result_files import ResultRows
+from fusion.report.results import replace_results
+from fusion.training.checkpoint import Checkpoint, Key
+from fusion.training.features import FeatureCache
+from tests.learning.test_store import files_of_at_most
+from tests.server.running import png
+from vlora.cli.batch import AnswerFile
+from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
+from vlora.plan_files.run_lock import lock_folder
+from vlora.writing import NotWritten
+
+LONG = "x" * 9000
+KEY = Key("a", {}, "a")
+RESULT = ChunkResult(
+    source="s", head="h", index=0, start_s=0.0, time=datetime.datetime.now(datetime.UTC), latency_s=0.1, label=LONG
+)
+SETTINGS = IndexSettings(
+    model="m", num_frames=1, fps=None, adapters=(), heads=(), questions=(LONG,), max_tokens=1, max_side=64
+)
+
+
+def features(folder: Path) -> None:
+    FeatureCache(folder, "tower").put([["picture"]], [torch.zeros(4000)])
+
+
+def training(folder: Path) -> None:
+    Checkpoint(folder, resume=True).keep(KEY, 1.0, (), {"lora": torch.zeros(4000)})
+
+
+def score(folder: Path) -> None:
+    checkpoint = Checkpoint(folder, resume=True)
+    checkpoint.keep(KEY, 1.0, (), {"lora": torch.zeros(4)})
+    checkpoint.keep_measured(KEY, "score", LONG)
+
+
+def packing(folder: Path) -> None:
+    Checkpoint(folder, resume=True).keep_packing(LONG)
+
+
+def results(folder: Path) -> None:
+    with replace_results(folder) as staged:
+        (staged / "adapters").mkdir()
+        (staged / "test").mkdir()
+        (staged / "report.html").write_text(LONG)
+        (staged / "report.json").write_text('{"adapters": [], "domains": []}')
+
+
+def rows(folder: Path) -> None:
+    ResultRows(folder / "rows").add(RESULT)
+
+
+def answers(folder: Path) -> None:
+    file = AnswerFile(folder / "answers.jsonl")
+    file.keep(None, None, None)
+    for text in ("short", LONG):
+        file.add(PictureAnswer(image=text[:5], text=text))
+    file.close()
+
+
+def index(folder: Path) -> None:
+    RetrievalIndex(folder / "clips.sqlite", SETTINGS).close()
+
+
+def state(folder: Path) -> None:
+    own = AdapterState.open(folder)
+    try:
+        asyncio.run(own.commit({"a": DesiredAdapter(LONG)}))
+    finally:
+        own.close()
+
+
+WRITERS: dict[Callable[[Path], None], str] = {
+    features: r"[0-9a-f]{64}\.safetensors",
+    training: "[0-9a-f]{24}",
+    score: r"[0-9a-f]{24}/[0-9a-f]{24}\.json",
+    packing: r"packing\.json",
+    results: r"results\.unfinished",
+    rows: r"rows\.jsonl",
+    answers: r"answers\.jsonl",
+    index: r"clips\.sqlite",
+    state: r"adapters\.json",
+}
+GROWS = (rows, answers, index)  # files in which a cut line, or an empty database, is left
+
+
+@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)
+def test_a_writer_names_its_file_and_leaves_no_part(writer: Callable[[Path], None], tmp_path: Path) -> None:
+    with files_of_at_most(4000), pytest.raises(NotWritten, match=rf"{tmp_path}/{WRITERS[writer]}.*: File too|full|I/O"):
+        writer(tmp_path)
+    left = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    assert writer in GROWS or left < 2000
+    writer(tmp_path)
+    if writer is answers:
+        lines = (tmp_path / "answers.jsonl").read_bytes().splitlines()
+        assert [msgspec.json.decode(line, type=PictureAnswer).text for line in lines] == ["short", "short", LONG]
+
+
+def test_a_video_on_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenCV reports none."""
+    video = AnnotatedVideo(tmp_path / "street")
+    chunk = Chunk(0, 0.0, (), shown=(png(),), shown_s=(0.0,))
+    video.add(chunk, RESULT)
+    free = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free._replace(free=0))
+    with pytest.raises(NotWritten, match=r"street\.webm': No space left"):
+        video.add(chunk, RESULT)
+    video.close()
+
+
+def test_a_folder_is_locked_on_a_full_disk_too(tmp_path: Path) -> None:
+    with files_of_at_most(0), lock_folder(tmp_path):
+        pass
