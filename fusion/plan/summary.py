@@ -20,7 +20,7 @@ from fusion.plan.estimate import Estimate
 from fusion.plan.image_heads import head_training, trains_by_itself
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, RelativeThreshold
 from fusion.plan.tasks import HEADS, MEANS, METRIC_DESCRIPTIONS, METRICS, WORDS
-from fusion.progress.display import duration
+from fusion.progress.progress import duration
 from fusion.teachers.labelling import threshold_before_training
 from fusion.training.objectives import answer_in_words
 from heads import TASKS

@@ -13,9 +13,8 @@ import pytest
 from tests.cluster.in_process import V1, V2, V3, Here, LocalReplica, Maker, run_virtually, virtual
 from tests.cluster.running import asked, check, outputs_of
 from tests.cluster.sleeping_engine import expected, version_of
-from vlora.cluster.adapter_failure import FIRST_PAUSE_S
 from vlora.cluster.adapter_home import AdapterHome
-from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
+from vlora.cluster.adapter_state import FIRST_PAUSE_S, AdapterState, DesiredAdapter
 from vlora.cluster.adapters import RETRY_S
 from vlora.cluster.former_contents import MAX_FORMER
 from vlora.cluster.held_requests import CONTENT_S

@@ -17,8 +17,8 @@ from tests.virtual_clock import VirtualClockLoop
 from vlora.cluster import members
 from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.cluster import Cluster, LivePlacement
+from vlora.cluster.flight import MAX_BLOCKS, prefix_keys
 from vlora.cluster.members import Health
-from vlora.cluster.prefix_keys import MAX_BLOCKS, prefix_keys
 from vlora.engine.operations import Train
 from vlora.errors import BadRequest, DeadlineUnreachable, Disconnected, EngineDead
 from vlora.routing import Router

@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry
 from tests.cluster.running import Running, asked, check, outputs_of, real, running
 from tests.processes import PATIENCE_S
 from vlora.adapter_files import CONFIG_FILE, WEIGHTS_FILE, content_hash
-from vlora.cluster import adapter_failure, adapter_sender
+from vlora.cluster import adapter_sender, adapter_state
 from vlora.cluster.adapter_incoming import digest_of
 from vlora.cluster.adapter_messages import (
     Files,
@@ -760,7 +760,7 @@ async def test_a_replica_that_joins_serves_before_it_has_all_files(machines: Mak
 async def test_wrong_bytes_and_ends_in_the_middle_leave_nothing_in_part(
     machines: Make, tmp_path: Path, sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_failure, "FIRST_PAUSE_S", 0.2)
+    monkeypatch.setattr(adapter_state, "FIRST_PAUSE_S", 0.2)
     version = write(tmp_path / "front" / "signs", size=3_000_000)
     write(tmp_path / "a" / "signs", size=3_000_000)
     async with machines("a") as here:

@@ -16,8 +16,7 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from fusion.progress.display import ProgressBars, duration
-from fusion.progress.progress import Event, Progress, WorkEnded, WorkStarted, WorkUpdated
+from fusion.progress.progress import Event, Progress, ProgressBars, WorkEnded, WorkStarted, WorkUpdated, duration
 from fusion.training.held_out_scores import HeldOutScores
 from fusion.training.parallel_jobs import one_thread, run_in_parallel
 from tests.fusion.small import color_splits, plan_of, trainer_of, write_base

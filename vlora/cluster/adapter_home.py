@@ -9,9 +9,8 @@ import logging
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Set
 from typing import Any, NamedTuple, TypeVar
 
-from vlora.cluster.adapter_failure import FIRST_PAUSE_S, Failure
 from vlora.cluster.adapter_sender import ReplicaFiles
-from vlora.cluster.adapter_state import DesiredAdapter
+from vlora.cluster.adapter_state import FIRST_PAUSE_S, DesiredAdapter, Failure
 from vlora.engine.ipc.client import EngineClient
 from vlora.errors import Aborted, EngineDead, OverCapacity, UnknownAdapter, VLoraError
 from vlora.types import AdapterStatus, ErrorValue

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Callable
+from hashlib import blake2b
 
 import msgspec
 
@@ -226,3 +228,29 @@ class Flight:
         if error.code == DeadlineMissed.code and self.request.max_latency_s is not None:
             return ErrorValue.of(self.deadline_missed())
         return ErrorValue(error.code, error.message.replace(repr(self.attempt_id), repr(self.request.request_id)))
+
+
+MAX_BLOCKS = 64
+"""Later blocks rarely decide between replicas."""
+
+
+def prefix_keys(request: Request, adapter: str, block_size: int) -> tuple[bytes, ...]:
+    """The keys of the prompt's full blocks, at most `MAX_BLOCKS`. None for token ids that no engine accepts.
+
+    Equal keys mean equal KV, like those of an engine's prefix cache. In contrast to these, a prompt with images shares
+    no block with prompts that have other images, not even the text before them: a router knows no placeholder tokens.
+
+    Args:
+        adapter: Its adapter's name and content hash, or the name if the content is not known; empty for the base model.
+    """
+    images = [item.content_hash for item in request.vision]
+    key = blake2b(repr((adapter, images)).encode(), digest_size=16).digest()
+    keys = []
+    for end in range(block_size, min(len(request.prompt_ids), MAX_BLOCKS * block_size) + 1, block_size):
+        try:
+            tokens = array("q", request.prompt_ids[end - block_size : end])
+        except OverflowError:
+            return ()  # an engine refuses the request with the reason
+        key = blake2b(key + tokens.tobytes(), digest_size=16).digest()
+        keys.append(key)
+    return tuple(keys)

@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from vlora.cluster.adapters import ReplicatedAdapters
-from vlora.cluster.flight import Flight
+from vlora.cluster.flight import Flight, prefix_keys
 from vlora.cluster.held_requests import HeldRequests
-from vlora.cluster.prefix_keys import prefix_keys
 from vlora.cluster.status import Events
 from vlora.engine.ipc.client import EngineClient
 from vlora.errors import (

@@ -5,8 +5,6 @@ Orders go to all ranks in one broadcast per step; reports return over one pipe p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from vlora.config import EngineConfig
@@ -138,23 +136,7 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 
 Report = ModelLoaded | AdapterRead | RankFailed
 
-_encoder = msgspec.msgpack.Encoder()
-_orders = msgspec.msgpack.Decoder(tuple[Order, ...])
-_reports = msgspec.msgpack.Decoder(Report)
-_start = msgspec.msgpack.Decoder(StartRank)
-
-
-def encode(message: Sequence[Order] | Report | StartRank) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_orders(data: bytes) -> tuple[Order, ...]:
-    return _orders.decode(data)
-
-
-def decode_report(data: bytes) -> Report:
-    return _reports.decode(data)
-
-
-def decode_start(data: bytes) -> StartRank:
-    return _start.decode(data)
+encode = msgspec.msgpack.Encoder().encode
+decode_orders = msgspec.msgpack.Decoder(tuple[Order, ...]).decode
+decode_report = msgspec.msgpack.Decoder(Report).decode
+decode_start = msgspec.msgpack.Decoder(StartRank).decode
