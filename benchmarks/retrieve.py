@@ -21,10 +21,7 @@ from apps.retrieval.measuring import goals_of
 from apps.retrieval.measuring import measure as measure_recall
 from apps.server_process import serving
 from benchmarks.adapters import base_of, plan_of, trainer_of
-from fusion.data.samples import Sample, Splits
-from fusion.embedded import checkpoint_path
-from fusion.plan.schema import LoraPlan
-from fusion.synthetic.searched_videos import (
+from benchmarks.searched_videos import (
     PASSING_CAPTION,
     QUESTION,
     STREET_CAPTION,
@@ -36,6 +33,9 @@ from fusion.synthetic.searched_videos import (
     render_passing,
     render_streets,
 )
+from fusion.data.samples import Sample, Splits
+from fusion.embedded import checkpoint_path
+from fusion.plan.schema import LoraPlan
 from vlora.bench.harness import Bench, Measured, Results, Store, say
 from vlora.bench.report import Goal
 

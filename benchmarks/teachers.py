@@ -26,11 +26,10 @@ from torch import nn
 
 from benchmarks.adapters import base_of, cut, plan_of, trainer_of
 from benchmarks.merge import MergeableModel
+from benchmarks.rivals import RIVALS, SmallModel, export
 from fusion.data.samples import Sample, Splits, Target
 from fusion.embedded import checkpoint_path
 from fusion.plan.schema import LoraPlan
-from fusion.rivals import RIVALS, SmallModel
-from fusion.rivals.models import export
 from fusion.synthetic.sources import load_source
 from fusion.teachers.onnx_detector import open_session
 from fusion.training.objectives import objective_of

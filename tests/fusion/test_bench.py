@@ -30,9 +30,9 @@ from benchmarks.fusion.measuring import (
     SmallScores,
 )
 from benchmarks.retrieve import Collection, Prepared
+from benchmarks.searched_videos import Query
 from fusion.packing.algorithm import History, Score, TrainingResult
 from fusion.plan.schema import LoraPlan
-from fusion.synthetic.searched_videos import Query
 from vlora.bench.harness import Measured, Store, measured
 from vlora.cli import cli
 from vlora.errors import BadConfig

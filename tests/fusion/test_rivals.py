@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.rival_networks import AnchorFreeDetector, generalised_iou, loss, targets
+from benchmarks.rivals import RIVALS, SmallModel, export, pixels
 from fusion.data.samples import Sample, Splits
 from fusion.embedded.object_names import NUMBERS
-from fusion.rivals import RIVALS, SmallModel
-from fusion.rivals.detector_loss import generalised_iou, loss, targets
-from fusion.rivals.models import export, pixels
-from fusion.rivals.networks import AnchorFreeDetector
 from fusion.synthetic.road_signs import ACTIONS, SIGNS, draw_action, draw_sign
 from fusion.synthetic.streets import KINDS, count_vehicles, find_things
 from fusion.training.objectives import objective_of

@@ -15,14 +15,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from fusion.embedded import checkpoint_path, object_names, world
-from fusion.embedded.drawing import SIZE
-from fusion.embedded.evaluate import as_pixels
-from fusion.embedded.object_names import NUMBERS
-from fusion.embedded.questions import Question
-from fusion.embedded.world import texture
-from fusion.synthetic.road_signs import ACTIONS, render_stream
-from fusion.synthetic.searched_videos import (
+from benchmarks.searched_videos import (
     FPS,
     QUESTION,
     SECONDS,
@@ -34,6 +27,13 @@ from fusion.synthetic.searched_videos import (
     render_passing,
     render_streets,
 )
+from fusion.embedded import checkpoint_path, object_names, world
+from fusion.embedded.drawing import SIZE
+from fusion.embedded.evaluate import as_pixels
+from fusion.embedded.object_names import NUMBERS
+from fusion.embedded.questions import Question
+from fusion.embedded.world import texture
+from fusion.synthetic.road_signs import ACTIONS, render_stream
 from fusion.synthetic.sources import BUILT_IN, COLUMNS, STREAMS, load_source
 from fusion.synthetic.streets import SIDES, Street, Thing, draw_street, look_for_person
 from tools.embedded_model import unlearned_words

@@ -13,11 +13,10 @@ from typing import Any
 from benchmarks.paper import drawing
 from benchmarks.paper.figure import Code, Found, Panel
 from benchmarks.paper.measuring import Measuring
+from benchmarks.rivals import RIVALS, SmallModel, export
 from fusion.data.samples import Splits
 from fusion.embedded import checkpoint_path
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
-from fusion.rivals import RIVALS, SmallModel
-from fusion.rivals.models import export
 from fusion.synthetic.sources import load_source
 from fusion.teachers.built_in import TEACHERS
 from fusion.training.domain import Domain

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks import rival_networks
+from benchmarks.rival_networks import AnchorFreeDetector, Classifier, ClipClassifier, Counter
 from fusion.data.samples import Sample, Splits
-from fusion.rivals import detector_loss
-from fusion.rivals.networks import AnchorFreeDetector, Classifier, ClipClassifier, Counter
 from fusion.teachers.onnx_detector import DetectorSettings, OnnxDetector, open_session
 from heads import TASKS, Box, Task, Value
 
@@ -160,8 +160,8 @@ def loss_of_detector(model: AnchorFreeDetector, samples: Sequence[Sample], seed:
             assert isinstance(boxes, tuple)
             if mirror:
                 boxes = tuple(box._replace(left=1 - box.right, right=1 - box.left) for box in boxes)  # type: ignore[union-attr]
-            pairs.append(detector_loss.targets(boxes, model.middles))  # type: ignore[arg-type]
+            pairs.append(rival_networks.targets(boxes, model.middles))  # type: ignore[arg-type]
         labels, edges = (torch.stack(each) for each in zip(*pairs, strict=True))
-        return detector_loss.loss(*model.raw(inputs), labels, edges)
+        return rival_networks.loss(*model.raw(inputs), labels, edges)
 
     return loss
