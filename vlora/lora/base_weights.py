@@ -94,9 +94,6 @@ class CheckpointBaseWeights:
     def __init__(self, files: Sequence[str], slabs: WeightSlabs) -> None:
         """Find the tensor of every layer.
 
-        Args:
-            slabs: The weights as loaded, with nothing merged.
-
         Raises:
             BadConfig: No tensor of the files equals a layer's weights. The message names the layer.
         """
@@ -129,9 +126,6 @@ class CopiedBaseWeights:
 
     def __init__(self, slabs: WeightSlabs) -> None:
         """Copy the weights.
-
-        Args:
-            slabs: The weights as loaded, with nothing merged.
 
         Raises:
             BadConfig: The temporary folder has too little free space.

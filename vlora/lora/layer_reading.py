@@ -45,10 +45,6 @@ def read_layer(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Read a layer.
 
-    Args:
-        file: The adapter's weights file, for errors.
-        base_layers: The base model's layers, for further rows.
-
     Returns:
         The factors as on disk, a and b, with the scaling in b; and what this process stores of them, with further rows.
 

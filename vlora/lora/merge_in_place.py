@@ -42,7 +42,6 @@ class InPlaceSwitcher:
         """Create a switcher over slabs with nothing merged.
 
         Args:
-            pool: Gives the factors of resident adapters.
             base_weights: W0 of the same weights.
             subtracting: Subtract deltas, instead of rewriting the layers at every switch.
         """

@@ -54,9 +54,7 @@ def apply_changes(y: Tensor, changes: Mapping[str, OutputChange], bias: Tensor |
 
     Args:
         y: Outputs with all deltas, [T, d_out].
-        changes: By adapter; others have none.
         bias: The layer's bias [d_out], which is not scaled, or None.
-        plan: The lanes of the T rows.
     """
     for lane in plan.lanes:
         if lane.sign > 0 and lane.key in changes:

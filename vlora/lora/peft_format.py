@@ -119,7 +119,6 @@ def read_header(
     """Read an adapter folder and check it against the base model.
 
     Args:
-        path: The adapter's folder.
         sites: The base model's adaptable layers, in order.
         hidden_size: The width of the base model's hidden states.
         sharding: Sharding of the dense factors on several ranks.

@@ -121,10 +121,7 @@ def scale_of(path: Path, config: Mapping[str, Any], names: tuple[str, ...], rank
     """The scale of one layer's delta: alpha / r, or alpha / sqrt(r) for rsLoRA.
 
     Args:
-        path: The adapter's folder.
-        config: The adapter's configuration.
         names: The layer's names, which patterns are matched against as in PEFT.
-        rank: The rank of the layer's factors.
 
     Raises:
         BadAdapter: A setting is malformed, or gives the layer another rank than its factors have.

@@ -107,11 +107,7 @@ class StoredLayer(NamedTuple):
     """One layer in an adapter's file.
 
     Attributes:
-        path: The adapter's folder.
-        module: The layer's name in the file.
-        parts: The layer's tensors by their names within the layer.
         shapes: The shapes of all tensors in the file.
-        sites: The base model's adaptable layers.
     """
 
     path: Path

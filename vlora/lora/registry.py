@@ -93,8 +93,6 @@ class AdapterRegistry:
 
     Args:
         sites: The model's adaptable layers, in the order in which factors are laid out.
-        dtype: The factors' type in memory.
-        hidden_size: The width of the model's hidden states.
         executor: Reads adapters in the background. None creates threads, which launch work on `device`.
         measure: Computes an adapter's merge fidelity; called by the thread that reads the adapter.
         base_layers: The model's layers, on which DoRA's scales and trained biases depend. None if no adapter has them.

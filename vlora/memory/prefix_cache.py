@@ -19,9 +19,6 @@ class TokenChain:
     A key covers the adapter's version, all tokens up to the block's end, and the content of its image and video
     placeholders (content hash and position within the item; the hash covers pixels, grids and frame timing). Equal keys
     imply equal KV, in any inference mode. Blocks that end before the adapter's first token have the base model's keys.
-
-    Args:
-        placeholders: token id by kind of visual item.
     """
 
     __slots__ = ("_adapter", "_adapter_from", "_answer", "_keys", "_prompt", "_read_from", "_visuals", "block_size")

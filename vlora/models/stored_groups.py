@@ -46,7 +46,6 @@ class GroupedForm:
 
     Attributes:
         layout: which tensors a layer has.
-        format: the format in memory.
         zero_shift: what is added to a stored zero.
     """
 

@@ -110,9 +110,6 @@ def evict_for_kv(demand: MemoryDemand, adapter_cache: AdapterCache, merged: str 
 
     If the next step lacks blocks, evicts adapters that no entered request needs: loading one again costs less than
     recomputing a request's KV. If a waiting request lacks blocks to enter, evicts only adapters that no request needs.
-
-    Args:
-        merged: the currently merged adapter, which is kept.
     """
     needed = {*demand.needed_adapters, merged}
     if num_blocks := demand.blocks_short():

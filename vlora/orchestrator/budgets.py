@@ -49,7 +49,6 @@ def fit_budgets(
         decision: mode and requests, most important first.
         starving: ids of starving requests; each gets at least one token.
         ready: requests that may run, in order of arrival.
-        tracked: all admitted requests by id.
     """
     oldest = Decision(Mode.UNMERGED, None, tuple(t.request_id for t in ready[: budget.max_batch_size]))
     for mode, merged, order, _ in (decision, oldest):
@@ -193,9 +192,6 @@ def blocks_short(requests: Collection[TrackedRequest], block_manager: BlockManag
 
     Assumes that the step runs all running requests and, beside them, the oldest entered requests that have not started.
     Prefix-cache hits of the latter are not counted, because other requests may already use these blocks.
-
-    Args:
-        requests: all admitted requests, in order of arrival.
     """
     # Each request of the batch may start one more block.
     most = block_manager.blocks_for(budget.max_step_tokens) + budget.max_batch_size

@@ -20,10 +20,8 @@ class Credits:
     theta starves.
 
     Args:
-        cost: predicts step times.
         encoding: knows the images that a request needs encoded.
         theta_s: lower limit of theta, in seconds.
-        encode_share: see `Scheduler`.
 
     Attributes:
         merged: the merged weights that were available after the last step.
@@ -76,8 +74,6 @@ class Credits:
         starve.
 
         Args:
-            ready: requests that the next step may run.
-            merged: the adapter with merged weights in place.
             admitted: all admitted requests; images of those that are not ready may be encoded beside the step.
         """
         costs, most = self._cost.costs, self._budget.max_batch_size

@@ -84,7 +84,6 @@ def scheduling_order(requests: Sequence[TrackedRequest], shares: Sequence[FairSh
     """The requests ordered by priority, then fair shares, then their given order.
 
     Args:
-        requests: in order of arrival.
         shares: the last takes precedence; earlier ones break its ties.
     """
     ranked = any([tracked.priority for tracked in requests])

@@ -90,7 +90,6 @@ class LatencyPromise:
         """A step has served requests.
 
         Args:
-            seconds: Its duration.
             shared_s: The part of the duration that does not depend on the number of requests.
             num_served: Number of these requests; None: all. 0 for a step that only encodes images.
         """

@@ -56,15 +56,12 @@ class Scheduler:
     has no bound in seconds, but the order of entry lets no request wait forever.
 
     Args:
-        policy: decides mode and order.
         max_request_blocks: KV blocks available to a single request, whatever adapters are resident.
         theta_s: the credit in seconds above which a request starves; a lower limit, see `Credits.theta`.
-        cost: learns and predicts step times.
         clock: current time in seconds.
         weights: fair shares between adapters, see `FairShares`; not applied if empty.
         tenant_weights: fair shares between tenants, which precede those between adapters; not applied if empty.
         placeholders: see `EncodeQueue`. A request runs once its images are encoded.
-        is_cached: see `EncodeQueue`.
         encode_share: encoding extends a step with tokens by at most this share of their time, plus half a piece of an
             image.
 
@@ -229,11 +226,7 @@ class Scheduler:
         return self._end_early(request_id, "error", error)
 
     def admit(self, resident: Set[str]) -> None:
-        """Admit or refuse waiting requests. Call before loading adapters, so that none is loaded for a refused request.
-
-        Args:
-            resident: adapters in memory or being loaded.
-        """
+        """Admit or refuse waiting requests, before adapters are loaded, so that none is loaded for a refused one."""
         now = self._clock()
         self._fail_late(now)
         for tracked, needed_s in self.queue.decide_admission(now, resident):

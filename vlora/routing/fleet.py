@@ -16,7 +16,6 @@ class Fleet:
 
     Attributes:
         replicas: by name. Not to be changed by callers.
-        prefixes: which replica has computed which first blocks.
         num_loads: requests that were sent to a replica without their adapter.
     """
 

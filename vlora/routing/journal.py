@@ -54,7 +54,6 @@ class RecordedRouter:
     It has the methods and properties of `Router`. The first line has its settings.
 
     Args:
-        write: called with each line.
         settings: arguments of `Router`, its rule by name.
     """
 

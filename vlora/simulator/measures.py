@@ -32,7 +32,6 @@ class Measures:
         num_reused: Prompt tokens found in a prefix cache.
         longest_wait_s: Of an admitted request for its next step; 0 if it is not simulated.
         wait_bound_s: The maximum of the waiting bound on the same replica.
-        tenant_shares: See `contested_shares`.
         rule: Of the router; None for one replica. With a rule, these are measured too:
         num_moves, num_evictions, num_failures, num_resubmitted: Requests moved by the router, requests evicted from
             full memory to another replica, failed replicas, and requests that these had.

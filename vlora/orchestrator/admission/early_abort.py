@@ -29,7 +29,6 @@ class AdmissionDecision(NamedTuple):
     """Outcome of one admission period.
 
     Attributes:
-        admitted: admitted requests, in order of admission.
         refused: refused requests, each with the predicted seconds to its first answer.
     """
 

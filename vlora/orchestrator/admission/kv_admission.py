@@ -127,7 +127,6 @@ class KvAdmission:
         Negative where answers grew longer than expected, or adapters took pages.
 
         Args:
-            tracked: all requests, entered or waiting.
             adapter_starves: requests starve for an adapter that does not fit, so no further request enters into the
                 adapters' part of the arena.
         """
@@ -144,8 +143,6 @@ class KvAdmission:
 
         Args:
             now: seconds of the scheduler's clock.
-            tracked: all requests, entered or waiting.
-            adapter_starves: see `free_blocks`.
         """
         if not self._waiting:
             return ()

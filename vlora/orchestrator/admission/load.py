@@ -37,12 +37,10 @@ class Load:
         """Collect the load.
 
         Args:
-            accepted: unfinished requests that were admitted.
             free_blocks: KV blocks that no entered request is expected to need.
             max_adapters: estimated number of adapters that memory holds.
             all_wait_outside: requests without a deadline wait for admission too, so they take places here.
             patches_left: image patches of a request that are still to be encoded.
-            encode_share: see `Scheduler`.
         """
         self._costs = costs
         self._max_batch_size = max_batch_size
@@ -184,7 +182,6 @@ class AdapterCapacity:
         Args:
             entered: requests that may run. One that was admitted at an earlier decision and still has no adapter in
                 memory shows that loading it has failed.
-            resident: adapters in memory or being loaded.
             now: seconds of the scheduler's clock.
         """
         needed = (t for t in entered if t.adapter)

@@ -33,8 +33,6 @@ class RequestQueue:
 
     Args:
         max_request_blocks: KV blocks available to a single request, whatever adapters are resident.
-        cost: predicts first answers.
-        encode_share: see `Scheduler`.
         weights: fair shares between adapters; not applied if empty.
         tenant_weights: fair shares between tenants, which precede those between adapters; not applied if empty.
     """
@@ -119,7 +117,6 @@ class RequestQueue:
 
         Args:
             now: seconds of the scheduler's clock.
-            resident: adapters in memory or being loaded.
         """
         if not self._admission:
             self._admission.end_idle_period()

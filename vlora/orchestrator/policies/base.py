@@ -44,7 +44,6 @@ class PolicyState(NamedTuple):
         shadow_adapter: the adapter with merged weights available, in place or not; putting them in place is free. None
             where merged weights overwrite W0: then only the weights in place are available.
         max_step_tokens: the token budget that is applied to the decision afterwards.
-        costs: learned costs of steps and merges.
         carried: `Decision.carried` of the previous decision; None at first.
     """
 
