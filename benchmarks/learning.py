@@ -38,8 +38,8 @@ from vlora.client.values import Answer
 from vlora.config import EngineConfig, ServerConfig
 from vlora.engine import LocalEngine
 from vlora.learning.learner import Learner
-from vlora.learning.live_store import Corrector
 from vlora.learning.plan import read_learning_plan
+from vlora.learning.sample_store import Corrector
 from vlora.models.processing import InputProcessor
 from vlora.server.frontend import FrontEnd
 from vlora.types import SamplingParams
@@ -87,11 +87,11 @@ class Frame(NamedTuple):
 
 @dataclasses.dataclass
 class Run:
-    """One run: its frames, the audit trail, and whether it had the protections."""
+    """One run: its frames, the audit log, and whether it had the protections."""
 
     protected: bool
     frames: list[Frame] = dataclasses.field(default_factory=list)
-    trail: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    audit_log: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def accuracy(self, phase: str) -> float:
         """Share of right answers in a phase."""
@@ -228,7 +228,7 @@ async def protected_run(folder: Path, initial: Path, size: Size) -> tuple[Run, P
             await stream.learner.promote("operator", version=first, path=None, force=True)
         await stream.play("forced", until=until_either(happened(own, "rolled_back"), stream.counted(2 * size.frames)))
         await stream.play("rolled back", until=stream.counted(size.frames))
-    result.trail = read_trail(own)
+    result.audit_log = read_trail(own)
     return result, kept
 
 
@@ -245,7 +245,7 @@ async def unprotected_run(folder: Path, initial: Path, size: Size) -> Run:
         await stream.play("promoted", until=stream.counted(size.frames))
         await attack(stream, own, size)
         await stream.play("after the attack", until=stream.counted(size.frames))
-    result.trail = read_trail(own)
+    result.audit_log = read_trail(own)
     return result
 
 
@@ -257,14 +257,14 @@ async def attack(stream: Stream, own: Path, size: Size) -> None:
 
 
 def happened(own: Path, event: str, began: float = 0.0) -> Callable[[], bool]:
-    """Whether the trail has an event, of a training that began after a time."""
+    """Whether the audit log has an event, of a training that began after a time."""
 
     def holds() -> bool:
-        trail = read_trail(own)
+        audit_log = read_trail(own)
         first = next(
-            (place for place, one in enumerate(trail) if one["event"] == "training" and one["at"] > began), None
+            (place for place, one in enumerate(audit_log) if one["event"] == "training" and one["at"] > began), None
         )
-        return first is not None and any(one["event"] == event for one in trail[first:])
+        return first is not None and any(one["event"] == event for one in audit_log[first:])
 
     return holds
 
@@ -373,7 +373,7 @@ def rows_of(result: Run) -> list[dict[str, Any]]:
     for phase in dict.fromkeys(frame.phase for frame in result.frames):
         own = [frame for frame in result.frames if frame.phase == phase]
         end = next((start for start in starts if start > phases[phase]), math.inf)
-        events = [entry for entry in result.trail if phases[phase] <= entry["at"] < end]
+        events = [entry for entry in result.audit_log if phases[phase] <= entry["at"] < end]
         rows.append(
             {
                 "run": "protected" if result.protected else "unprotected",

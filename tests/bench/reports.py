@@ -307,8 +307,8 @@ def learned(protected: bool, *phases: tuple[str, float], event: str = "promoted"
         for place, (phase, share) in enumerate(phases)
         for number in range(10)
     ]
-    trail = [{"at": 112.5, "event": "training", "why": ""}, {"at": 115.5, "event": event, "why": "it is better"}]
-    return Run(protected, frames, trail)
+    audit_log = [{"at": 112.5, "event": "training", "why": ""}, {"at": 115.5, "event": event, "why": "it is better"}]
+    return Run(protected, frames, audit_log)
 
 
 PROTECTED = ("usual", 1.0), ("changed", 0.4), ("promoted", 0.9), ("after the attack", 0.9), ("rolled back", 0.9)

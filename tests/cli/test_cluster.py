@@ -28,7 +28,7 @@ from tests.processes import PATIENCE_S
 from tests.server.scripted import ENGINE_COMMAND
 from vlora.cli.cluster_nodes import visible_gpus
 from vlora.client import AsyncClient, Client
-from vlora.cluster.nodes.greeting import Adapter, Facts
+from vlora.cluster.nodes.join import Adapter, Facts
 from vlora.cluster.on_ray.settings import is_free
 from vlora.types import Request, SamplingParams
 from vlora.types.replicas import ClusterStatus, ScalingStatus

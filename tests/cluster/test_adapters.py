@@ -13,11 +13,11 @@ import pytest
 from tests.cluster.in_process import V1, V2, V3, Here, LocalReplica, Maker, run_virtually, virtual
 from tests.cluster.running import asked, check, outputs_of
 from tests.cluster.sleeping_engine import expected, version_of
-from vlora.cluster.adapter_home import AdapterHome
 from vlora.cluster.adapter_state import FIRST_PAUSE_S, AdapterState, DesiredAdapter
 from vlora.cluster.adapters import RETRY_S
 from vlora.cluster.former_contents import MAX_FORMER
 from vlora.cluster.held_requests import CONTENT_S
+from vlora.cluster.replica_adapters import ReplicaAdapters
 from vlora.engine.operations import LoadAdapter
 from vlora.errors import Aborted, AdapterChanged, BadAdapter, BadRequest, Disconnected, UnknownAdapter, VLoraError
 from vlora.routing import RULES
@@ -325,14 +325,14 @@ async def test_a_replica_does_not_return_to_what_was_desired_before(
     cluster: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It begins to synchronize while a change is at it, and goes on after the change."""
-    homes: dict[str, AdapterHome] = {}
-    follow = AdapterHome.follow
+    homes: dict[str, ReplicaAdapters] = {}
+    follow = ReplicaAdapters.follow
 
-    def noted(home: AdapterHome) -> None:
+    def noted(home: ReplicaAdapters) -> None:
         homes[home.name] = home
         follow(home)
 
-    monkeypatch.setattr(AdapterHome, "follow", noted)
+    monkeypatch.setattr(ReplicaAdapters, "follow", noted)
     async with cluster() as here:
         await here.load("1")
         here.replicas["b"].call_s = 1.0

@@ -92,8 +92,8 @@ class Here(InThread):
         )
 
     @property
-    def keeper_pid(self) -> int | None:
-        return None if self.cluster.ray.keeper is None else self.cluster.ray.keeper.pid
+    def driver_pid(self) -> int | None:
+        return None if self.cluster.ray.driver is None else self.cluster.ray.driver.pid
 
     def serves(self) -> bool:
         return self.states() == [SERVING] * len(NAMES)
@@ -186,8 +186,8 @@ def test_the_processes_that_a_start_makes(here: Here) -> None:
     assert ports.control in open_ports and all(ports.first <= port <= ports.last for port in open_ports), open_ports
     # The front end is no driver, drivers live without a head, and all processes belong to one Ray.
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()  # other tests may have imported it
-    assert here.cluster.ray.keeper is not None and here.cluster.ray.head is not None
-    for pid in (here.cluster.ray.keeper.pid, here.cluster.ray.head.pid):
+    assert here.cluster.ray.driver is not None and here.cluster.ray.head is not None
+    for pid in (here.cluster.ray.driver.pid, here.cluster.ray.head.pid):
         assert psutil.Process(pid).environ()["RAY_gcs_rpc_server_reconnect_timeout_s"] == "600"
     names = [process.name() for process in own_processes(here.cluster.folder)]
     assert names.count("gcs_server") == names.count("raylet") == 1
@@ -220,27 +220,27 @@ def test_other_drivers_of_ray(here: Here) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("what", ["keeper", "actors", "raylet", "head"])
+@pytest.mark.parametrize("what", ["driver", "actors", "raylet", "head"])
 def test_replicas_serve_on_when_a_part_of_ray_is_killed_and_are_adopted(here: Here, what: str) -> None:
     """`ray start --block` goes on when SIGTERM has ended its raylet."""
-    pids, before, keeper = dict(here.cluster.pids), here.status(), here.keeper_pid
+    pids, before, driver = dict(here.cluster.pids), here.status(), here.driver_pid
     ray, head = ray_processes(here.cluster.folder), here.cluster.ray.head
-    assert keeper is not None and head is not None
+    assert driver is not None and head is not None
 
     def kill() -> None:
         if what == "raylet":
             next(process for process in ray if process.name() == "raylet").terminate()
-        for pid in {"keeper": [keeper], "actors": [each.actor for each in pids.values()], "head": [head.pid]}.get(
+        for pid in {"driver": [driver], "actors": [each.actor for each in pids.values()], "head": [head.pid]}.get(
             what, []
         ):
             os.kill(pid, signal.SIGKILL)
 
-    if what == "keeper":
+    if what == "driver":
         here.cluster.pids.clear()
     assert set(here.answer_all(kill)) == {0}
-    if what == "keeper":
+    if what == "driver":
         until(lambda: set(here.cluster.pids) == set(NAMES))
-        assert here.cluster.pids == pids and here.keeper_pid not in (None, keeper)
+        assert here.cluster.pids == pids and here.driver_pid not in (None, driver)
     else:
         until(lambda: all(here.cluster.pids[name].actor != pids[name].actor for name in NAMES))
     if what in ("raylet", "head"):
@@ -288,14 +288,14 @@ def test_a_drained_replica_stays_drained_after_a_restart(here: Here) -> None:
 
 @pytest.mark.exhaustive
 def test_a_replica_is_added_and_released_under_answers(here: Here) -> None:
-    """The number holds also for a keeper that starts after it was changed."""
+    """The number holds also for a driver that starts after it was changed."""
     pids, before = dict(here.cluster.pids), here.cluster.status()
     adding = here.begin(here.cluster.scale(3, 30.0))
     assert set(here.answer_all()) == {0} and adding.result(30)
     assert here.states() == [SERVING] * 3 and len(here.engines()) == 3
-    assert here.keeper_pid is not None
+    assert here.driver_pid is not None
     here.cluster.pids.clear()
-    os.kill(here.keeper_pid, signal.SIGKILL)
+    os.kill(here.driver_pid, signal.SIGKILL)
     until(lambda: len(here.cluster.pids) == 3)
     added = here.cluster.pids["replica-2"]
     releasing: list[Future[bool]] = []
@@ -305,7 +305,7 @@ def test_a_replica_is_added_and_released_under_answers(here: Here) -> None:
     until(lambda: not any(map(is_alive, added)))
     assert here.cluster.pids == pids and here.serves()
     assert here.cluster.status().num_deaths == before.num_deaths
-    os.kill(here.keeper_pid, signal.SIGKILL)
+    os.kill(here.driver_pid, signal.SIGKILL)
     here.cluster.pids.clear()
     until(lambda: len(here.cluster.pids) == 2)
     time.sleep(0.5)
@@ -397,13 +397,13 @@ def test_replicas_serve_without_ray_and_the_next_one_adopts_them(here: Here, mon
 
 
 @pytest.mark.exhaustive
-def test_nothing_is_left_after_a_kill_of_front_end_head_and_keeper() -> None:
+def test_nothing_is_left_after_a_kill_of_front_end_head_and_driver() -> None:
     code = (
         "import asyncio\n"
         "from tests.cluster.test_on_ray import COMMAND, SLEEPING, LocalCluster\n"
         "async def main():\n"
         "    cluster = await LocalCluster.start(SLEEPING, 2, command=COMMAND, alone_s=1.0)\n"
-        "    print(cluster.folder.path, cluster.ray.head.pid, cluster.ray.keeper.pid, flush=True)\n"
+        "    print(cluster.folder.path, cluster.ray.head.pid, cluster.ray.driver.pid, flush=True)\n"
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )

@@ -1,4 +1,4 @@
-"""What starts replicas on machines, without Ray: settings, places, ports, the keeper's reports, and the actor."""
+"""What starts replicas on machines, without Ray: settings, places, ports, the driver's reports, and the actor."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from vlora.cluster.nodes.certificates import Authority
 from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.actor import ActorSettings, NotOpened, Opened, ReplicaActor
 from vlora.cluster.on_ray.cluster import with_shared_cores
-from vlora.cluster.on_ray.keeper import Machine, Places
+from vlora.cluster.on_ray.driver import Machine, Places
 from vlora.cluster.on_ray.log_pipe import LogPipe
 from vlora.cluster.on_ray.own_processes import end_all, replica_processes
-from vlora.cluster.on_ray.reports import Event, Failed, KeeperSettings, Need, replica_names
+from vlora.cluster.on_ray.reports import DriverSettings, Event, Failed, Need, replica_names
 from vlora.cluster.on_ray.settings import Folder, Ports, is_free
 from vlora.cluster.on_ray.site import SITE_VARIABLE, Site, taken_slot, write_site
 from vlora.config import EngineConfig
@@ -165,7 +165,7 @@ def test_replicas_go_where_the_most_room_is_and_stay() -> None:
 
 
 def test_a_replica_of_a_lost_machine_or_that_does_not_start_gets_another_one() -> None:
-    """A later keeper waits for the machine of a running replica, for a time."""
+    """A later driver waits for the machine of a running replica, for a time."""
     places = Places(Need(cpus=2), {})
     found = [chosen(places, "r", *machines) for machines in ((ONE, TWO), (ONE,), (ONE, TWO))]
     assert found == ["vlora-2", "vlora-1", "vlora-1"]
@@ -254,22 +254,22 @@ def test_a_site_is_read_from_the_file_that_the_environment_names(tmp_path: Path)
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_a_replica_without_room_is_reported_again_after_scaling(monkeypatch: pytest.MonkeyPatch) -> None:
     """The front end has forgotten the report of the replica that it released."""
-    from vlora.cluster.on_ray import keeper
-    from vlora.cluster.on_ray.keeper import Keeper
+    from vlora.cluster.on_ray import driver
+    from vlora.cluster.on_ray.driver import Driver
 
-    def no_room(self: Keeper, name: str) -> Any:
+    def no_room(self: Driver, name: str) -> Any:
         raise BadConfig("no machine has room")
 
-    monkeypatch.setattr(keeper, "LOOK_S", 0.02)
-    monkeypatch.setattr(keeper, "list_named_actors", list)
+    monkeypatch.setattr(driver, "LOOK_S", 0.02)
+    monkeypatch.setattr(driver, "list_named_actors", list)
     monkeypatch.setattr("ray.cluster_resources", dict)
-    monkeypatch.setattr(Keeper, "actor", no_room)
+    monkeypatch.setattr(Driver, "actor", no_room)
     left = threading.Semaphore(0)
-    monkeypatch.setattr(Keeper, "leave", lambda self, name: left.release())
+    monkeypatch.setattr(Driver, "leave", lambda self, name: left.release())
     actors = {name: ActorSettings(config=EngineConfig(model="m"), command=(), alone_s=1.0) for name in replica_names(1)}
-    settings = KeeperSettings(connection={}, actors=actors, number=1, log_file="", need=Need(cpus=1), join_s=0.0)
+    settings = DriverSettings(connection={}, actors=actors, number=1, log_file="", need=Need(cpus=1), join_s=0.0)
     out = io.BytesIO()
-    found = Keeper(settings, out)
+    found = Driver(settings, out)
     found.start()
 
     def reports() -> list[Any]:

@@ -23,7 +23,7 @@ from vlora.split.addresses import Address
 from vlora.split.base_server import BaseServer
 from vlora.split.batching import CallQueue
 from vlora.split.frames import Direction
-from vlora.split.greeting import Greeter, Limits
+from vlora.split.handshake import Greeter, Limits
 
 OLD, NEW = (Token(name=name, secret=name * 16) for name in "on")
 

@@ -15,8 +15,8 @@ from typing import Any
 from tests.learning.scripted_model import ScriptedModel, write_content
 from vlora.learning.evaluation import Item
 from vlora.learning.learner import Learner
-from vlora.learning.live_store import AnsweredRequest, Corrector
 from vlora.learning.plan import LearningEntry, LearningSettings
+from vlora.learning.sample_store import AnsweredRequest, Corrector
 from vlora.training.plan import TrainingSettings
 
 ADMIN = Corrector("operator", True)
@@ -76,15 +76,15 @@ class School:
         folder = write_content(self.folder / name, answers or {}, default)
         await learner.promote("ann", version=None, path=str(folder), force=force)
 
-    def trail(self) -> list[dict[str, Any]]:
+    def audit_log(self) -> list[dict[str, Any]]:
         return trail_of(self.folder / "own")
 
     def events(self) -> list[str]:
-        return [entry["event"] for entry in self.trail()]
+        return [entry["event"] for entry in self.audit_log()]
 
     def evaluated(self) -> dict[str, Any]:
         """The details of the only evaluation."""
-        (entry,) = (one for one in self.trail() if one["event"] == "evaluated")
+        (entry,) = (one for one in self.audit_log() if one["event"] == "evaluated")
         details: dict[str, Any] = entry["details"]
         return details
 

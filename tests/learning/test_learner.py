@@ -30,12 +30,12 @@ from vlora.errors import (
     StepFailed,
     VLoraError,
 )
+from vlora.learning.audit_log import AuditLog, Entry, Event
 from vlora.learning.evaluation import Interrupted
 from vlora.learning.learner import MAX_INTERRUPTED, Learner
 from vlora.learning.learning import Learning
-from vlora.learning.live_store import AnsweredRequest, Corrector
 from vlora.learning.plan import LearningEntry, LearningSettings
-from vlora.learning.trail import Entry, Event, Trail
+from vlora.learning.sample_store import AnsweredRequest, Corrector
 from vlora.training.plan import TrainingSettings
 
 USER = Corrector("bad", False)
@@ -55,7 +55,7 @@ async def test_corrections_make_a_better_version_which_is_promoted(school: Schoo
     await settle(learner)
     assert school.events() == PROMOTED
     assert stat.S_IMODE((school.folder / "own").stat().st_mode) == 0o700
-    assert learner.loaded != first == school.trail()[3]["before"]
+    assert learner.loaded != first == school.audit_log()[3]["before"]
     assert school.model.loaded == {"signs": learner.loaded}, "the candidate's own name is free again"
     assert content_hash(school.model.folders["signs"]) == learner.loaded, "the engine has the promoted content"
     versions = (await learner.status()).versions
@@ -63,7 +63,7 @@ async def test_corrections_make_a_better_version_which_is_promoted(school: Schoo
     live = versions[0].live
     assert live is not None and live.candidate == live.count > live.present == 0
     held = {question for _, question in school.model.asked}
-    training = school.trail()[1]["details"]
+    training = school.audit_log()[1]["details"]
     assert len(held) == live.count and training["records"] == 40 - len(held), "none is in both parts"
     await settle(learner)
     assert len(school.events()) == 5, "nothing new"
@@ -75,7 +75,7 @@ async def test_a_version_that_is_not_better_is_refused(school: School, learner: 
     school.record(learner, questions(30), "old")  # the present version is right
     await settle(learner)
     assert school.events() == ["imported", "training", "evaluated", "training_ended"] and learner.loaded == first
-    assert "not above the present version's 1.000" in school.trail()[2]["why"]
+    assert "not above the present version's 1.000" in school.audit_log()[2]["why"]
     assert [one.state for one in (await learner.status()).versions] == ["refused", "present"]
 
 
@@ -130,7 +130,7 @@ async def test_the_latest_corrections_of_one_tenant_do_not_decide(school: School
     school.record(learner, questions(60, "bad"), "poison", "bad", USER)
     await school.promote(learner, "evil", "poison", force=False)
     await settle(learner)
-    live = next(one for one in school.trail() if one["event"] == "evaluated")["details"]["live"]
+    live = next(one for one in school.audit_log() if one["event"] == "evaluated")["details"]["live"]
     assert (live["count"], live["candidate"]) == (16, 8) and "promoted" not in school.events()
 
 
@@ -170,11 +170,11 @@ async def test_a_version_that_turns_out_worse_is_rolled_back(school: School, lea
         await school.promote(learner, "third", "x")  # it is watched after another could not be loaded
     assert learner.loaded == second == school.model.loaded["signs"]
     assert school.events()[-2:] == ["promoted", "rolled_back"]
-    assert school.trail()[-1]["why"] == "it cannot be loaded: there is no room"
+    assert school.audit_log()[-1]["why"] == "it cannot be loaded: there is no room"
     school.record(learner, questions(40, "y"), "new")
     await settle(learner)
     assert learner.loaded == first == school.model.loaded["signs"]
-    last = school.trail()[-1]
+    last = school.audit_log()[-1]
     assert (last["event"], last["by"], last["version"], last["before"]) == ("rolled_back", "server", first, second)
     assert "42 of its 54 answers were corrected" in last["why"] and "version before (8 of 32)" in last["why"]
     school.record(learner, questions(10, "z"), "new")
@@ -210,9 +210,9 @@ async def test_promotion_and_rollback_by_hand(school: School, learner: Learner) 
     await settle(learner)
     second = learner.loaded
     assert school.events() == ["imported", "evaluated", "evaluated", "promoted"]
-    assert [entry["by"] for entry in school.trail()] == ["server", "ann", "ann", "ann"]
+    assert [entry["by"] for entry in school.audit_log()] == ["server", "ann", "ann", "ann"]
     await learner.roll_back("ben", None)
-    assert learner.loaded == first and school.trail()[-1]["by"] == "ben"
+    assert learner.loaded == first and school.audit_log()[-1]["by"] == "ben"
     with pytest.raises(BadRequest, match="adapter 'signs' has no earlier version"):
         await learner.roll_back("ben", None)
     with pytest.raises(BadRequest, match=rf"version {first[:12]} of adapter 'signs' is served already"):
@@ -239,7 +239,7 @@ async def test_other_content_than_was_evaluated_is_not_served(school: School, le
     school.model.before_call = change
     await settle(learner)
     assert learner.loaded == first == school.model.loaded["signs"]
-    assert "is damaged" in school.trail()[-1]["why"]
+    assert "is damaged" in school.audit_log()[-1]["why"]
 
 
 @learning(max_versions=3)
@@ -269,7 +269,7 @@ def test_the_folder_is_locked_and_needs_an_intact_version(tmp_path: Path) -> Non
         (learner.present_folder / "adapter_model.safetensors").write_bytes(b"damaged")
 
     async def after(school: School, learner: Learner) -> None:
-        assert [learner.loaded] == loaded and school.trail()[-1]["why"] == "its files are damaged or missing"
+        assert [learner.loaded] == loaded and school.audit_log()[-1]["why"] == "its files are damaged or missing"
 
     with_learner(school, work)
     with_learner(school, after)
@@ -293,7 +293,7 @@ async def test_answers_that_come_late_do_not_change_an_evaluation(
     with school.model.failing("answer", late, share):
         await settle(learner)
     assert school.events() == PROMOTED and "left_out" not in school.evaluated()
-    held_out = 40 - school.trail()[1]["details"]["records"]
+    held_out = 40 - school.audit_log()[1]["details"]["records"]
     live = school.evaluated()["live"]
     assert (live["count"], live["present"], live["candidate"]) == (held_out, 0, held_out)
     assert bool(school.pauses_s) == (share > 0) and max([1.0, *school.pauses_s]) <= 16
@@ -318,7 +318,7 @@ async def test_an_item_without_an_answer_never_helps_a_candidate(school: School,
     school.record(learner, questions(40), "new")
     unanswered(school, side, [next(one.question for one in learner.store.labelled() if one.held_out)])
     await settle(learner)
-    count = 40 - school.trail()[1]["details"]["records"]
+    count = 40 - school.audit_log()[1]["details"]["records"]
     details, by_present = school.evaluated(), side == "signs"
     live = details["live"]
     assert (live["count"], live["present"], live["candidate"]) == (count - by_present, 0, count - 1)
@@ -336,7 +336,9 @@ async def test_a_candidate_that_does_not_answer_where_the_present_version_is_rig
     await school.promote(learner, "better", "new", school.trusted, force=False)
     await learner.advance()
     assert school.evaluated()["unanswered"] == 3 and "promoted" not in school.events()
-    assert any(one.get("why", "").startswith("on the operator's 40 records it has 37 right") for one in school.trail())
+    assert any(
+        one.get("why", "").startswith("on the operator's 40 records it has 37 right") for one in school.audit_log()
+    )
 
 
 @pytest.mark.parametrize(
@@ -353,7 +355,7 @@ async def test_a_candidate_that_does_not_answer_where_the_present_version_is_rig
 async def test_an_evaluation_without_an_engine_is_repeated_and_given_up(
     school: School, learner: Learner, what: str, error: VLoraError
 ) -> None:
-    """From its beginning, at most some times: then with one line in the trail, and no accuracy."""
+    """From its beginning, at most some times: then with one line in the audit log, and no accuracy."""
     school.record(learner, questions(40), "new")
     with school.model.failing(what, [error]):
         for _ in range(MAX_INTERRUPTED - 1):
@@ -364,7 +366,7 @@ async def test_an_evaluation_without_an_engine_is_repeated_and_given_up(
             assert school.pauses_s[:5] == [1, 2, 4, 8, 16]
             await settle(learner)
             assert school.events() == ["imported", "training", "evaluated", "training_ended"]
-            entry = school.trail()[2]
+            entry = school.audit_log()[2]
             assert entry["why"].startswith("it cannot be evaluated: ") and "live" not in entry["details"]
     if what == "answer":
         await learner.promote("ann", version=None, path=None, force=False)  # the version is on disk still
@@ -388,7 +390,7 @@ async def test_records_that_were_dropped_meanwhile_are_not_asked_without_their_p
     school.model.before_call = drop
     await settle(learner)
     left_out = school.evaluated()["left_out"]
-    records = school.trail()[1]["details"]["records"]
+    records = school.audit_log()[1]["details"]["records"]
     assert left_out > 0 and school.evaluated()["live"]["count"] + left_out == 40 - records
 
 
@@ -425,7 +427,7 @@ async def test_a_full_disk_leaves_no_part_and_repeats_no_evaluation(
 ) -> None:
     """A part would keep the disk full, so that no correction could be kept. Later the training goes on."""
     school.record(learner, questions(40), "new")
-    image, append, calls = learner.store.image, Trail.append, 0
+    image, append, calls = learner.store.image, AuditLog.append, 0
 
     def read(number: int) -> bytes | None:
         nonlocal calls
@@ -434,14 +436,14 @@ async def test_a_full_disk_leaves_no_part_and_repeats_no_evaluation(
             raise OSError(errno.ENOSPC, "No space left on device")
         return image(number)
 
-    def add(trail: Trail, event: Event, by: str, **fields: Any) -> Entry:
+    def add(audit_log: AuditLog, event: Event, by: str, **fields: Any) -> Entry:
         if event == where:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return append(trail, event, by, **fields)
+        return append(audit_log, event, by, **fields)
 
     with monkeypatch.context() as patched:
         patched.setattr(learner.store, "image", read if where == "records" else image)
-        patched.setattr(Trail, "append", add)
+        patched.setattr(AuditLog, "append", add)
         for _ in range(1 if where == "records" else 3):
             with pytest.raises(OSError):
                 await settle(learner)
@@ -558,16 +560,16 @@ def learn(folder: Path, die_at: int | None, places: Path | None = None) -> None:
 
 
 def check(folder: Path) -> None:
-    """Start again: a version is served, the trail names it, and learning goes on."""
+    """Start again: a version is served, the audit log names it, and learning goes on."""
     school, file = School(folder, settings=KILLED), folder / "own" / "trail.jsonl"
-    before = Trail(file).served()
+    before = AuditLog(file).served()
 
     async def work(school: School, learner: Learner) -> None:
         served = school.model.loaded["signs"]
         assert served == learner.loaded == content_hash(learner.present_folder)
-        assert before is None or before.version == served, "the version of the trail"
+        assert before is None or before.version == served, "the version of the audit log"
         await settle(learner)
-        assert school.model.loaded["signs"] == learner.loaded == Trail(file).served()[0]  # type: ignore[index]
+        assert school.model.loaded["signs"] == learner.loaded == AuditLog(file).served()[0]  # type: ignore[index]
         if learner.store.size().corrected == 18:
             assert "promoted" in school.events() and school.events().count("training") == 1
             assert school.events().count("training_ended") == 1

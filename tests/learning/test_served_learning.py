@@ -15,7 +15,7 @@ import pytest
 
 from tests.learning.world import ADMIN, NAME, Serving, World, picture, question
 from vlora.errors import BadRequest, OverCapacity, UnknownAdapter
-from vlora.learning.live_store import AnsweredRequest, Corrector
+from vlora.learning.sample_store import AnsweredRequest, Corrector
 from vlora.server.media.image_decoding import RawImage
 from vlora.types import AdapterStatus, SamplingParams
 from vlora.types.video import Video
@@ -69,7 +69,7 @@ def test_the_promoted_adapter_is_the_one_that_was_evaluated(world: World, tmp_pa
         first = await anext(slow)  # it runs during the promotion
         await serving.settle()
         assert own.events() == ["imported", "training", "evaluated", "promoted", "training_ended"]
-        _, training, evaluated, promoted, ended = own.trail()
+        _, training, evaluated, promoted, ended = own.audit_log()
         assert training["details"]["records"] + evaluated["details"]["live"]["count"] in (40, 41)
         assert ended["details"]["set_aside"] == 1 and evaluated["details"]["live"]["present"] == 0
         (status,) = await serving.front.adapters.list()

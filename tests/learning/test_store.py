@@ -1,4 +1,4 @@
-"""Live records and the audit trail on disk: limits, parts, permissions of corrections, full disks and kill -9."""
+"""Live records and the audit log on disk: limits, parts, permissions of corrections, full disks and kill -9."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 
 from vlora.errors import BadConfig, BadRequest, Forbidden
-from vlora.learning.live_store import AnsweredRequest, Corrector, LiveStore, ServedCount, checked_label
-from vlora.learning.trail import Served, Trail
+from vlora.learning.audit_log import AuditLog, Served
+from vlora.learning.sample_store import AnsweredRequest, Corrector, SampleStore, ServedCount, checked_label
 
 ADMIN, ANN, BEN = Corrector("root", True), Corrector("ann", False), Corrector("ben", False)
 
 
-def store(folder: Path, **settings: Any) -> LiveStore:
+def store(folder: Path, **settings: Any) -> SampleStore:
     folder.mkdir(exist_ok=True)
-    return LiveStore(folder / "live.sqlite", **{"max_records": 100, "max_bytes": 10**6, "held_out": 0.3, **settings})
+    return SampleStore(folder / "live.sqlite", **{"max_records": 100, "max_bytes": 10**6, "held_out": 0.3, **settings})
 
 
 def answered(name: str, tenant: str | None = "ann", question: str | None = None, image: bytes = b"") -> AnsweredRequest:
@@ -214,23 +214,23 @@ def test_corrections_that_were_confirmed_survive_kill_9(tmp_path: Path) -> None:
     assert found.served("v1") in ([ServedCount("ann", count, count, 0)], [ServedCount("ann", count + 1, count, 0)])
 
 
-# -- the trail ---------------------------------------------------------------------------------------------------------
+# -- the audit log -----------------------------------------------------------------------------------------------------
 
 
-def trail(folder: Path) -> Trail:
-    return Trail(folder / "trail.jsonl", lambda: 86400.0)
+def audit_log(folder: Path) -> AuditLog:
+    return AuditLog(folder / "trail.jsonl", lambda: 86400.0)
 
 
 def test_a_line_has_time_caller_versions_and_reason(tmp_path: Path) -> None:
     fields = {"version": "v2", "before": "v1", "why": "it is better", "details": {"lower": 0.5}}
-    trail(tmp_path).append("promoted", "ann", **fields)  # type: ignore[arg-type]
+    audit_log(tmp_path).append("promoted", "ann", **fields)  # type: ignore[arg-type]
     (line,) = (tmp_path / "trail.jsonl").read_text().splitlines()
     stamp = {"at": 86400.0, "time": "1970-01-02T00:00:00Z"}
     assert json.loads(line) == {**stamp, "event": "promoted", "by": "ann", **fields}
 
 
 def test_the_last_decision_sets_the_served_version(tmp_path: Path) -> None:
-    own = trail(tmp_path)
+    own = audit_log(tmp_path)
     assert own.served() is None
     steps: list[tuple[str, str, Served]] = [
         ("imported", "a", Served("a", ())),
@@ -245,13 +245,13 @@ def test_the_last_decision_sets_the_served_version(tmp_path: Path) -> None:
     ]
     for event, version, expected in steps:
         own.append(event, "x", version=version)  # type: ignore[arg-type]
-        assert own.served() == trail(tmp_path).served() == expected
+        assert own.served() == audit_log(tmp_path).served() == expected
 
 
 def test_a_line_that_is_not_whole_on_disk_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own, file = trail(tmp_path), tmp_path / "trail.jsonl"
+    own, file = audit_log(tmp_path), tmp_path / "trail.jsonl"
     own.append("imported", "x", version="a")
     size = file.stat().st_size
 
@@ -261,12 +261,12 @@ def test_a_line_that_is_not_whole_on_disk_does_not_count(
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
         patched.setattr(os, "fsync", fail)
         own.append("promoted", "a", version="b", before="a")
-    assert own.served() == trail(tmp_path).served() == Served("a", ())
+    assert own.served() == audit_log(tmp_path).served() == Served("a", ())
     with files_of_at_most(size + 40), pytest.raises(OSError, match="the disk is full"):
         own.append("promoted", "x", version="b")
     assert file.stat().st_size == size, "the part was taken back"
     with file.open("ab") as opened:
         opened.write(b'{"at": 1, "time": ')  # a machine without power
-    assert own.served() == trail(tmp_path).served() == Served("a", ()) and "line 2 is no entry" in caplog.text
+    assert own.served() == audit_log(tmp_path).served() == Served("a", ()) and "line 2 is no entry" in caplog.text
     own.append("promoted", "x", version="c")
-    assert trail(tmp_path).served() == Served("c", ("a",))
+    assert audit_log(tmp_path).served() == Served("c", ("a",))

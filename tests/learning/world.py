@@ -20,8 +20,8 @@ from vlora.client.values import Answer
 from vlora.config import EngineConfig, ServerConfig
 from vlora.engine import LocalEngine
 from vlora.learning.learner import Learner
-from vlora.learning.live_store import Corrector
 from vlora.learning.plan import read_learning_plan
+from vlora.learning.sample_store import Corrector
 from vlora.memory.arena import PAGE_BYTES
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import load_model
@@ -92,11 +92,11 @@ class World:
         """The adapter's folder."""
         return self.folder / "learning" / NAME
 
-    def trail(self) -> list[dict[str, Any]]:
+    def audit_log(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.own / "trail.jsonl").read_text().splitlines()]
 
     def events(self) -> list[str]:
-        return [entry["event"] for entry in self.trail()]
+        return [entry["event"] for entry in self.audit_log()]
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Serving]:

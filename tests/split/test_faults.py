@@ -25,7 +25,7 @@ import pytest
 import torch
 import trustme
 
-import vlora.split.greeting as greeting_module
+import vlora.split.handshake as greeting_module
 from tests.processes import PATIENCE_S, until
 from tests.split.running import Serving, serving, tiny
 from tests.split.test_equality import WITHIN, apart, losses
@@ -49,7 +49,7 @@ from vlora.split.frames import (
     Proof,
     Welcome,
 )
-from vlora.split.greeting import Greeter, Limits
+from vlora.split.handshake import Greeter, Limits
 
 ROOT = Path(__file__).parents[2]
 STALL_S = 0.5

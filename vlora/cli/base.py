@@ -127,7 +127,7 @@ def serve(
     part = _shard(shard)
     with waiting(f"loading {model}") as loaded, until_stopped() as stop:
         from vlora.engine.host_resources import default_threads
-        from vlora.split.greeting import Limits
+        from vlora.split.handshake import Limits
         from vlora.split.serving import ServeSettings
         from vlora.threads import compute_with
 

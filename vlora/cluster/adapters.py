@@ -1,7 +1,7 @@
 """Adapters on all replicas: an operator's change is made everywhere or nowhere, replica after replica.
 
-The desired state (`adapter_state.py`) is the truth. Each replica follows it by itself (`adapter_home.py`), so one that
-joins, or that fails an adapter, delays no other.
+The desired state (`adapter_state.py`) is the truth. Each replica follows it by itself (`replica_adapters.py`), so one
+that joins, or that fails an adapter, delays no other.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import os
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
-from vlora.cluster.adapter_home import AdapterHome, Goal
 from vlora.cluster.adapter_sender import AdapterSender, ReplicaFiles
 from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.cluster.former_contents import FormerContents, parts_of
+from vlora.cluster.replica_adapters import Goal, ReplicaAdapters
 from vlora.cluster.summary import failed_status, merged_status
 from vlora.engine.ipc.client import EngineClient
 from vlora.errors import Aborted, BadRequest, EngineDead, UnknownAdapter, VLoraError, listed
@@ -58,7 +58,7 @@ class ReplicatedAdapters:
             sender: Sends files that a replica's machine lacks; None: they have to be there.
         """
         self.state = state
-        self.homes: dict[str, AdapterHome] = {}
+        self.homes: dict[str, ReplicaAdapters] = {}
         self.former = FormerContents(unfinished, self._content_ended)
         self._tell_usable = on_usable
         self._on_lack = on_lack
@@ -86,7 +86,7 @@ class ReplicatedAdapters:
         """
         await self._adopt_own()
         files = None if self._sender is None else ReplicaFiles(self._sender, engine)
-        home = AdapterHome(name, engine, self._goal, self._usable, files)
+        home = ReplicaAdapters(name, engine, self._goal, self._usable, files)
         await home.read()
         while not home.is_settled:
             await home.sync()
@@ -287,7 +287,7 @@ class ReplicatedAdapters:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def _change(self, *names: str) -> AsyncIterator[list[AdapterHome]]:
+    async def _change(self, *names: str) -> AsyncIterator[list[ReplicaAdapters]]:
         """Make one change at a time. If it fails, restore the desired state on the replicas."""
         async with self._changing:
             homes = [self.homes[name] for name in sorted(self.homes)]
@@ -345,7 +345,7 @@ class ReplicatedAdapters:
     def _goal(self) -> Goal:
         return Goal(self.state.adapters, self.former.kept, self._busy)
 
-    async def _restore(self, home: AdapterHome) -> None:
+    async def _restore(self, home: ReplicaAdapters) -> None:
         try:
             await home.sync()
         except EngineDead:
@@ -353,7 +353,7 @@ class ReplicatedAdapters:
         except VLoraError as error:
             log.warning("the adapters of replica %r could not be restored: %s", home.name, error)
 
-    async def _on(self, home: AdapterHome, call: Coroutine[Any, Any, T]) -> T | None:
+    async def _on(self, home: ReplicaAdapters, call: Coroutine[Any, Any, T]) -> T | None:
         """The result of a replica; None if it is gone. Raises its error, with its name."""
         try:
             return await call

@@ -12,13 +12,13 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from vlora.cluster.adapter_home import AdapterHome
 from vlora.cluster.adapter_sender import AdapterSender, ShippingLimits
 from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.door import Address
 from vlora.cluster.flights import Flights
 from vlora.cluster.members import Health, Member, alive, clients
+from vlora.cluster.replica_adapters import ReplicaAdapters
 from vlora.cluster.status import Events, status_of
 from vlora.cluster.summary import merged_stats
 from vlora.engine.interface import EngineInterface
@@ -366,7 +366,7 @@ def _unknown(adapter: str, replica: str, cause: str) -> AdapterPlace:
     return AdapterPlace(adapter=adapter, replica=replica, state=UNKNOWN, version="", pinned=False, cause=cause)
 
 
-def _place(adapter: str, home: AdapterHome, status: AdapterStatus | None) -> AdapterPlace:
+def _place(adapter: str, home: ReplicaAdapters, status: AdapterStatus | None) -> AdapterPlace:
     failure = home.failures.get(adapter)
     cause = "" if failure is None else failure.error.message
     if adapter in home.coming:

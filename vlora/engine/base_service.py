@@ -25,7 +25,7 @@ from vlora.split.addresses import secured, warn_of_no_tls
 from vlora.split.base_server import BaseServer, Stopped
 from vlora.split.batching import FIXED_ROWS, CallQueue
 from vlora.split.executor import BaseExecutor
-from vlora.split.greeting import Greeter, Limits
+from vlora.split.handshake import Greeter, Limits
 from vlora.split.layers import frozen_layers
 from vlora.split.peer import Peer
 from vlora.threads import compute_alone

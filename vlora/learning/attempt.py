@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from vlora.learning.live_store import Labelled
+from vlora.learning.sample_store import Labelled
 from vlora.training.plan import TrainingSettings
 from vlora.training.records import FILE_NAME, Record
 

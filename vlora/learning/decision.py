@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vlora.confidence import lower_bound, lower_bound_at_all_times, upper_bound
-from vlora.learning.live_store import ServedCount
+from vlora.learning.sample_store import ServedCount
 from vlora.learning.selection import without_each
 from vlora.types.learning import Comparison
 

@@ -17,7 +17,7 @@ from vlora.errors import (
     StepFailed,
     UnknownAdapter,
 )
-from vlora.learning.live_store import same
+from vlora.learning.sample_store import same
 from vlora.types import TrainingStatus
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)

@@ -13,8 +13,8 @@ import msgspec
 from vlora.errors import BadAdapter, DeadlineMissed, OverCapacity, UnknownAdapter
 from vlora.learning.decision import compare, confidence_of_look, why_not
 from vlora.learning.evaluation import Interrupted, Item, RightAnswers, ServedModel, Version, right_answers
-from vlora.learning.live_store import LiveStore
 from vlora.learning.plan import LearningEntry
+from vlora.learning.sample_store import SampleStore
 from vlora.learning.selection import agreed, as_right, bounded, latest_of_each
 from vlora.types.learning import Comparison
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Compared(NamedTuple):
-    """details: of the evaluation, for the trail. why_not: reason not to promote the candidate."""
+    """details: of the evaluation, for the audit log. why_not: reason not to promote the candidate."""
 
     details: dict[str, Any]
     why_not: str | None
@@ -35,7 +35,7 @@ class Evaluator:
         self,
         entry: LearningEntry,
         model: ServedModel,
-        store: LiveStore,
+        store: SampleStore,
         executor: Executor,
         on_question: Callable[[str], Awaitable[None]],
         sleep: Callable[[float], Awaitable[None]],

@@ -16,13 +16,13 @@ import msgspec
 
 from vlora.errors import AdapterChanged, BadConfig, BadRequest, EngineDead, VLoraError
 from vlora.learning.attempt import Attempt, remove_others
+from vlora.learning.audit_log import SERVER
 from vlora.learning.decision import why_roll_back
 from vlora.learning.evaluation import Interrupted, ServedModel, Version
 from vlora.learning.evaluator import Compared, Evaluator
-from vlora.learning.live_store import Labelled, LiveStore
 from vlora.learning.plan import LearningEntry
+from vlora.learning.sample_store import Labelled, SampleStore
 from vlora.learning.selection import agreed, bounded
-from vlora.learning.trail import SERVER
 from vlora.learning.versions import Versions, describe, origin_of
 from vlora.plan_files.run_lock import lock_folder
 from vlora.types.learning import Comparison, LearningStatus
@@ -84,7 +84,7 @@ class Learner:
             folder.chmod(0o700)  # it has what callers asked
             self._versions = Versions(folder, self.name, initial, model, executor, clock)
             settings = entry.settings
-            self.store = LiveStore(
+            self.store = SampleStore(
                 folder / "live.sqlite",
                 max_records=settings.max_records,
                 max_bytes=settings.max_bytes,
@@ -142,7 +142,7 @@ class Learner:
             origin = f"from {path}"
         else:
             chosen = await self._in_thread(self._versions.chosen, version)
-            origin = origin_of(self._versions.trail, chosen)
+            origin = origin_of(self._versions.audit_log, chosen)
         if chosen == self._versions.present:
             raise BadRequest(f"version {chosen[:12]} of adapter {self.name!r} is served already")
         if force:
@@ -199,7 +199,7 @@ class Learner:
     async def _watch(self) -> None:
         """Return to the version before if the present one has turned out to be worse."""
         served = self._versions.served
-        promoted = self._versions.trail.last(served.version, "promoted", "rolled_back", "imported")
+        promoted = self._versions.audit_log.last(served.version, "promoted", "rolled_back", "imported")
         if not served.before or promoted is None or promoted.event != "promoted":
             return
         before, after = [await self._in_thread(self.store.served, one) for one in (served.before[-1], served.version)]
@@ -221,7 +221,7 @@ class Learner:
         return self.store.num_corrections_since(self.store.fact("trained_to"))
 
     async def _begin_training(self) -> None:
-        last = self._versions.trail.last("", "training")
+        last = self._versions.audit_log.last("", "training")
         number = 1 + (0 if last is None else int(last.details["number"]))
         attempt = Attempt(self._folder, self.name, number)
         start = self._versions.present
@@ -249,7 +249,7 @@ class Learner:
         details = {"number": number, "trained_to": trained_to, "records": count}
         try:
             await self._versions.append("training", SERVER, before=start, details=details)
-        except OSError:  # the trail is as before; of a call that is cancelled it has the line
+        except OSError:  # the audit log is as before; of a call that is cancelled it has the line
             await self._in_thread(attempt.remove)
             raise
         self._attempt = attempt
@@ -279,7 +279,7 @@ class Learner:
             await self._end_attempt(attempt, f"it was {found.state}: {found.error or 'by hand'}")
 
     async def _end_attempt(self, attempt: Attempt, problem: str, num_bad: int = 0) -> None:
-        last = self._versions.trail.last("", "training")
+        last = self._versions.audit_log.last("", "training")
         assert last is not None
         await self._in_thread(self.store.set_fact, "trained_to", last.details["trained_to"])
         details = {"number": attempt.number} | ({"set_aside": num_bad} if num_bad else {})
@@ -291,7 +291,9 @@ class Learner:
 
     def _open_attempt(self) -> Attempt | None:
         """The training that was under way when the last process ended."""
-        last = next((one for one in reversed(self._versions.trail.entries) if one.event.startswith("training")), None)
+        last = next(
+            (one for one in reversed(self._versions.audit_log.entries) if one.event.startswith("training")), None
+        )
         if last is None or last.event == "training_ended":
             return None
         return Attempt(self._folder, self.name, last.details["number"])
@@ -310,7 +312,7 @@ class Learner:
         """
         present, name = self._versions.present, f"{self.name}~candidate"
         pair = Version(self.name, present), Version(name, candidate.version)
-        look = 1 + self._versions.trail.num_evaluations(present)
+        look = 1 + self._versions.audit_log.num_evaluations(present)
         try:
             await self._model.check(self.name)
             compared = await self._compare(pair, look)
@@ -339,7 +341,7 @@ class Learner:
         self._compared = None
 
     async def _compare(self, pair: tuple[Version, Version], look: int) -> Compared:
-        """As `Evaluator.compare`, but not again if the trail could not be written after it, on a full disk."""
+        """As `Evaluator.compare`, but not again if the audit log could not be written after it, on a full disk."""
         if self._compared is None or self._compared[0] != (pair, look):
             found = await self._evaluator.compare(pair, self._versions.files.path(pair[1].version), look)
             self._compared = (pair, look), found
@@ -363,7 +365,7 @@ class Learner:
             name=self.name,
             doing=self._doing,
             present=served.version,
-            versions=describe(served, self._versions.trail, self._versions.files.versions, self.store),
+            versions=describe(served, self._versions.audit_log, self._versions.files.versions, self.store),
             num_records=size.records,
             num_corrected=size.corrected,
             num_bytes=size.num_bytes,

@@ -16,8 +16,8 @@ from typing import NamedTuple, TypeVar
 from vlora.errors import BadRequest, EngineDead, OverCapacity, listed
 from vlora.learning.evaluation import ServedModel
 from vlora.learning.learner import Learner
-from vlora.learning.live_store import AnsweredRequest, Corrector, checked_label
 from vlora.learning.plan import LearningEntry
+from vlora.learning.sample_store import AnsweredRequest, Corrector, checked_label
 from vlora.types.learning import Correction, LearningStatus
 
 log = logging.getLogger(__name__)

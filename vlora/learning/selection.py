@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from vlora.learning.live_store import Labelled, ServedCount
+from vlora.learning.sample_store import Labelled, ServedCount
 
 
 def agreed(records: Sequence[Labelled]) -> list[Labelled]:

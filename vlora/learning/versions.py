@@ -1,4 +1,4 @@
-"""Which version of one adapter is served: by the audit trail, with the files, in the engine."""
+"""Which version of one adapter is served: by the audit log, with the files, in the engine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import msgspec
 
 from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, content_hash
 from vlora.errors import AdapterChanged, BadAdapter, BadConfig, BadRequest, VLoraError
+from vlora.learning.audit_log import SERVER, AuditLog, Event, Served, sync_folder
 from vlora.learning.evaluation import ServedModel
-from vlora.learning.live_store import LiveStore
-from vlora.learning.trail import SERVER, Event, Served, Trail, sync_folder
+from vlora.learning.sample_store import SampleStore
 from vlora.lora.peft_format import read_config
 from vlora.types.learning import AdapterVersion, Comparison, VersionState
 
@@ -99,8 +99,8 @@ def _sync_file(file: Path) -> None:
 class Versions:
     """Used from one event loop. Files are read and written by the executor's only thread.
 
-    A change is written to the trail before it takes effect. A process that dies between the two is followed by one that
-    serves the trail's version.
+    A change is written to the audit log before it takes effect. After a process that dies between the two, the next one
+    serves the audit log's version.
     """
 
     def __init__(
@@ -116,15 +116,15 @@ class Versions:
         self.name = name
         self._model = model
         self._executor = executor
-        self.trail = Trail(folder / "trail.jsonl", clock)
+        self.audit_log = AuditLog(folder / "trail.jsonl", clock)
         self.files = VersionFolder(folder / "versions")
         self._loaded = self._begin_with(folder, initial)
         self._changing = asyncio.Lock()
 
     @property
     def served(self) -> Served:
-        """The version by the trail; during a change, the next one."""
-        served = self.trail.served()
+        """The version by the audit log; during a change, the next one."""
+        served = self.audit_log.served()
         assert served is not None, "a version is imported before anything else"
         return served
 
@@ -138,8 +138,8 @@ class Versions:
         return "" if self._changing.locked() else self._loaded
 
     def _begin_with(self, folder: Path, initial: Path | None) -> str:
-        """The version to serve: by the trail, else the initial one."""
-        served = self.trail.served()
+        """The version to serve: by the audit log, else the initial one."""
+        served = self.audit_log.served()
         if served is None:
             if initial is None:
                 raise BadConfig(
@@ -147,7 +147,7 @@ class Versions:
                     "which is copied at the first start"
                 )
             version = self.files.add(initial)
-            self.trail.append("imported", SERVER, version=version, why=f"from {initial}")
+            self.audit_log.append("imported", SERVER, version=version, why=f"from {initial}")
             return version
         for version in reversed((*served.before, served.version)):
             if self.files.is_intact(version):
@@ -160,7 +160,7 @@ class Versions:
             )
         if version != served.version:
             why = "its files are damaged or missing"
-            self.trail.append("rolled_back", SERVER, version=version, before=served.version, why=why)
+            self.audit_log.append("rolled_back", SERVER, version=version, before=served.version, why=why)
         return version
 
     async def promote(self, version: str, before: str, by: str, why: str, details: dict[str, Any]) -> None:
@@ -169,7 +169,7 @@ class Versions:
         Raises:
             AdapterChanged: Another one is served by now.
             BadAdapter, OverCapacity, BadRequest: It cannot be loaded; the version before is still served.
-            OSError: The trail cannot be written; the version before is still served.
+            OSError: The audit log cannot be written; the version before is still served.
         """
         async with self._changing:
             await self._check(version, before)
@@ -196,8 +196,10 @@ class Versions:
                 await self._load()
 
     async def append(self, event: Event, by: str, **fields: Any) -> None:
-        """Add to the trail. Raises OSError."""
-        await asyncio.get_running_loop().run_in_executor(self._executor, lambda: self.trail.append(event, by, **fields))
+        """Add to the audit log. Raises OSError."""
+        await asyncio.get_running_loop().run_in_executor(
+            self._executor, lambda: self.audit_log.append(event, by, **fields)
+        )
 
     def chosen(self, version: str | None) -> str:
         """The version on disk that begins so; None: the last one that was evaluated and not promoted.
@@ -212,7 +214,7 @@ class Versions:
                 what = "no version begins" if not found else "several versions begin"
                 raise BadRequest(f"{what} with {version[:40]!r} in adapter {self.name!r}; on disk: {shown}")
             return found[0]
-        for entry in reversed(self.trail.entries):
+        for entry in reversed(self.audit_log.entries):
             if entry.event == "evaluated" and entry.version in known and entry.version != self.present:
                 return entry.version
         raise BadRequest(f"adapter {self.name!r} has no version that was evaluated and not promoted; name one")
@@ -241,22 +243,24 @@ class Versions:
             raise BadRequest(f"version {version[:12]} of adapter {self.name!r} is damaged; choose another one")
 
 
-def describe(served: Served, trail: Trail, versions: Sequence[str], store: LiveStore) -> tuple[AdapterVersion, ...]:
+def describe(
+    served: Served, audit_log: AuditLog, versions: Sequence[str], store: SampleStore
+) -> tuple[AdapterVersion, ...]:
     """The versions on disk for operators, newest first. versions: oldest first."""
-    return tuple(_describe(served, trail, one, store) for one in reversed(versions))
+    return tuple(_describe(served, audit_log, one, store) for one in reversed(versions))
 
 
-def origin_of(trail: Trail, version: str) -> str:
+def origin_of(audit_log: AuditLog, version: str) -> str:
     """Where a version comes from: a training, or a folder."""
-    for entry in trail.entries:
+    for entry in audit_log.entries:
         if entry.version == version:
             return str(entry.details.get("origin") or entry.why)
     return "unknown"
 
 
-def _describe(served: Served, trail: Trail, version: str, store: LiveStore) -> AdapterVersion:
-    evaluated = trail.last(version, "evaluated")
-    began = trail.last(version, "imported", "promoted", "rolled_back")
+def _describe(served: Served, audit_log: AuditLog, version: str, store: SampleStore) -> AdapterVersion:
+    evaluated = audit_log.last(version, "evaluated")
+    began = audit_log.last(version, "imported", "promoted", "rolled_back")
     state: VersionState = "kept"
     if version == served.version:
         state = "present"
@@ -271,7 +275,7 @@ def _describe(served: Served, trail: Trail, version: str, store: LiveStore) -> A
         version=version,
         state=state,
         since=0.0 if last is None else last.at,
-        origin=origin_of(trail, version),
+        origin=origin_of(audit_log, version),
         live=_comparison(details.get("live")),
         trusted=_comparison(details.get("trusted")),
         num_answers=sum(one.answered for one in counts),

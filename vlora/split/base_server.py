@@ -26,7 +26,7 @@ from vlora.split import frames, transport
 from vlora.split.batching import Call, CallQueue
 from vlora.split.executor import BaseExecutor
 from vlora.split.frames import DTYPES, CallHead, Direction, ReplyHead, Status
-from vlora.split.greeting import Greeter, Limits
+from vlora.split.handshake import Greeter, Limits
 from vlora.split.peer import Peer, ReceivedCall
 
 log = logging.getLogger(__name__)

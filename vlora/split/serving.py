@@ -29,7 +29,7 @@ from vlora.split.addresses import Address
 from vlora.split.base_server import BaseServer
 from vlora.split.batching import CallQueue
 from vlora.split.executor import BaseExecutor
-from vlora.split.greeting import Greeter, Limits
+from vlora.split.handshake import Greeter, Limits
 from vlora.split.layers import frozen_layers
 from vlora.split.peer import Peer
 

@@ -26,7 +26,8 @@ from vlora.cluster.door import Address, Certificate
 from vlora.cluster.nodes import runs
 from vlora.cluster.nodes.certificates import Authority, utc_now
 from vlora.cluster.nodes.content import adapter_digest, model_digest
-from vlora.cluster.nodes.greeting import (
+from vlora.cluster.nodes.head import facts_of
+from vlora.cluster.nodes.join import (
     Adapter,
     Admitted,
     Facts,
@@ -37,7 +38,6 @@ from vlora.cluster.nodes.greeting import (
     check_versions,
     python_version,
 )
-from vlora.cluster.nodes.head import facts_of
 from vlora.cluster.nodes.node import Machine, Membership
 from vlora.cluster.nodes.plan import absolute_adapters, read_cluster_plan
 from vlora.cluster.nodes.token import create_token, derived, read_token

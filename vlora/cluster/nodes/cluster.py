@@ -50,7 +50,7 @@ class NodesCluster(LocalCluster):
     """`LocalCluster` over replicas of other machines. Created by `join`.
 
     The machines' own processes (`vlora cluster up`, `join`) run Ray there. This one runs a Ray without resources, for
-    its keeper. Machines may join and leave while it runs.
+    its driver. Machines may join and leave while it runs.
     """
 
     tls = True

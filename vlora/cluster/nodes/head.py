@@ -16,7 +16,7 @@ import msgspec
 from vlora.cluster.door import Address, Certificate
 from vlora.cluster.nodes.certificates import Authority, own_addresses
 from vlora.cluster.nodes.content import adapter_digest, model_digest
-from vlora.cluster.nodes.greeting import Adapter, Facts, HeadDoor, python_version
+from vlora.cluster.nodes.join import Adapter, Facts, HeadDoor, python_version
 from vlora.cluster.nodes.node import Machine, close_run, new_folder, new_key, until_stopped, write_files
 from vlora.cluster.nodes.plan import ClusterPlan, absolute_adapters
 from vlora.cluster.nodes.runs import HEAD, end_run, registered

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from vlora.cluster.door import Address
 from vlora.cluster.nodes.certificates import Certificates
 from vlora.cluster.nodes.content import adapter_digest, model_digest
-from vlora.cluster.nodes.greeting import Admitted, Facts, ask_head, check_clock, check_content, check_versions
+from vlora.cluster.nodes.join import Admitted, Facts, ask_head, check_clock, check_content, check_versions
 from vlora.cluster.nodes.runs import NODE, registered
 from vlora.cluster.nodes.token import derived
 from vlora.cluster.on_ray import node_settings

@@ -384,7 +384,7 @@ class LocalCluster(Cluster):
             address = self._addresses[name]
             member = self.members.get(name)
             if member is not None and member.address == address:
-                continue  # found by another keeper or actor
+                continue  # found by another driver or actor
             try:
                 await self.replace(name, address, tls=self.tls)
             except VLoraError as error:

@@ -1,4 +1,4 @@
-"""The log of replicas, on the front end's stderr. Ray's own has a prefix, and ends with the keeper that began it."""
+"""The log of replicas, on the front end's stderr. Ray's own has a prefix, and ends with the driver that began it."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def connection(folder: Folder, control: str, host: str) -> dict[str, Any]:
 def placed(need: Need) -> dict[str, Any]:
     """Options of a replica's actor on one of several machines, beside `settings.actor_options`.
 
-    It is started again on its machine only. The keeper chooses another one when the machine has ended.
+    It is started again on its machine only. The driver chooses another one when the machine has ended.
     """
     memory = {"memory": need.memory_bytes} if need.memory_bytes else {}
     return {"num_cpus": need.cpus, "num_gpus": need.gpus, **memory}

@@ -18,7 +18,7 @@ _EXIT_S = 1.0
 
 
 def ray_processes(folder: Folder) -> list[psutil.Process]:
-    """Ray's, keepers and actors. Without the calling process."""
+    """Ray's, drivers and actors. Without the calling process."""
     variable, value = TOKEN_PATH_VARIABLE, folder.token_file
     return _find(lambda process: _has_title(process, folder) or _is_marked(process, variable, value))
 

@@ -1,4 +1,4 @@
-"""Ray's head and the keeper, started again when they end. Neither is needed to serve: the replicas' lines do that.
+"""Ray's head and the driver, started again when they end. Neither is needed to serve: the replicas' lines do that.
 
 On several machines each has such a head, which runs Ray's control service on one of them and a node on the others.
 """
@@ -18,11 +18,11 @@ import msgspec
 from vlora.cluster import framing
 from vlora.cluster.on_ray.actor import ActorSettings
 from vlora.cluster.on_ray.reports import (
+    DriverSettings,
     Event,
     Failed,
     HeadReport,
     HeadSettings,
-    KeeperSettings,
     Located,
     Need,
     Restart,
@@ -38,7 +38,7 @@ STARTS = 3
 """Failed starts in a row after which the cluster's start fails. One may fail because another program takes a port."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
-_KEEPER_STOP_S, _HEAD_STOP_S = 5.0, 15.0
+_DRIVER_STOP_S, _HEAD_STOP_S = 5.0, 15.0
 _EXIT_S = 1.0  # between the end of a process's output and its exit
 
 
@@ -205,10 +205,10 @@ class RayNode:
 
 
 class RayProcesses(RayNode):
-    """Ray on this machine, and the keeper of one front end.
+    """Ray on this machine, and the driver of one front end.
 
     Attributes:
-        keeper: The current process; None while there is none.
+        driver: The current process; None while there is none.
     """
 
     def __init__(
@@ -227,12 +227,12 @@ class RayProcesses(RayNode):
 
         Args:
             prepare: See `RayNode`.
-            on_event: Called with each event of the keeper (`Located`, `Lost`, `Failed`).
+            on_event: Called with each event of the driver (`Located`, `Lost`, `Failed`).
             need: Of each replica, where there are several machines.
-            serves: Whether a replica serves, so that a later keeper waits for its machine.
+            serves: Whether a replica serves, so that a later driver waits for its machine.
         """
         super().__init__(folder, prepare)
-        self.keeper: Process | None = None
+        self.driver: Process | None = None
         self._actors = actors
         self._number = number
         self._num_gpus = num_gpus
@@ -240,11 +240,11 @@ class RayProcesses(RayNode):
         self._serves = serves
         self._on_event = on_event
         self._homes: dict[str, str] = {}
-        self._heard = False  # anything from the current keeper
+        self._heard = False  # anything from the current driver
         self._num_silent = 0
 
     def scale(self, number: int) -> None:
-        """Start or end actors, now or when a keeper runs again."""
+        """Start or end actors, now or when a driver runs again."""
         self._number = number
         self._order(Scale(number))
 
@@ -255,18 +255,18 @@ class RayProcesses(RayNode):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _order(self, order: Scale | Restart) -> None:
-        if self.keeper is not None:
-            self.keeper.send(order)
+        if self.driver is not None:
+            self.driver.send(order)
 
     async def _before_end(self) -> None:
         """End the actors first."""
-        if self.keeper is not None:
-            await self.keeper.stop(_KEEPER_STOP_S)
-        self.keeper = None
+        if self.driver is not None:
+            await self.driver.stop(_DRIVER_STOP_S)
+        self.driver = None
 
     async def _keep(self, head: Process) -> bool:
-        """Run a keeper until it or the head ends. Returns whether the keeper has reported anything."""
-        settings = KeeperSettings(
+        """Run a driver until it or the head ends. Returns whether the driver has reported anything."""
+        settings = DriverSettings(
             connection=self._start.connection,
             actors=self._actors,
             number=self._number,
@@ -275,32 +275,32 @@ class RayProcesses(RayNode):
             need=self._need,
             homes={name: key for name, key in self._homes.items() if self._serves(name)},
         )
-        keeper = self.keeper = await Process.start("vlora.cluster.on_ray.keeper", settings, self._start.environ)
+        driver = self.driver = await Process.start("vlora.cluster.on_ray.driver", settings, self._start.environ)
         self._heard = False
-        reading = asyncio.create_task(self._read(keeper))
+        reading = asyncio.create_task(self._read(driver))
         head_ended = asyncio.create_task(head.wait())
         try:
             ended, _ = await asyncio.wait({reading, head_ended}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             reading.cancel()
             head_ended.cancel()
-        code = await keeper.end(0 if head_ended in ended else _EXIT_S)
-        self.keeper = None
+        code = await driver.end(0 if head_ended in ended else _EXIT_S)
+        self.driver = None
         if head_ended in ended:
             self._head_ended()
         else:
-            log.warning("the keeper has ended with code %d; serving goes on, and another one starts", code)
+            log.warning("the driver has ended with code %d; serving goes on, and another one starts", code)
         self._num_silent = 0 if self._heard else self._num_silent + 1
         if self._num_silent == STARTS:
-            error = EngineDead(f"the keeper has ended {STARTS} times before any report; see its messages above")
+            error = EngineDead(f"the driver has ended {STARTS} times before any report; see its messages above")
             self._on_event(Failed("", ErrorValue.of(error)))
         return self._heard
 
-    async def _read(self, keeper: Process) -> None:
-        """Pass on events until the keeper ends."""
+    async def _read(self, driver: Process) -> None:
+        """Pass on events until the driver ends."""
         try:
             while True:
-                event = await framing.receive(keeper.output, Event)
+                event = await framing.receive(driver.output, Event)
                 if isinstance(event, Located):
                     self._homes[event.name] = event.at.node
                 self._heard = True
@@ -308,4 +308,4 @@ class RayProcesses(RayNode):
         except asyncio.IncompleteReadError:
             pass
         except msgspec.MsgspecError as error:
-            log.warning("the keeper has sent an invalid event: %s", error)
+            log.warning("the driver has sent an invalid event: %s", error)

@@ -1,4 +1,4 @@
-"""Values that a front end, its keeper and its head exchange. Imports no Ray."""
+"""Values that a front end, its driver and its head exchange. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int = 0
 
 
-class KeeperSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a keeper.
+class DriverSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a driver.
 
     Attributes:
         connection: The arguments of `ray.init`.
@@ -57,13 +57,13 @@ class KeeperSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scale(msgspec.Struct, frozen=True, tag=True):
-    """To a keeper: another number of replicas."""
+    """To a driver: another number of replicas."""
 
     number: int
 
 
 class Restart(msgspec.Struct, frozen=True, tag=True):
-    """To a keeper: kill the processes of a replica, so that it is started again."""
+    """To a driver: kill the processes of a replica, so that it is started again."""
 
     name: str
 

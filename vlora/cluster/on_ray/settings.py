@@ -191,7 +191,7 @@ class Folder(NamedTuple):
 
     @property
     def ray_log(self) -> str:
-        return f"{self.path}/keeper.log"
+        return f"{self.path}/driver.log"
 
     @property
     def log_pipe(self) -> str:

@@ -10,7 +10,7 @@ from PIL import Image as Pillow
 
 from vlora.client.values import Answer
 from vlora.learning.learning import Learning
-from vlora.learning.live_store import AnsweredRequest
+from vlora.learning.sample_store import AnsweredRequest
 from vlora.server.media.image_decoding import RawImage
 from vlora.server.prompt_encoder import SharedImages
 from vlora.server.prompts import Conversation, PlainText, Prompt, PromptTokens

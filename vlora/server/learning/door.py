@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vlora.config import Token
 from vlora.errors import BadRequest
-from vlora.learning.live_store import Corrector
+from vlora.learning.sample_store import Corrector
 from vlora.server.frontend import FrontEnd
 from vlora.server.security.access import is_admin
 from vlora.types.learning import Correction, LearningStatus
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vlora.learning.learning import Learning
 
 OPERATOR = "operator"
-"""The name of a caller in the audit trail, on a server without tokens."""
+"""The name of a caller in the audit log, on a server without tokens."""
 
 
 class LearningDoor:

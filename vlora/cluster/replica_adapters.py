@@ -37,7 +37,7 @@ class Goal(NamedTuple):
     busy: Set[str]
 
 
-class AdapterHome:
+class ReplicaAdapters:
     """One replica from its line's opening to its end. Calls are made one after another.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The audit trail: decisions about an adapter, with time, caller and reason. The last one sets the served version."""
+"""The audit log: decisions about an adapter, with time, caller and reason. The last one sets the served version."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 
 Event = Literal["imported", "training", "training_ended", "evaluated", "promoted", "rolled_back"]
 SERVER = "server"
-"""The name in the trail for decisions without a caller."""
+"""The name in the audit log for decisions without a caller."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the trail.
+    """A line of the audit log.
 
     Attributes:
         at: Seconds since 1970.
@@ -53,7 +53,7 @@ class Served(NamedTuple):
     before: tuple[str, ...]
 
 
-class Trail:
+class AuditLog:
     """An append-only file of JSON lines. Each line is on disk before `append` returns."""
 
     def __init__(self, file: Path, clock: Callable[[], float] = time.time) -> None:
@@ -64,7 +64,7 @@ class Trail:
         try:
             self.entries.extend(_read(file))
         except OSError as error:
-            raise BadConfig(f"the audit trail {file} cannot be read: {error.strerror}") from error
+            raise BadConfig(f"the audit log {file} cannot be read: {error.strerror}") from error
 
     def append(self, event: Event, by: str, **fields: Any) -> Entry:
         """Add a line. Raises OSError, with nothing added, if it cannot be written."""
@@ -78,7 +78,7 @@ class Trail:
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
                 line = b"\n" + line  # after a line that a full disk has cut
             if os.write(descriptor, line) != len(line):
-                raise OSError(f"the audit trail {self._file} cannot be written: the disk is full")
+                raise OSError(f"the audit log {self._file} cannot be written: the disk is full")
             os.fsync(descriptor)
         except OSError:
             with contextlib.suppress(OSError):  # a whole line would count after a restart
@@ -133,7 +133,7 @@ def _read(file: Path) -> Iterator[Entry]:
             try:
                 yield msgspec.json.decode(line, type=Entry)
             except (msgspec.DecodeError, json.JSONDecodeError, UnicodeDecodeError):
-                log.warning("%s, line %d is no entry of an audit trail and is ignored", file, number)
+                log.warning("%s, line %d is no entry of an audit log and is ignored", file, number)
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""The keeper: the only driver of Ray, in a process of its own. It creates the replicas' actors and reports on them.
+"""The only driver of Ray, in a process of its own. It creates the replicas' actors and reports on them.
 
-Run as `python -m vlora.cluster.on_ray.keeper`, with a `KeeperSettings` and later `Order`s on stdin. It writes events
-(`reports.py`) to stdout, and ends the actors when stdin ends. The actors outlive a keeper that is killed; the next one
+Run as `python -m vlora.cluster.on_ray.driver`, with a `DriverSettings` and later `Order`s on stdin. It writes events
+(`reports.py`) to stdout, and ends the actors when stdin ends. The actors outlive a driver that is killed; the next one
 finds them by their names, or creates new ones, which find the replicas. Ray may end a driver after its head, so a front
 end is no driver.
 """
@@ -27,11 +27,11 @@ from vlora.cluster import claim, framing
 from vlora.cluster.on_ray import node_settings
 from vlora.cluster.on_ray import settings as ray_settings
 from vlora.cluster.on_ray.actor import NotOpened, Opened, ReplicaActor
-from vlora.cluster.on_ray.reports import Event, Failed, KeeperSettings, Located, Lost, Need, Order, Restart, Scale
+from vlora.cluster.on_ray.reports import DriverSettings, Event, Failed, Located, Lost, Need, Order, Restart, Scale
 from vlora.errors import BadConfig
 from vlora.types import ErrorValue
 
-_WATCH_S = 60.0  # of one call that watches an actor; those of a killed keeper end by then
+_WATCH_S = 60.0  # of one call that watches an actor; those of a killed driver end by then
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 _STOP_S = 3.0
@@ -39,10 +39,10 @@ _END_S = 1.5
 LOOK_S = 0.5
 
 
-class Keeper:
+class Driver:
     """Holds one actor for each replica that there is, with a thread for each that there may be."""
 
-    def __init__(self, settings: KeeperSettings, out: Any) -> None:
+    def __init__(self, settings: DriverSettings, out: Any) -> None:
         """out: a binary file for events."""
         self._settings = settings
         self._out = out
@@ -149,7 +149,7 @@ class Keeper:
                 time.sleep(_FIRST_PAUSE_S)  # until Ray has started it again, calls may fail
 
     def actor(self, name: str) -> Any:
-        """A new actor, or the one of an earlier keeper; None while the machine of a running replica joins Ray again.
+        """A new actor, or the one of an earlier driver; None while the machine of a running replica joins Ray again.
 
         Raises:
             BadConfig: No machine has room.
@@ -165,7 +165,7 @@ class Keeper:
         return ray.remote(ReplicaActor).options(**options).remote(msgspec.msgpack.encode(self._settings.actors[name]))
 
     def leave(self, name: str) -> None:
-        """End the actor of a replica that is not wanted any more, as an earlier keeper may have left it."""
+        """End the actor of a replica that is not wanted any more, as an earlier driver may have left it."""
         if self._places is not None:
             self._places.leave(name)
         with contextlib.suppress(ValueError):  # there is none
@@ -191,35 +191,35 @@ def machines() -> list[Machine]:
 
 
 def main() -> None:
-    settings = framing.read(sys.stdin.buffer, KeeperSettings)
+    settings = framing.read(sys.stdin.buffer, DriverSettings)
     # Ray writes pages to both when a process ends; the front end's log has its own lines about that.
     out, problems = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(2), "w")
     with open(settings.log_file, "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    keeper = Keeper(settings, out)
+    driver = Driver(settings, out)
     try:
         # Actors are loaded from the installed package: Ray may forget the class with the driver that sent it, and would
         # then start its actors again without end.
         ray.init(**settings.connection, job_config=JobConfig(code_search_path=[sys.prefix]))
-        keeper.start()
+        driver.start()
     except BadConfig as error:
-        keeper.say(Failed("", ErrorValue.of(error)))
+        driver.say(Failed("", ErrorValue.of(error)))
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        print(f"the keeper cannot use Ray: {lines[0]}", file=problems, flush=True)
+        print(f"the driver cannot use Ray: {lines[0]}", file=problems, flush=True)
         os._exit(1)
     with contextlib.suppress(EOFError):  # the front end has closed it, or has ended
         while True:
             order: Any = framing.read(sys.stdin.buffer, cast(Any, Order))
             match order:
                 case Scale(number=number):
-                    keeper.scale(number)
+                    driver.scale(number)
                 case Restart(name=name):
-                    keeper.restart(name)
+                    driver.restart(name)
     # If Ray's head is gone, the calls do not return.
     threading.Thread(target=_leave_late, daemon=True).start()
-    keeper.stop()
+    driver.stop()
     ray.shutdown()
     os._exit(0)
 

@@ -90,7 +90,7 @@ class StoreSize(NamedTuple):
     num_bytes: int
 
 
-class LiveStore:
+class SampleStore:
     """The records of one adapter in a file. It belongs to one thread at a time.
 
     Every method raises OSError if the file is damaged or cannot be written, for example because the disk is full. A
