@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -254,16 +254,6 @@ async def supervised(logged: list[str], model: str = "scripted") -> SupervisedEn
     return await SupervisedEngine.start(EngineConfig(model=model), log=logged.append, command=ENGINE_COMMAND)
 
 
-class Listener:
-    """Calls a function on every change of the engine."""
-
-    def __init__(self, on_change: Callable[[], None]) -> None:
-        self._on_change = on_change
-
-    def engine_changed(self) -> None:
-        self._on_change()
-
-
 async def kill(engine: SupervisedEngine) -> None:
     """Kill the process and wait until its death is detected."""
     assert engine.pid is not None
@@ -302,7 +292,7 @@ async def test_a_replacement_process_has_the_adapters_and_pins(tmp_path: Path) -
     logged: list[str] = []
     restarts: list[str] = []
     engine = await supervised(logged)
-    engine.add_listener(Listener(lambda: restarts.append("restarted")))
+    engine.on_change.append(lambda: restarts.append("restarted"))
     await engine.register_adapters({name: write_adapter(tmp_path / name) for name in ("one", "two", "lost")})
     await engine.load_adapter("three", write_adapter(tmp_path / "three"))
     await engine.load_adapter("gone", write_adapter(tmp_path / "gone"))
@@ -346,7 +336,7 @@ async def test_an_engine_that_fails_at_every_start_stays_dead(tmp_path: Path, mo
     logged: list[str] = []
     engine = await supervised(logged, f"gone after {tmp_path / 'started'}")
     changes: list[bool] = []
-    engine.add_listener(Listener(lambda: changes.append(engine.starting)))
+    engine.on_change.append(lambda: changes.append(engine.starting))
     await kill(engine)
     while not changes:
         await asyncio.sleep(0.01)

@@ -180,7 +180,7 @@ async def _start(
     front_end: FrontEnd | None = None
     try:
         front_end = FrontEnd(engine, await loading, server_config, model, supervisor=engine)
-        engine.add_listener(front_end)
+        engine.on_change.append(front_end.engine_changed)
         learned = {} if learn is None else front_end.learn(*learn, adapters)
         await front_end.adapters.register({**adapters, **learned})
         if state is not None and isinstance(engine, SupervisedEngine):  # a cluster keeps its state itself

@@ -7,7 +7,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from vlora.errors import BadConfig
 from vlora.routing import Advice, MoveCosts, Need, Placed, Report, Room, Router, ScalingPolicy, ScalingSettings
@@ -368,40 +368,21 @@ def replay(arrivals: Iterable[Arrival], config: ReplicaConfig, cluster: ClusterC
     return World(config, cluster).run(arrivals)
 
 
-class Scaled(Protocol):
-    """What is scaled."""
-
-    now: float
-    router: Router
-
-    def longest_wait_s(self) -> float:
-        """How long a request without an answer has waited in the router."""
-
-    def start_after(self, delay_s: float) -> None:
-        """Add a replica that serves after a delay."""
-
-    def release(self, name: str) -> None:
-        """End an idle replica."""
-
-    def resume(self, name: str) -> None:
-        """Stop draining a replica."""
-
-
 class Scaling:
     """Adds and releases replicas. Unlike a live cluster it may end any of them, and all starts succeed."""
 
     PERIOD_S = 1.0
 
-    def __init__(self, scaled: Scaled, cluster: ClusterConfig) -> None:
-        self._scaled, self._cluster = scaled, cluster
+    def __init__(self, world: World, cluster: ClusterConfig) -> None:
+        self._world, self._cluster = world, cluster
         most = cluster.max_replicas or cluster.replicas
         self._policy = ScalingPolicy(ScalingSettings(cluster.replicas, most, cluster.up_after_s, cluster.down_after_s))
         self._starting: list[float] = []  # when each replica that was added serves
         self._releasing: list[str] = []  # replicas that drain in order to end
 
     def follow(self, _periodic: None) -> None:
-        scaled, cluster = self._scaled, self._cluster
-        now, router = scaled.now, scaled.router
+        world, cluster = self._world, self._cluster
+        now, router = world.now, world.router
         starting = [time_s for time_s in self._starting if time_s > now]
         if len(starting) < len(self._starting):
             self._policy.joined(now)
@@ -410,7 +391,7 @@ class Scaling:
         advice = router.advice()
         # Failed replicas are replaced apart from this, so there are soon the least number again.
         number = max(cluster.replicas, len(router.replicas) - len(self._releasing) + len(starting))
-        seen = Situation(number, len(starting), True, advice, scaled.longest_wait_s())
+        seen = Situation(number, len(starting), True, advice, world.longest_wait_s())
         decision = self._policy.decide(now, seen)
         if decision is None:
             return
@@ -418,22 +399,22 @@ class Scaling:
             self._drain_one(advice)
         for _ in range(decision.number - number):
             if self._releasing:
-                scaled.resume(self._releasing.pop())
+                world.resume(self._releasing.pop())
             else:
                 self._starting.append(now + cluster.start_s)
-                scaled.start_after(cluster.start_s)
+                world.start_after(cluster.start_s)
 
     def _drain_one(self, advice: Advice) -> None:
         names = [name for name in (*advice.release, *advice.drain) if name not in self._releasing][:1]
         for name in names:
-            self._scaled.router.drain(name)
+            self._world.router.drain(name)
             self._releasing.append(name)
         self._end_idle()
 
     def _end_idle(self) -> None:
         """End what has been drained. A replica that has failed is none of them any more."""
-        replicas = self._scaled.router.replicas
+        replicas = self._world.router.replicas
         self._releasing = [name for name in self._releasing if name in replicas]
         for name in [name for name in self._releasing if not replicas[name].size]:
             self._releasing.remove(name)
-            self._scaled.release(name)
+            self._world.release(name)

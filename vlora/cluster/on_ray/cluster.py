@@ -29,7 +29,6 @@ from vlora.cluster.replica import ALONE_S
 from vlora.config import EngineConfig
 from vlora.engine.host_resources import default_threads
 from vlora.engine.ipc.client import ENGINE_COMMAND
-from vlora.engine.ipc.supervisor import RestartListener
 from vlora.errors import BadRequest, EngineDead, VLoraError
 from vlora.routing import Advice, RecordedRouter, Router
 from vlora.routing.scaling import DOWN_AFTER_S, UP_AFTER_S, ScalingSettings
@@ -99,7 +98,7 @@ class LocalCluster(Cluster):
         self._leaving: set[str] = set()  # drained by `scale`
         self._hung: dict[str, asyncio.TimerHandle] = {}  # by the names of lost replicas
         self.pids: dict[str, Pids] = {}
-        self._listeners: list[RestartListener] = []
+        self.on_change: list[Callable[[], object]] = []
         self._addresses: dict[str, Address] = {}
         self._changed: dict[str, asyncio.Event] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
@@ -195,9 +194,6 @@ class LocalCluster(Cluster):
     def starting(self) -> bool:
         """Whether no replica can be used. They are started again without end."""
         return self.cause is not None
-
-    def add_listener(self, listener: RestartListener) -> None:
-        self._listeners.append(listener)
 
     async def scale(self, number: int | Literal["auto"], timeout_s: float) -> bool:
         """Have another number of replicas: start further ones, or drain the last ones and then end them.
@@ -415,5 +411,5 @@ class LocalCluster(Cluster):
         if self._starting is not None:
             self._starting.put_nowait(member.name)
         if was_absent:
-            for listener in self._listeners:
-                listener.engine_changed()
+            for call in self.on_change:
+                call()

@@ -32,16 +32,13 @@ _LASTING_S = 60.0
 FIRST_PAUSE_S = 0.5  # before the second start in a row; each later pause is twice as long
 
 
-class RestartListener(Protocol):
-    """Receives the outcome of restarts, as the server's front end does."""
-
-    def engine_changed(self) -> None:
-        """A new process is ready, or no more restarts are attempted."""
-        ...
-
-
 class RestartedEngine(EngineInterface, Protocol):
-    """An engine that is replaced when it dies."""
+    """An engine that is replaced when it dies.
+
+    on_change: called when a new process is ready, or no more restarts are attempted.
+    """
+
+    on_change: list[Callable[[], object]]
 
     @property
     def cause(self) -> str | None:
@@ -51,10 +48,6 @@ class RestartedEngine(EngineInterface, Protocol):
     @property
     def starting(self) -> bool:
         """Whether no engine is ready but one is starting."""
-        ...
-
-    def add_listener(self, listener: RestartListener) -> None:
-        """Notify the listener of the outcome of every restart from now on."""
         ...
 
 
@@ -69,7 +62,7 @@ class SupervisedEngine(EngineInterface):
     def __init__(
         self, engine: EngineClient, config: EngineConfig, command: Sequence[str], log: Callable[[str], None]
     ) -> None:
-        self._listeners: list[RestartListener] = []
+        self.on_change: list[Callable[[], object]] = []
         self._engine: EngineClient | None = engine
         self._config = config
         self._command = command
@@ -103,9 +96,6 @@ class SupervisedEngine(EngineInterface):
     def starting(self) -> bool:
         """Whether no engine is ready but one is starting."""
         return self.cause is not None and not self._gave_up
-
-    def add_listener(self, listener: RestartListener) -> None:
-        self._listeners.append(listener)
 
     # -- EngineInterface ----------------------------------------------------------------------------------------------
 
@@ -157,8 +147,8 @@ class SupervisedEngine(EngineInterface):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _notify(self) -> None:
-        for listener in self._listeners:
-            listener.engine_changed()
+        for call in self.on_change:
+            call()
 
     def _alive(self) -> EngineClient:
         if self._engine is None:
