@@ -117,24 +117,29 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests that repeat others for more model families, and leave out those of tiers that are not asked for."""
     cells: dict[tuple[Path, str], dict[str, pytest.Item]] = {}  # an oracle test and its other parameters: its families
+    first_is_fast: set[tuple[Path, str]] = set()
     for item in items:
         family, in_turn = _family_of(item), item.get_closest_marker("slow") is not None
         if family is None:
             continue
+        cell = (item.path, item.name.replace(family, ""))
         if family != _FIRST_FAMILY:
             item.add_marker(pytest.mark.slow)
             in_turn = True
+        elif not in_turn:
+            first_is_fast.add(cell)
         oracle = item.nodeid.startswith("tests/engine/") and device.name == "cpu"
         if oracle and in_turn and not item.get_closest_marker("exhaustive"):
-            cells.setdefault((item.path, item.name.replace(family, "")), {})[family] = item
-    # Of an oracle test one family runs, beside the first one if that is fast. Families take turns within a module,
-    # three tests each, which share a reference.
+            cells.setdefault(cell, {})[family] = item
+    # Of an oracle test one family runs. Families take turns within a module, three tests each, which share a reference.
+    # Where the first family is fast it runs each test, and the family whose turn it is one of the three.
     turns: Counter[Path] = Counter()
-    for (path, _), families in cells.items():
-        turn = zlib.crc32(path.name.encode()) + turns[path] // 3
-        turns[path] += 1
+    for cell, families in cells.items():
+        turn = zlib.crc32(cell[0].name.encode()) + turns[cell[0]] // 3
+        repeats = cell in first_is_fast and turns[cell[0]] % 3 > 0
+        turns[cell[0]] += 1
         for place, item in enumerate(families.values()):
-            if place != turn % len(families):
+            if repeats or place != turn % len(families):
                 item.add_marker(pytest.mark.exhaustive)
     for tier in _TIERS:
         if not config.getoption(tier):

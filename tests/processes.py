@@ -1,7 +1,10 @@
-"""Waiting for other processes, and for their end."""
+"""Waiting for other processes, and for their end, and ports for them."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import socket
 import time
 from collections.abc import Callable
 
@@ -24,3 +27,17 @@ def is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+_ports = itertools.count(20_000 + os.getpid() % 10_000)
+
+
+def free_port() -> int:
+    """A free port below those that Linux chooses, so that no other process is given it before it is used."""
+    for port in _ports:
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return port
+    raise AssertionError

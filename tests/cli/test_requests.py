@@ -12,7 +12,6 @@ import pytest
 from tests.cli.conftest import Vlora
 from tests.server.running import running_server
 from tests.server.scripted import write_adapter
-from tests.server.served import served
 from tests.video_files import write_video
 
 NIGHT = ("--adapter", "cam", "--head", "night")
@@ -287,7 +286,11 @@ def test_the_embedded_model_finds_what_a_query_names(vlora_command: Vlora, tmp_p
     """The base model without an adapter ranks the pictures with a red bus before all others."""
     import cv2
 
+    from fusion.embedded import checkpoint_path
     from fusion.synthetic.streets import draw_street
+    from vlora.config import EngineConfig
+    from vlora.engine import LocalEngine
+    from vlora.models import InputProcessor
 
     rng = np.random.default_rng(6)
     red_buses = set()
@@ -299,9 +302,11 @@ def test_the_embedded_model_finds_what_a_query_names(vlora_command: Vlora, tmp_p
         if any((thing.color, thing.kind) == ("red", "bus") for thing in street.things):
             red_buses.add(file)
     assert 1 < len(red_buses) < 10
-    with served() as on:
-        at = ("--server", on.address, "--index", tmp_path / "x.sqlite", "--json")
+    engine = LocalEngine(EngineConfig(model=str(checkpoint_path()), arena_bytes=2**27, threads=1))
+    with running_server(engine=engine, processor=InputProcessor.from_pretrained(str(checkpoint_path()))) as on:
+        at = ("--server", f"127.0.0.1:{on.port}", "--index", tmp_path / "x.sqlite", "--json")
         code, out, err = vlora_command("retrieve", "a red bus", tmp_path / "streets", *at)
+        on.on_loop(engine.close())
     assert code == 0, err
     hits = [json.loads(line) for line in out.splitlines()]
     assert {hit["source"] for hit in hits[: len(red_buses)]} == red_buses

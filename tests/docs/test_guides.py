@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.core_size import ROOT
+from tests.processes import free_port
 from tests.server.running import png
 from tests.server.scripted import write_adapter
 
@@ -39,12 +39,6 @@ end() {
 }
 trap end EXIT
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
 
 
 def script(text: str) -> str:

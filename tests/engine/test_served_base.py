@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +16,7 @@ from peft import PeftModel
 
 from tests.engine.served_base import config, plain_model, request, running, write_adapter, write_checkpoint
 from tests.families import FAMILIES
-from tests.processes import until
+from tests.processes import free_port, until
 from tests.split.test_equality import WITHIN, apart, losses
 from tests.split.test_faults import GOOD, WRONG, admitted, all_of
 from tests.training.beside import Alone, Case, losses_of
@@ -76,12 +75,6 @@ class Trainer(threading.Thread):
     def check(self) -> None:
         self.join()
         assert apart(self._found, self._plain) < WITHIN
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def test_a_client_trains_on_w0_while_an_adapter_is_merged(

@@ -192,11 +192,15 @@ class Painted(nn.Module):
         edges, scores = torch.stack(rows)[:, :4], torch.stack(rows)[:, 4]
         if self.layout == "separate":
             return edges / SIDE, scores, torch.arange(2)
+        if self.layout == "end_to_end":
+            return torch.cat([edges, scores[:, None], torch.arange(2.0)[:, None]], 1)[None]
         centers = torch.cat([(edges[:, :2] + edges[:, 2:]) / 2, edges[:, 2:] - edges[:, :2]], 1)
+        if self.layout == "objectness":
+            return torch.cat([centers, scores[:, None], torch.eye(2)], 1)[None]
         return torch.cat([centers, torch.eye(2) * scores], 1).T[None]
 
 
-@pytest.mark.parametrize("layout", ["anchor_free", "separate"])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "detr"])
 def test_drawn_boxes_are_found_where_they_were_drawn(tmp_path: Path, layout: str) -> None:
     shape = (3, SIDE, SIDE) if layout == "separate" else (1, 3, SIDE, SIDE)  # torchvision takes no batch dimension
     names = ["boxes", "scores", "labels"] if layout == "separate" else ["output0"]

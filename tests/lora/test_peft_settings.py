@@ -24,7 +24,7 @@ from vlora.errors import BadAdapter
 from vlora.types import Mode
 
 FAMILY = "qwen2_vl"
-NUM_TOKENS = 4
+NUM_TOKENS = 2
 NUM_COMBINED = 16
 
 PLAIN: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}

@@ -7,7 +7,7 @@ import io
 import json
 import re
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ from tests.qwen_vl import literal
 from tests.qwen_vl.published import CONFIGS, make_adapter
 from tests.server.served import served
 from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
 from vlora.engine.model_check import check_model
 from vlora.errors import BadConfig, UnsupportedModel, VLoraError
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model, read_config
 from vlora.models.processing import to_tensor
+from vlora.types import Request, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 QUESTION = "What is in the picture?"
@@ -78,19 +80,32 @@ class Chat:
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chat]:
-    made = Chat(tmp_path_factory.mktemp("served"))
-    with served(*made.arguments) as on:
-        made.http_port = on.http_port
-        yield made
-    assert on.log == ""
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+    return Chat(tmp_path_factory.mktemp("served"))
 
 
+def test_a_chat_with_a_picture(chat: Chat) -> None:
+    """Its steps in this process; the next test has them behind HTTP."""
+    engine = LocalEngine(EngineConfig(model=str(chat.folder), arena_bytes=2**26, threads=1))
+    engine.engine.load_adapter("tuned", str(chat.folder.parent / "tuned"))
+    processor = InputProcessor.from_pretrained(str(chat.folder))
+    prompt = processor.encode(processor.chat(QUESTION, 1), [picture()])
+    for model, adapter in (("model", None), ("tuned", "tuned")):
+        fields: dict[str, Any] = {"prompt_ids": prompt.prompt_ids, "vision": prompt.vision, "adapter": adapter}
+        request = Request(request_id=model, sampling=SamplingParams(max_tokens=10), **fields)
+        tokens = [token for output in engine.run([request])[model] for token in output.token_ids]
+        wanted = chat.expected(model, 10)
+        assert len(wanted) > 2 and processor.decode(tokens) == wanted
+
+
+@pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["model", "tuned"])
-def test_a_chat_with_a_picture_over_http(chat: Chat, model: str) -> None:
-    wanted = chat.expected(model, 10)
-    assert len(wanted) > 2 and chat.ask(model, 10) == wanted
+def test_a_chat_with_a_picture_over_http(chat: Chat) -> None:
+    with served(*chat.arguments) as on:
+        chat.http_port = on.http_port
+        for model in ("model", "tuned"):
+            assert chat.ask(model, 10) == chat.expected(model, 10)
+    assert on.log == ""
 
 
 def test_the_end_of_a_turn_ends_an_answer(tmp_path: Path) -> None:
