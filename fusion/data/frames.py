@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, overload
 
 import numpy as np
+from PIL import Image
 
 from vlora.errors import BadImage
 from vlora.models.vision.images import FORMATS, open_image, upright_rgb
@@ -59,12 +60,7 @@ class Frames(Sequence[np.ndarray]):
 
     def verify(self) -> FileInfo:
         """Decode the whole file. Raises ValueError with the reason if it cannot be used."""
-        try:
-            with self.file.open("rb") as source:
-                digest = hashlib.file_digest(source, "blake2b").hexdigest()
-        except OSError as error:
-            raise ValueError(f"{self.file} cannot be read: {error.strerror}") from error
-        return FileInfo(digest, [(frame.shape[1], frame.shape[0]) for frame in self][-1])
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,26 +73,32 @@ class Picture(Frames):
         return 1
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        try:
-            with open_image(self.file) as image:
-                yield np.asarray(upright_rgb(image))
-        except Exception as error:  # Pillow's readers raise many exception types on broken input
-            raise ValueError(f"{self.file} is not a valid picture ({', '.join(FORMATS)}): {error}") from error
+        with self._opened() as image:
+            pixels = np.asarray(upright_rgb(image))
+        yield pixels
 
     def verify(self) -> FileInfo:
-        info = super().verify()
-        return FileInfo(hashlib.blake2b(self[0].tobytes(), salt=b"%dx%d" % info.size).hexdigest(), info.size)
+        pixels = self[0]
+        height, width, _ = pixels.shape
+        return FileInfo(hashlib.blake2b(pixels.tobytes(), salt=b"%dx%d" % (width, height)).hexdigest(), (width, height))
 
     def stored(self) -> tuple[tuple[int, int], int]:
         """Width and height before rotation, and the EXIF orientation, 1 to 8. Raises ValueError as decoding does."""
+        with self._opened() as image:
+            size, orientation = image.size, image.getexif().get(_ORIENTATION, 1)
+            # Pillow gives TIFF's size after rotation.
+            turned = image.format == "TIFF" and orientation in QUARTER_TURNS
+        return (size[1], size[0]) if turned else size, orientation if orientation in range(1, 9) else 1
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Image.Image]:
         try:
             with open_image(self.file) as image:
-                size, orientation = image.size, image.getexif().get(_ORIENTATION, 1)
-                # Pillow gives TIFF's size after rotation.
-                turned = image.format == "TIFF" and orientation in QUARTER_TURNS
-        except Exception as error:  # see above
+                yield image
+        except Exception as error:  # Pillow's readers raise many exception types on broken input
+            if isinstance(error, OSError) and error.strerror:
+                raise ValueError(f"{self.file} cannot be read: {error.strerror}") from error
             raise ValueError(f"{self.file} is not a valid picture ({', '.join(FORMATS)}): {error}") from error
-        return (size[1], size[0]) if turned else size, orientation if orientation in range(1, 9) else 1
 
 
 def find_file(folders: Path | Sequence[Path], name: str, what: str) -> Path | str:
@@ -178,6 +180,14 @@ class Clip(Frames):
             return Video(str(self.file))
         except BadImage as error:
             raise ValueError(f"{self.file}: {error}") from error
+
+    def verify(self) -> FileInfo:
+        try:
+            with self.file.open("rb") as source:
+                digest = hashlib.file_digest(source, "blake2b").hexdigest()
+        except OSError as error:
+            raise ValueError(f"{self.file} cannot be read: {error.strerror}") from error
+        return FileInfo(digest, [(frame.shape[1], frame.shape[0]) for frame in self][-1])
 
     @functools.cached_property
     def _places(self) -> list[int]:
