@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fusion.data.frames import QUARTER_TURNS, Picture
-from fusion.data.items import Answer, Item, NamedBox, Part, source_picture
+from fusion.data.items import Item, NamedBox, Part, answer_of, source_picture
 from fusion.plan.data_formats import Exif
 from vlora.plan_files.errors import PlanErrors
 
@@ -78,12 +78,7 @@ def boxed_items(
                     errors.add(f"{drawn.place}: {box}", "path")
                 else:
                     boxes.append(box)
-        answer: Answer = tuple(boxes)
-        if task == "counting":
-            answer = str(len(boxes))
-        elif task == "multi_label":
-            answer = tuple(sorted({box.label for box in boxes}))
-        group = source_picture(picture.file)
+        answer, group = answer_of(boxes, task), source_picture(picture.file)
         yield Item(Picture(picture.file), answer, picture.place, group=group, part=picture.part, size=size)
 
 

@@ -64,7 +64,9 @@ def _labelled(
                 errors.add(f"{str(label)!r}: a label must be one line of UTF-8 text", "path")
             files = files_in(label, suffixes, skipped, errors)
             if not files:
-                errors.note(f"{label} contains no {what}; {label.name!r} has no samples {f'in {part}' if part else ''}")
+                errors.note(
+                    f"warning: {label} contains no {what}, so {label.name!r} has no samples in {part or 'any part'}"
+                )
             for file in files:
                 group = source_picture(file) if ".rf." in file.name else ""
                 group = group if file.parent == label else str(file.parent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -29,6 +30,20 @@ class NamedBox(NamedTuple):
 
 
 Answer = str | tuple[str, ...] | tuple[NamedBox, ...]
+
+
+def answer_of(boxes: Sequence[NamedBox], task: str, absent: str = "") -> Answer:
+    """A picture's answer by its boxes, the most confident first. absent: the class of a picture without boxes."""
+    match task:
+        case "counting":
+            return str(len(boxes))
+        case "binary":
+            return "yes" if boxes else "no"
+        case "multi_label":
+            return tuple(sorted({box.label for box in boxes}))
+        case "classification":
+            return boxes[0].label if boxes else absent
+    return tuple(boxes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -100,8 +100,7 @@ def _rows(
             elif file.suffix.lower() == ".jsonl" or not reported.issuperset(missing):
                 reported.update(missing)
                 lacks = f"lacks {' and '.join(f'`{name}`' for name in missing)}; has {', '.join(row)}"
-                example = f"`columns: {{{missing[0]}: {next(iter(row), 'NAME')}}}`"
-                errors.add(f"{place}: {lacks}; name other columns, like {example}", field)
+                errors.add(f"{place}: {lacks}; name another column with `columns: {{{missing[0]}: NAME}}`", field)
     except OSError as error:
         errors.add(f"{file} cannot be read: {error}", field)
     except ValueError as error:

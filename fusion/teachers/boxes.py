@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from fusion.data.items import Answer, NamedBox
+from fusion.data.items import NamedBox, answer_of
 from fusion.teachers.protocol import Clip, Labelled
 
 TASKS = ("detection", "counting", "binary", "multi_label", "classification")
@@ -63,18 +63,7 @@ class FromBoxes:
         boxes = sorted((box for box in found if box.confidence >= self._floor), key=lambda box: -box.confidence)
         # A picture has the confidence of its most confident box; without boxes there is no score, so 1.
         sure = boxes[0].confidence if boxes else 1.0
-        return Labelled(self._answer(tuple(boxes)), sure, len(found) - len(boxes))
-
-    def _answer(self, boxes: tuple[NamedBox, ...]) -> Answer:
-        if self._task == "detection":
-            return boxes
-        if self._task == "counting":
-            return str(len(boxes))
-        if self._task == "binary":
-            return "yes" if boxes else "no"
-        if self._task == "multi_label":
-            return tuple(sorted({box.label for box in boxes}))
-        return boxes[0].label if boxes else self._absent
+        return Labelled(answer_of(boxes, self._task, self._absent), sure, len(found) - len(boxes))
 
 
 def _few(labels: Sequence[str]) -> str:

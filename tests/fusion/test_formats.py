@@ -508,7 +508,7 @@ def folder_of_labels(root: Path, parts: Iterable[str] = ("",)) -> Path:
             ["skipped 21 files that are no pictures: 18 .txt, 1 .DS_Store, 1 ._*, 1 Thumbs.db", "with seed 0"],
         ),
         (("",), ["desktop.ini", "__MACOSX/car/._1.jpg", "car/a.json", "car/clip.mp4"], (8, 2, 2), ["no pictures: 1 "]),
-        (("",), ["bike/notes.xml"], (8, 2, 2), ["bike contains no pictures; 'bike' has no samples"]),
+        (("",), ["bike/notes.xml"], (8, 2, 2), ["bike contains no pictures, so 'bike' has no samples in any part"]),
         (("train", "test"), [], (6, 2, 2), ["validation (2) split off from train with seed 0: in proportion"]),
         (("train",), [], (4, 2, 2), ["validation (2) and test (2) split off from train"]),
         (("train", "val", "test"), ["extra/old.txt"], (8, 2, 2), ["only test, train, val are read, not extra"]),
