@@ -149,9 +149,7 @@ def combine_bd(results: Results) -> Measured:
     return Measured(rows, {"runs": runs}, bounds)
 
 
-BD = Bench(
-    name="bd", cases=bd_cases, measure=measure_bd, combine=combine_bd, options=frozenset({"seeds"}), lasting=True
-)
+BD = Bench(name="bd", cases=bd_cases, measure=measure_bd, combine=combine_bd, options=frozenset({"seeds"}), same=())
 
 # -- activated adapters -----------------------------------------------------------------------------------------------
 
@@ -217,5 +215,5 @@ def combine_activated(results: Results) -> Measured:
 
 
 ACTIVATED = Bench(
-    name="activated", cases=activated_cases, measure=measure_activated, combine=combine_activated, lasting=True
+    name="activated", cases=activated_cases, measure=measure_activated, combine=combine_activated, same=()
 )

@@ -144,4 +144,4 @@ def combine(results: Results) -> Measured:
     return results["recall"]
 
 
-BENCH = Bench(name="retrieve", cases=cases, measure=measure, combine=combine, lasting=True, parts=True)
+BENCH = Bench(name="retrieve", cases=cases, measure=measure, combine=combine, same=(), parts=True)

@@ -325,7 +325,7 @@ BENCH = Bench(
     cases=cases,
     measure=measure,
     combine=combine,
-    lasting=True,
+    same=(),
     parts=True,
     plots=(
         Plot(file="ranking", kind="bars", x="domain", y=METHODS, ylabel="score on test data"),

@@ -7,19 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib import pyplot
-from matplotlib.figure import Figure as Canvas
-
 from benchmarks.paper.figure import PAPERS, Fact, Figure, Found, Panel
 from benchmarks.paper.measuring import Setting
-
-matplotlib.use("agg")
+from vlora.bench import plots
+from vlora.bench.plots import COLORS, pyplot
 
 HERE, PAPER = "#1f6f9f", "#d98c3f"
-LINES = ("#1f6f9f", "#2f9e63", "#c0504d", "#8064a2", "#7f7f7f", "#c8a415", "#17a2b8", "#e377c2")
 _CAPTION_WIDTH = 17  # characters per inch
-_MAX_HORIZONTAL_LABELS = 15  # of the bars of a panel; more would overlap, so they are vertical
 
 
 def save(figure: Figure, found: Found, setting: Setting, path: Path) -> None:
@@ -28,17 +22,17 @@ def save(figure: Figure, found: Found, setting: Setting, path: Path) -> None:
     text = textwrap.fill(caption(figure, setting), int(width * _CAPTION_WIDTH / 1.12))
     lines = text.count("\n") + 1
     extra = 0.19 * lines + 0.12
-    canvas = pyplot.figure(figsize=(width, height + extra), layout="constrained")
+    canvas = pyplot().figure(figsize=(width, height + extra), layout="constrained")
     bottom = extra / (height + extra)
     canvas.get_layout_engine().set(rect=(0, bottom, 1, 1 - bottom))  # type: ignore[union-attr,call-arg]
     draw(figure, found, canvas)
     canvas.suptitle(f"{_name(figure)}: {figure.title}", fontsize=12)
     canvas.text(0.012, 0.012, text, fontsize=8, color="#444", va="bottom", linespacing=1.25)
     canvas.savefig(path, dpi=100)
-    pyplot.close(canvas)
+    pyplot().close(canvas)
 
 
-def draw(figure: Figure, found: Found, canvas: Canvas) -> None:
+def draw(figure: Figure, found: Found, canvas: Any) -> None:
     """Draw the panels of a figure."""
     drawn = list(figure.panels(found))
     if figure.beside is not None:
@@ -82,16 +76,10 @@ def lines(
     """
 
     def draw(axis: Any) -> None:
-        for place, (name, values) in enumerate(curves.items()):
-            known = [(x, y) for x, y in zip(across, values, strict=True) if y is not None]
-            width = max(1.2, 3.2 - 0.9 * place)  # a line under another one remains visible
-            color = LINES[place % len(LINES)]
-            axis.plot(*zip(*known, strict=True), "o-", color=color, label=name, markersize=4, linewidth=width)
-        axis.set(**settings)
-        axis.grid(alpha=0.3)
+        plots.lines(axis, curves, across, **settings)
         axis.legend(fontsize=legend)
         if ticked:
-            ticks(axis, across)
+            plots.ticks(axis, across)
         if log:
             log_values(axis)
 
@@ -117,15 +105,7 @@ def bars(
     """
 
     def draw(axis: Any) -> None:
-        width = 0.8 / len(series)
-        upright = len(groups) * len(series) > _MAX_HORIZONTAL_LABELS
-        for place, (name, values) in enumerate(series.items()):
-            at = [number + width * (place - (len(series) - 1) / 2) for number in range(len(groups))]
-            shown = [0.0 if value is None else value for value in values]
-            drawn = axis.bar(at, shown, width * 0.94, color=LINES[place % len(LINES)], label=name)
-            labels = ["" if value is None else short(value) for value in values]
-            axis.bar_label(drawn, labels, fontsize=7, padding=1, rotation=90 if upright else 0)
-        _finish_bars(axis, groups, settings)
+        plots.bars(axis, groups, series, **settings)
         if log:
             axis.set_yscale("log")
             axis.set_ylim(top=log * axis.get_ylim()[1])
@@ -147,21 +127,14 @@ def beside(facts: Sequence[Fact], here: Mapping[str, float | None], ylabel: str)
         for place, (name, color, values) in enumerate(series):
             at = [number + 0.4 * (place - 0.5) for number in range(len(facts))]
             drawn = axis.bar(at, [value or 0.0 for value in values], 0.38, color=color, label=name)
-            axis.bar_label(drawn, ["n/a" if value is None else short(value) for value in values], fontsize=7, padding=1)
-        _finish_bars(axis, groups, {"ylabel": ylabel, "title": "beside the paper's numbers"})
-        axis.legend(fontsize=8)
+            axis.bar_label(
+                drawn, ["n/a" if value is None else plots.short(value) for value in values], fontsize=7, padding=1
+            )
+        plots.finish_bars(axis, groups, {"ylabel": ylabel, "title": "beside the paper's numbers"})
         if len(groups) > 5:
             axis.tick_params(axis="x", labelsize=6)
 
     return draw
-
-
-def _finish_bars(axis: Any, groups: Sequence[str], settings: Mapping[str, Any]) -> None:
-    axis.set_xticks(range(len(groups)), groups, fontsize=8 if len(groups) < 5 else 7)
-    axis.set(**settings)
-    axis.grid(alpha=0.3, axis="y")
-    axis.set_axisbelow(True)
-    axis.margins(y=0.15)
 
 
 def horizontal_bars(axis: Any, values: Mapping[str, float], labels: Sequence[str], colors: Sequence[str]) -> None:
@@ -170,13 +143,6 @@ def horizontal_bars(axis: Any, values: Mapping[str, float], labels: Sequence[str
     axis.bar_label(drawn, labels, fontsize=8, padding=3)
     axis.set_yticks(range(len(values)), list(values), fontsize=8)
     axis.invert_yaxis()
-
-
-def ticks(axis: Any, values: Sequence[float]) -> None:
-    """Exactly these ticks on a logarithmic x axis."""
-    axis.set_xscale("log")
-    axis.set_xticks(list(values), [f"{value:g}" for value in values], minor=False)
-    axis.minorticks_off()
 
 
 def log_values(axis: Any) -> None:
@@ -195,9 +161,6 @@ def wrapped(name: str) -> str:
 
 def rectangle(x: float, y: float, width: float, height: float, color: int) -> Any:
     """A tile with an edge."""
-    return pyplot.Rectangle((x, y), width, height, facecolor=LINES[color], alpha=0.35, edgecolor="#333", linewidth=0.4)
-
-
-def short(value: float) -> str:
-    """A number with three digits, without an exponent."""
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return pyplot().Rectangle(
+        (x, y), width, height, facecolor=COLORS[color], alpha=0.35, edgecolor="#333", linewidth=0.4
+    )

@@ -18,7 +18,7 @@ import torch
 from tests.bench.reports import MAKERS, report_of
 from tests.processes import is_alive, until
 from vlora.bench import harness
-from vlora.bench.harness import Bench, Measured, Store, bench_named, finish, measured, modules, origins
+from vlora.bench.harness import ORIGIN, Bench, Measured, Store, bench_named, finish, measured, modules, origins
 from vlora.bench.report import Goal, Report, environment, page
 from vlora.errors import BadConfig
 
@@ -67,27 +67,27 @@ def test_an_interrupted_run_continues_and_a_complete_one_begins_again(tmp_path: 
 def test_lasting_results_are_used_on_another_commit_which_the_report_says(tmp_path: Path) -> None:
     CALLS.clear()
     folder = tmp_path / "some" / "work"
-    for bench, expected in ((a_bench("a", "b", lasting=True), ["b"]), (a_bench("a", "b"), ["a"])):
+    for bench, expected in ((a_bench("a", "b", same=()), ["b"]), (a_bench("a", "b"), ["a"])):
         Store(folder, {"commit": "1f" * 20}).write("a", {**measure("a")._asdict(), "spent": {"wall s": 1}})
         CALLS.clear()
         report = measured(bench, False, tmp_path)
         assert expected == CALLS
-        if bench.lasting:
+        if bench.same == ():
             assert [origin["results"] for origin in report.found["origins"]] == [["a"], ["b"]]
             assert report.found["origins"][0]["commit"] == "1f" * 20
     CALLS.clear()
-    measured(a_bench("a", lasting=True), True, tmp_path)  # quick ones have a folder of their own
+    measured(a_bench("a", same=()), True, tmp_path)  # quick ones have a folder of their own
     assert CALLS == ["a"] and (tmp_path / "some" / "quick" / "a.json").exists()
 
 
 def test_a_broken_file_is_no_result(tmp_path: Path) -> None:
-    store = Store(tmp_path, {"commit": "abc"}, here=True)
+    store = Store(tmp_path, {"commit": "abc"}, same=ORIGIN)
     assert store.value("v-lora:fig1/a", lambda: {"ms": (1.5, 2)}) == {"ms": [1.5, 2]}, "as a later run reads it"
     assert store.value("v-lora:fig1/a", pytest.fail) == {"ms": [1.5, 2]}
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("*.json")
     file.write_text(file.read_text()[:-5])
     assert store.value("v-lora:fig1/a", lambda: 3) == 3
-    assert Store(tmp_path, {"commit": "def"}, here=True).read("v-lora:fig1/a") is None
+    assert Store(tmp_path, {"commit": "def"}, same=ORIGIN).read("v-lora:fig1/a") is None
     assert [each["results"] for each in origins({name: store.write(name, {}) for name in "ab"})] == [["a", "b"]]
 
 

@@ -5,16 +5,8 @@ written.
 from __future__ import annotations
 
 import dataclasses
-import json
-import multiprocessing
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +18,8 @@ from PIL import Image
 
 from atmm.layers import Site
 from atmm.tuning.search import Shape
-from benchmarks.paper import drawing, runner
+from benchmarks import paper
+from benchmarks.paper import BENCH, ELSEWHERE, FIGURES, chosen, drawing
 from benchmarks.paper import measuring as measuring_module
 from benchmarks.paper.figure import PAPERS, Fact, Figure, Found, Panel
 from benchmarks.paper.figures import slora_serving, vlora_serving
@@ -35,12 +28,12 @@ from benchmarks.paper.measured import operators, systems
 from benchmarks.paper.measured.machine_costs import machine_costs
 from benchmarks.paper.measured.operators import EINSUM, OURS, mean_ratio, operator_seconds
 from benchmarks.paper.measuring import Measuring, Setting
-from benchmarks.paper.runner import ELSEWHERE, FIGURES, chosen
+from vlora.bench import harness
 from vlora.bench.dummy import BenchModel, small_config
+from vlora.bench.harness import Store, measured
 from vlora.bench.report import environment
 from vlora.bench.timing import threads
 from vlora.cli import cli
-from vlora.engine.host_resources import default_threads
 from vlora.errors import BadConfig
 from vlora.orchestrator import Costs
 from vlora.simulator import read_costs
@@ -58,7 +51,7 @@ TINY = BenchModel("tiny", small_config, 2**26, all_policies=True)
 
 @pytest.fixture
 def measuring(tmp_path: Path) -> Measuring:
-    return Measuring(Setting(True, torch.device("cpu"), TINY), tmp_path / "measured" / "quick", lambda _: None)
+    return Measuring(Setting(True, torch.device("cpu"), TINY), Store(tmp_path / "stored", {}))
 
 
 def test_each_figure_is_drawn_or_listed_with_what_it_needs() -> None:
@@ -113,55 +106,6 @@ def here(found: Found) -> dict[str, float | None]:
     return {"speed-up": found["ms"][1] / found["ms"][0], "of other hardware": None}
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The only figure counts its measurements."""
-    counted: list[str] = []
-    only = figure(counted)
-    monkeypatch.setattr(runner, "FIGURES", [only])
-    monkeypatch.setattr(runner, "chosen", lambda keys: [only])
-    yield counted
-
-
-def test_a_stored_measurement_is_not_made_again(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(drawing, "save", lambda *_: None)
-    first = runner.run(True, tmp_path, (), lambda _: None)
-    again = runner.run(True, tmp_path, (), lambda _: None)
-    assert calls == ["measured"]
-    assert first.rows == again.rows
-    assert [each.as_dict()["measured before"] for each in (first, again)] == [0, 1]
-    runner.run(False, tmp_path, (), lambda _: None)  # another setting
-    assert len(calls) == 2
-    runner.run(True, tmp_path, (), lambda _: None)
-    assert len(calls) == 2, "the full run replaced no quick measurement"
-    stored = tmp_path / "measured" / "v-lora-fig1.json"
-    stored.write_text(stored.read_text()[:20])  # as of a full disk
-    with threads(2):
-        report = runner.run(False, tmp_path, (), lambda _: None)
-        assert report.as_dict()["env"]["threads"] == 1, "those of its measurements"
-    assert len(calls) == 3
-    changed = figure(calls, revision=2)  # values of another form are not read
-    monkeypatch.setattr(runner, "FIGURES", [changed])
-    monkeypatch.setattr(runner, "chosen", lambda keys: [changed])
-    runner.run(False, tmp_path, (), lambda _: None)
-    assert len(calls) == 4
-
-
-def test_the_page_has_the_picture_both_numbers_and_the_rest(calls: list[str], tmp_path: Path) -> None:
-    report = runner.run(True, tmp_path, (), lambda _: None)
-    assert [(row["paper"], row["here"]) for row in report.rows] == [(3.0, 4.0), (2.0, None)]
-    page = (tmp_path / "index.html").read_text()
-    assert 'src="v-lora-fig1.png"' in page
-    assert "a &lt;title&gt;" in page
-    assert "n/a" in page
-    assert all(each.title in page for each in ELSEWHERE if "'" not in each.title)
-    with Image.open(tmp_path / "v-lora-fig1.png") as picture:
-        assert picture.width == 1000
-        assert len(picture.convert("RGB").getcolors(2**24) or []) > 20
-
-
 def store_costs(measuring: Measuring) -> None:
     """Measurements from which simulations are derived."""
     costs = Costs(base_s=0.02, token_s=4e-4, lane_s=2e-4, adapter_s=1e-3, merge_s=0.05)
@@ -185,49 +129,68 @@ def test_a_figure_of_costs_and_the_simulator_end_to_end(
     assert (tmp_path / "skewness.png").stat().st_size > 10_000
 
 
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The only figure counts its measurements."""
+    counted: list[str] = []
+    only = figure(counted, runs_on="processes")
+    monkeypatch.setattr(paper, "FIGURES", [only])
+    yield counted
+
+
+def test_the_page_has_the_picture_both_numbers_and_the_rest(calls: list[str], tmp_path: Path) -> None:
+    report = measured(BENCH, True, tmp_path)
+    assert [(row["paper"], row["here"]) for row in report.rows] == [(3.0, 4.0), (2.0, None)]
+    page = (tmp_path / "paper" / "index.html").read_text()
+    assert 'src="v-lora-fig1.png"' in page
+    assert "a &lt;title&gt;" in page
+    assert "n/a" in page
+    assert all(each.title in page for each in ELSEWHERE if "'" not in each.title)
+    with Image.open(tmp_path / "paper" / "v-lora-fig1.png") as picture:
+        assert picture.width == 1000
+        assert len(picture.convert("RGB").getcolors(2**24) or []) > 20
+    assert measured(BENCH, True, tmp_path).rows == report.rows
+    assert calls == ["measured"]
+
+
+def test_measurements_of_this_machine_at_another_commit_are_used_and_marked(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    env = environment()
+    for number, (key, value) in enumerate({"commit": "0123456789abcdef", "machine": "another"}.items(), start=1):
+        monkeypatch.setattr(harness, "environment", lambda key=key, value=value: env | {key: value})
+        measured(BENCH, True, tmp_path)
+        monkeypatch.undo() if number == 2 else None
+        page = (tmp_path / "paper" / "index.html").read_text()
+        assert bool(re.search(r"At other commits:\s+v-lora:fig1 at 0123456789ab\.", page)) == (key == "commit")
+        assert len(calls) == number
+
+
+def test_the_simulator_reads_the_measured_costs(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "paper" / "work"
+    store = Store(folder, environment())
+    store_costs(Measuring(Setting.here(False), store))
+    measured(BENCH, False, tmp_path)
+    (trace,) = (each for each in ELSEWHERE if each.key == "s-lora:fig7")
+    path = Path(str(trace.command).rpartition(" --costs ")[2])
+    assert tmp_path / path.relative_to("DIR") == folder / path.name
+    assert read_costs(folder / path.name) == machine_costs(Measuring(Setting.here(False), store))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_figures_of_one_thread_are_measured_by_two_processes(
-    measuring: Measuring, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(runner, "default_threads", lambda: 4)
-    setting = Setting.of(True, torch.device("cpu"))
-    store_costs(Measuring(setting, tmp_path / "measured" / "quick", lambda _: None))
-    said: list[str] = []
-    report = runner.run(True, tmp_path, ("v-lora:table3", "v-lora:fig21"), said.append)
-    assert report.as_dict()["drawn"] == ["v-lora:fig21", "v-lora:table3"]
-    assert {line.partition(",")[0].partition(": ")[2] for line in said} == {"v-lora:fig21", "v-lora:table3"}
-    assert (tmp_path / "index.html").exists()
-    assert (tmp_path / "measured" / "quick" / "machine-costs.json").exists()
-    assert not (tmp_path / "measured" / "machine-costs.json").exists(), "those of a full run are not replaced"
+def test_figures_of_one_thread_are_measured_in_processes(tmp_path: Path) -> None:
+    store_costs(Measuring(Setting.here(True), Store(tmp_path / "paper" / "quick", environment())))
+    report = measured(BENCH, True, tmp_path, figures=("v-lora:table3", "v-lora:fig21"))
+    assert list(report.found["measured"]) == ["v-lora:fig21", "v-lora:table3"]
+    assert {file.name for file in (tmp_path / "paper").glob("*.png")} == {"v-lora-fig21.png", "v-lora-table3.png"}
 
 
-def test_the_longest_figures_begin_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    submitted: list[str] = []
-
-    class Pool:
-        def __init__(self, *_: object) -> None:
-            pass
-
-        def __enter__(self) -> Pool:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def submit(self, measure: object, key: str, *_: object) -> Future[None]:
-            submitted.append(key)
-            done: Future[None] = Future()
-            done.set_result(None)
-            return done
-
-    monkeypatch.setattr(runner, "default_threads", lambda: 4)
-    monkeypatch.setattr(runner, "ProcessPoolExecutor", Pool)
-    lengths = {"fig97": 2.0, "fig98": 1.0, "fig99": 3.0}
-    made = [figure([], number=number, minutes=minutes) for number, minutes in lengths.items()]
-    monkeypatch.setattr(runner, "chosen", lambda keys: made)
-    runner.run(True, tmp_path, (), lambda _: None)
-    assert submitted == ["v-lora:fig99", "v-lora:fig97", "v-lora:fig98"]
+def test_the_longest_figures_begin_first() -> None:
+    minutes = [chosen([key])[0].minutes for key, quick in BENCH.cases(False).values()]
+    assert minutes == sorted(minutes, reverse=True) and len(minutes) == len(FIGURES)
 
 
 @pytest.mark.parametrize(
@@ -240,50 +203,6 @@ def test_figures_run_alone_if_they_are_in_wall_time_or_beside_a_gpu(runs_on: str
     assert own.runs_alone(on_cpu) == alone
     assert own.num_threads(on_cpu, 2) == 1
     assert own.device_words(on_cpu).endswith(", one thread")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_a_figure_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(runner, "default_threads", lambda: 4)
-    unknown = [figure([], number=number) for number in ("fig98", "fig99")]
-    monkeypatch.setattr(runner, "chosen", lambda keys: unknown)  # not in the other processes
-    with pytest.raises(BadConfig, match="fig9"):
-        runner.run(True, tmp_path, (), lambda _: None)
-    assert not multiprocessing.active_children()
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except OSError:
-        return False
-
-
-@pytest.mark.skipif(default_threads() < 2, reason="figures are measured by one process")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_processes_of_figures_end_with_the_command(number: int, tmp_path: Path) -> None:
-    figures = ("--figure", "punica:fig1", "--figure", "punica:fig10")
-    command = (sys.executable, "-m", "vlora.cli", "bench", "paper", "--quick", "--out", str(tmp_path), *figures)
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
-        while len(list((tmp_path / "measured" / "quick").glob("*.lock"))) < 2:  # both measure
-            assert running.poll() is None
-            time.sleep(0.1)
-        processes = children_of(running.pid)
-        running.send_signal(number)
-        _, errors = running.communicate(timeout=60)
-    assert len(processes) > 2  # those of figures, and multiprocessing's resource tracker
-    if number == signal.SIGTERM:
-        assert running.returncode == 128 + number
-        assert f"terminated: measurements so far are in {tmp_path / 'measured' / 'quick'};" in errors
-    until = time.monotonic() + 30
-    while any(map(alive, processes)):
-        assert time.monotonic() < until
-        time.sleep(0.1)
 
 
 def test_dlora_s_lanes_and_switches_cost_as_much_more_as_measured(measuring: Measuring) -> None:
@@ -348,16 +267,6 @@ def test_the_command_checks_its_options(arguments: list[str], message: str) -> N
     result = CliRunner().invoke(cli, ["bench", *arguments])
     assert isinstance(result.exception, BadConfig)
     assert message in str(result.exception)
-
-
-def test_measurements_record_their_setting(measuring: Measuring, tmp_path: Path) -> None:
-    measuring.once("something", lambda: [1, 2])
-    stored = json.loads((tmp_path / "measured" / "quick" / "something.json").read_text())
-    assert stored["value"] == [1, 2]
-    assert stored["of"]["model"] == "tiny"
-    assert measuring.knows("something")
-    other = Measuring(Setting(False, torch.device("cpu"), TINY), tmp_path / "measured" / "quick", lambda _: None)
-    assert not other.knows("something")
 
 
 def mixture(*decode: tuple[float, float, float]) -> Found:
@@ -451,7 +360,7 @@ ON_RANKS = {"s-lora:fig8", "bd-lora:fig1", "bd-lora:fig10"}
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Setting:
     """The setting of a machine with a GPU, where `vlora bench paper` can run as far as measurements are replaced."""
     setting = Setting(True, torch.device("cuda"), TINY)
-    monkeypatch.setattr(Setting, "of", lambda quick, device: setting)
+    monkeypatch.setattr(Setting, "here", lambda quick: setting)
     monkeypatch.setattr(measuring_module, "environment", lambda: environment() | {"gpu": "a GPU"})
     return setting
 
@@ -479,86 +388,9 @@ def test_measurements_on_a_cpu_have_one_thread_beside_a_gpu(
         return {"ms": [1.0, 4.0]}
 
     only = dataclasses.replace(figure([], runs_on=runs_on), measure=measure)
-    monkeypatch.setattr(runner, "FIGURES", [only])
-    monkeypatch.setattr(runner, "chosen", lambda keys: [only])
+    monkeypatch.setattr(paper, "FIGURES", [only])
     monkeypatch.setattr(drawing, "save", lambda *_: None)
     with threads(2):
-        runner.run(True, tmp_path, (), lambda _: None)
+        measured(BENCH, True, tmp_path)
         assert torch.get_num_threads() == 2
     assert counts == [num_threads]
-
-
-def test_a_derived_measurement_is_made_again_if_an_input_has_changed(measuring: Measuring, tmp_path: Path) -> None:
-    made = []
-    costs = {"s": 1.0}
-
-    def shared() -> Any:
-        return measuring.once("shared", lambda: dict(costs))
-
-    def derived() -> Any:
-        made.append("derived")
-        return {"twice": 2 * measuring.once("between", shared)["s"]}
-
-    def given() -> Any:
-        made.append("given")
-        return [1]
-
-    def measured() -> tuple[Any, Any]:
-        return measuring.once("derived", derived), measuring.once("given", given, inputs=("shared",))
-
-    assert measured() == measured() == ({"twice": 2.0}, [1])
-    assert made == ["derived", "given"]
-    assert list(measuring.origins("derived")) == ["derived", "between", "shared"]
-    costs["s"] = 3.0
-    (tmp_path / "measured" / "quick" / "shared.json").unlink()
-    assert not measuring.knows("derived")
-    assert measured() == ({"twice": 6.0}, [1])
-    (tmp_path / "measured" / "quick" / "shared.json").unlink()
-    assert measured() == ({"twice": 6.0}, [1])  # the same costs again
-    assert made == ["derived", "given"] * 2 + ["derived"]
-
-
-def test_measurements_of_another_commit_are_marked(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(drawing, "save", lambda *_: None)
-    monkeypatch.setattr(measuring_module, "environment", lambda: environment() | {"commit": "0123456789abcdef"})
-    monkeypatch.setattr(os, "getloadavg", lambda: (7.25, 0.0, 0.0))
-    runner.run(True, tmp_path, (), lambda _: None)
-    monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 0.0, 0.0))
-    again = runner.run(True, tmp_path, (), lambda _: None).as_dict()
-    assert calls == ["measured"]
-    (origin,) = again["measured"]["v-lora:fig1"]["origins"].values()
-    assert (origin["commit"], origin["load"]) == ("0123456789abcdef", 7.25)
-    assert again["load at the start"] == 1.5
-    page = (tmp_path / "index.html").read_text()
-    assert re.search(r"At other commits:\s+v-lora:fig1 at 0123456789ab, load\s+7\.25\.", page)
-    monkeypatch.setattr(runner, "environment", lambda: environment() | {"commit": "0123456789abcdef"})
-    runner.run(True, tmp_path, (), lambda _: None)
-    assert "At other commits" not in (tmp_path / "index.html").read_text()
-
-
-def test_the_simulator_reads_the_measured_costs(
-    calls: list[str], measuring: Measuring, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(drawing, "save", lambda *_: None)
-    monkeypatch.setattr(Setting, "of", lambda quick, device: measuring.setting)
-    runner.run(True, tmp_path, (), lambda _: None)
-    store_costs(measuring)
-    runner.run(True, tmp_path, (), lambda _: None)
-    (trace,) = (each for each in ELSEWHERE if each.key == "s-lora:fig7")
-    path = Path(str(trace.command).rpartition(" --costs ")[2])
-    assert path.parent == runner.measurements_folder(False, Path("DIR"))
-    assert read_costs(runner.measurements_folder(True, tmp_path) / path.name) == machine_costs(measuring)
-
-
-def test_engine_latencies_are_derived_from_the_costs_that_set_the_rate(
-    measuring: Measuring, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vlora_serving, "num_requests", lambda quick: 2)
-    monkeypatch.setattr(vlora_serving, "on_engine", lambda *_: {"ms": 1.0, "busy s": 1.0})
-    monkeypatch.setattr(vlora_serving, "latency_ms", lambda *_: 1.0)
-    store_costs(measuring)
-    (rates,) = chosen(["v-lora:fig14"])
-    rates.measure(measuring)
-    assert "costs" in measuring.origins("engine-retrieval-cost_based-2")

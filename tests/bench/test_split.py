@@ -17,9 +17,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks.paper import drawing
+from benchmarks.paper import FIGURES, drawing
 from benchmarks.paper.measuring import Measuring, Setting
-from benchmarks.paper.runner import FIGURES
 from benchmarks.split import base_process, mixed, split
 from benchmarks.split.base_process import LockstepQueue
 from benchmarks.split.mixed import Event, Window
@@ -28,7 +27,7 @@ from benchmarks.split.worker import Client
 from tests.bench.split_rows import LATENCIES, MIX, drawable, of_all_parts, windows
 from tests.split.running import serving, tiny
 from vlora.bench.dummy import MODELS
-from vlora.bench.harness import measured
+from vlora.bench.harness import Store, measured
 from vlora.cli import cli
 from vlora.errors import BadConfig
 from vlora.split.batching import Call
@@ -153,7 +152,7 @@ def test_the_command_offers_all_parts_of_this_bench_only() -> None:
 )
 def test_figures_of_the_paper_are_drawn_beside_its_numbers(figure: Any, tmp_path: Path) -> None:
     setting = Setting(True, torch.device("cpu"), MODELS["qwen2-0.5b"])
-    measuring = Measuring(setting, tmp_path / "measured", lambda _: None)
+    measuring = Measuring(setting, Store(tmp_path, {}))
     for part in split.PARTS:
         measuring.once(f"split-{part}", drawable)
     found = figure.measure(measuring)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import gc
 import importlib
 import json
@@ -40,7 +41,7 @@ BENCHES = {
 """Modules of the installed benchmarks. A checkout has those of `benchmarks.BENCHES` too."""
 
 _ROOT = Path(__file__).parents[2]
-_ORIGIN = ("commit", "machine", "gpu", "versions")
+ORIGIN = ("commit", "machine", "gpu", "versions")
 
 
 class Measured(NamedTuple):
@@ -89,11 +90,12 @@ class Bench:
         combine: Makes one table of the cases' results.
         plots: Pictures of the combined rows.
         options: The settings that `cases` takes beside `quick`.
-        lasting: Results are used again on other commits and machines, as those of trainings that take hours; otherwise
-            only by a run that continues an interrupted one.
+        same: In which of these a stored result must agree to be used: by default in all, so only a run that continues
+            an interrupted one uses it; fewer for results that take hours.
         jobs: Cases run in processes of their own with one thread each, as many at once as there are cores.
+        alone: Cases that run after the others in this process, with `jobs`.
         in_all: Whether it is part of `vlora bench all`.
-        run: Makes the report and writes all files itself, in place of the cases.
+        paint: Draws all stored results into a folder, in place of the plots.
     """
 
     name: str
@@ -104,10 +106,11 @@ class Bench:
     plots: Sequence[Plot] = ()
     options: frozenset[str] = frozenset()
     parts: bool = False
-    lasting: bool = False
+    same: Sequence[str] = ORIGIN
     jobs: bool = False
+    alone: Callable[[Any], bool] = lambda case: False
     in_all: bool = True
-    run: Callable[..., Report] | None = None
+    paint: Callable[[Store, Path], None] | None = None
 
 
 def modules() -> dict[str, str]:
@@ -146,21 +149,21 @@ class Store:
     Args:
         folder: Made when the first result is stored.
         env: Of results that are measured now: `report.environment()`, or empty.
-        here: Results of other commits and machines do not count.
+        same: In which of these a result must agree to count.
     """
 
-    def __init__(self, folder: Path, env: Mapping[str, Any], *, here: bool = False) -> None:
+    def __init__(self, folder: Path, env: Mapping[str, Any], same: Sequence[str] = ()) -> None:
         self.folder = folder
-        self._here = here
-        self._origin = {name: env.get(name) for name in _ORIGIN}
+        self._same = same
+        self._origin = {name: env.get(name) for name in ORIGIN}
 
     def read(self, name: str) -> dict[str, Any] | None:
         """A stored result with its `origin`; None if there is none."""
         try:
-            found = {"origin": dict.fromkeys(_ORIGIN), **json.loads(self._file(name).read_text())}
+            found = {"origin": dict.fromkeys(ORIGIN), **json.loads(self._file(name).read_text())}
         except (OSError, ValueError, TypeError):
             return None
-        return None if self._here and found["origin"] != self._origin else found
+        return found if all(found["origin"][each] == self._origin[each] for each in self._same) else None
 
     def write(self, name: str, result: Mapping[str, Any]) -> dict[str, Any]:
         """Store a result. Returns it as `read` does."""
@@ -173,8 +176,11 @@ class Store:
         return found
 
     def value(self, name: str, make: Callable[[], Any]) -> Any:
-        """A stored value, made first if there is none."""
-        return (self.read(name) or self.write(name, {"value": make()}))["value"]
+        """A stored value, made first if there is none, by one of the processes that need it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self._file(name).with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return (self.read(name) or self.write(name, {"value": make()}))["value"]
 
     def _file(self, name: str) -> Path:
         return self.folder / (re.sub(r"[^-\w.,= ]+", "-", name) + ".json")
@@ -184,7 +190,7 @@ def origins(results: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The commits and machines of stored results, with the names of each one's results."""
     found: dict[str, dict[str, Any]] = {}
     for name, result in results.items():
-        origin = {key: result["origin"][key] for key in _ORIGIN}
+        origin = {key: result["origin"][key] for key in ORIGIN}
         found.setdefault(json.dumps(origin), {**origin, "results": []})["results"].append(name)
     return list(found.values())
 
@@ -221,17 +227,19 @@ def measured(bench: Bench, quick: bool, out: Path | None = None, **settings: Any
     """Measure all cases, or read their stored results.
 
     Raises:
-        BadConfig: The benchmark writes into a folder, and there is none.
+        BadConfig: The benchmark draws its results into a folder, and there is none.
     """
-    if bench.run is not None:
-        if out is None:
-            raise BadConfig(f"vlora bench {bench.name} draws into a folder; give --out DIR")
-        return bench.run(quick, out, **settings)
+    if bench.paint is not None and out is None:
+        raise BadConfig(f"vlora bench {bench.name} draws into a folder; give --out DIR")
+    lasting = bench.same != ORIGIN
     with tempfile.TemporaryDirectory() as temporary:
         folder = (Path(temporary) if out is None else out) / bench.name / ("quick" if quick else "work")
         with lock_folder(folder):
-            report = _report(bench, Store(folder, environment(), here=not bench.lasting), quick, settings)
-        if not bench.lasting:
+            store = Store(folder, environment(), bench.same)
+            report = _report(bench, store, quick, settings)
+            if bench.paint is not None:
+                bench.paint(store, folder.parent)
+        if not lasting:
             shutil.rmtree(folder)
             with contextlib.suppress(OSError):  # it has pictures
                 folder.parent.rmdir()
@@ -242,16 +250,16 @@ def _report(bench: Bench, store: Store, quick: bool, settings: Mapping[str, Any]
     cases = dict(bench.cases(quick, **settings))
     stored = {name: store.read(name) for name in cases}
     missing = {name: case for name, case in cases.items() if stored[name] is None}
-    if bench.jobs:
-        _run_jobs(bench, missing, store)
-        stored |= {name: store.read(name) for name in missing}
-    for name, case in () if bench.jobs else missing.items():
+    jobs = {name: case for name, case in missing.items() if bench.jobs and not bench.alone(case)}
+    _run_jobs(bench, jobs, store)
+    stored |= {name: store.read(name) for name in jobs}
+    for name, case in [(name, case) for name, case in missing.items() if name not in jobs]:
         stored[name] = store.write(name, _timed(bench.measure, bench.parts, case, store))
         if len(cases) > 1:
             say(f"{bench.name}, {name}: {stored[name]['spent']['wall s']:.0f} s")  # type: ignore[index]
     results = {name: each for name, each in stored.items() if each is not None}
     combined = bench.combine({name: _measured(each) for name, each in results.items()})
-    found = dict(combined.found) | ({"origins": origins(results)} if bench.lasting else {})
+    found = dict(combined.found) | ({"origins": origins(results)} if bench.same != ORIGIN else {})
     name, title = found.pop("name", bench.name), found.pop("title", None)
     return Report(name, combined.rows, bench.goals(combined), title, found)
 

@@ -157,7 +157,7 @@ def bars(axis: Any, groups: Sequence[str], series: Mapping[str, Sequence[float |
 
 
 def finish_bars(axis: Any, groups: Sequence[str], settings: Mapping[str, Any]) -> None:
-    turned = len(groups) > 6 or any(len(name) > 24 for name in groups)
+    turned = sum(max(map(len, name.split("\n"))) for name in groups) > 80  # letters that fit side by side
     axis.set_xticks(range(len(groups)), groups, fontsize=8 if len(groups) < 5 else 7, rotation=25 if turned else 0)
     axis.set(**settings)
     axis.grid(alpha=0.3, axis="y")

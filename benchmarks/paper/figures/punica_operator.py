@@ -15,6 +15,7 @@ from benchmarks.paper import drawing
 from benchmarks.paper.figure import Code, Found, Panel
 from benchmarks.paper.measured.operators import BGMV, GATHER, LOOP, MBGMM, OURS, SGMV, medians, operator_seconds
 from benchmarks.paper.measuring import Measuring, Setting
+from vlora.bench.plots import COLORS
 from vlora.bench.report import Goal
 from vlora.bench.timing import interleaved, work_seconds
 from vlora.simulator.popularity import punica
@@ -96,7 +97,7 @@ def _draw_roofline(found: Found, axis: Any) -> None:
         for batch, adapters, us in zip(found["batches"], found["adapters"][pattern], found["us"][pattern], strict=True):
             flop, num_bytes = _work(batch, adapters)
             points.append((flop / num_bytes, flop / us[OURS] / 1e3))
-        axis.plot(*zip(*points, strict=True), "o-", color=drawing.LINES[place], label=pattern, markersize=4)
+        axis.plot(*zip(*points, strict=True), "o-", color=COLORS[place], label=pattern, markersize=4)
         intensities += [x for x, _ in points]
     across = [min(intensities) / 1.5, max(intensities) * 3]
     axis.plot(across, [found["bytes/s"] * x / 1e9 for x in across], "k:", label="memory, as measured")

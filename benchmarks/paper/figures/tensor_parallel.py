@@ -15,6 +15,7 @@ from benchmarks.paper.figure import Code, Found, Panel
 from benchmarks.paper.measuring import Measuring
 from vlora.bench import tp
 from vlora.bench.harness import measured
+from vlora.bench.plots import COLORS, ticks
 
 _KINDS = {"replicated": "replicated (NFS-LoRA)", "slora": "split (S-LoRA)", "bd": "block-diagonal (BD-LoRA)"}
 _ANSWER = 128  # tokens, as in BD-LoRA's figure 10
@@ -85,7 +86,7 @@ def _grid_panels(found: Found) -> list[Panel]:
 def _draw_paper_grid(batch: int, column: int, axis: Any) -> None:
     for place, (kind, label) in enumerate(_KINDS.items()):
         known = [(row[1], row[column]) for row in _PAPER_GRID[kind]]
-        axis.plot(*zip(*known, strict=True), "o-", color=drawing.LINES[place], label=label, markersize=4)
+        axis.plot(*zip(*known, strict=True), "o-", color=COLORS[place], label=label, markersize=4)
     axis.set_title(f"the paper, eight A100: batch {batch}", fontsize=9)
     _finish_grid(axis, "million parameters (8B model)")
     if batch == 1:
@@ -96,10 +97,10 @@ def _draw_grid(rows: Rows, batch: int, latency: int, axis: Any) -> None:
     ranks = [row["rank"] for row in _of(rows, "decode", batch, latency)]
     for place, kind in enumerate(_KINDS):
         rates = _tokens_per_s(rows, kind, batch, latency)
-        axis.plot(ranks, rates, "o-", color=drawing.LINES[place], markersize=4)
+        axis.plot(ranks, rates, "o-", color=COLORS[place], markersize=4)
     delay = f"+{latency} µs a collective" if latency else "no delay added"
     axis.set_title(f"here, {delay}: batch {batch}", fontsize=9)
-    drawing.ticks(axis, ranks)
+    ticks(axis, ranks)
     _finish_grid(axis, "rank of a dense adapter with as many parameters")
 
 
@@ -145,7 +146,7 @@ def _draw_trade_off(found: Found, axis: Any) -> None:
     for place, kind in enumerate(("slora", "bd")):
         seconds = [_ANSWER / rate for rate in _tokens_per_s(rows, kind, 1, 0)]
         score = 100 * accuracy[place]["mean"]
-        color, marker = drawing.LINES[1 + place], "os"[place]
+        color, marker = COLORS[1 + place], "os"[place]
         axis.plot(seconds, [score] * len(seconds), marker, color=color, label=_KINDS[kind])
         for x, row in zip(seconds, _of(rows, "decode", 1, 0), strict=True):
             offset = (0, -14 - 10 * (row["rank"] == 64) if place else 7)

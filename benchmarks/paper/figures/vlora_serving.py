@@ -30,6 +30,7 @@ from benchmarks.paper.measured.systems import (
 )
 from benchmarks.paper.measuring import Measuring
 from benchmarks.policy_workers import NUM_ADAPTERS
+from vlora.bench.plots import COLORS
 from vlora.bench.report import Goal
 from vlora.simulator import Arrival, ClusterConfig, ReplicaConfig, replay
 from vlora.simulator.popularity import hottest
@@ -86,7 +87,7 @@ def _measure_rates(measuring: Measuring) -> dict[str, Any]:
         for app, its in (("retrieval", arrivals[:_NUM_RETRIEVALS]), ("video", clips)):
             measure = functools.partial(on_engine, measuring, policy, its, round(workload.patches**0.5))
             key = f"engine-{app}-{policy}-{len(its)}"
-            measured = measuring.once(key, measure, inputs=("costs",))  # by the rates of arrivals
+            measured = measuring.once(key, measure)
             simulated = on_simulator(measuring, known[name], its)
             found["engine"].setdefault(app, {})[name] = {"measured": measured, "simulated": simulated}
     found["engine load"] = _LOAD
@@ -112,7 +113,7 @@ def _draw_rates(found: Found, app: str, title: str, axis: Any) -> None:
         "simulated": "simulator, same requests",
     }
     for number, (name, point) in enumerate(points.items()):
-        color = drawing.LINES[_SHOWN.index(name)]
+        color = COLORS[_SHOWN.index(name)]
         for kind, fill in (("measured", color), ("simulated", "none")):
             axis.plot(
                 across[place], point[kind]["ms"], "*", color=color, markerfacecolor=fill, markersize=12, zorder=5,
@@ -244,7 +245,7 @@ def _switching_panels(found: Found) -> list[Panel]:
     def draw(axis: Any) -> None:
         ms = found["ms"]
         labels = [f"{ms[name]:.2f} ms, {found['switches'][name]} switches" for name in ms]
-        drawing.horizontal_bars(axis, ms, labels, drawing.LINES[: len(ms)])
+        drawing.horizontal_bars(axis, ms, labels, COLORS[: len(ms)])
         axis.set(xlabel="average token latency, ms", xlim=(0, 1.45 * max(ms.values())))
         axis.grid(alpha=0.3, axis="x")
 

@@ -16,6 +16,7 @@ from benchmarks.paper.measured.engine_steps import adapter_folders, engine_in_mo
 from benchmarks.paper.measured.machine_costs import switch_times
 from benchmarks.paper.measuring import LIMIT_S, QUICK_MODEL, Measuring
 from vlora.bench.dummy import MODELS
+from vlora.bench.plots import COLORS
 from vlora.bench.report import Goal
 from vlora.bench.timing import interleaved, median_ms, work_seconds
 from vlora.models.loading import dummy_model
@@ -52,7 +53,7 @@ def _draw_slots(ms: Mapping[str, float], switch: Mapping[str, float], axis: Any)
         spans = [(2, "", switch[into]), (0, "merged, requests 1-3", ms["merged"])]
         spans += [(2, "", switch[back]), (1, "unmerged, 4-7", ms["unmerged"])]
         for color, name, width in spans:
-            axis.barh(line, width, left=start, color=drawing.LINES[color], height=0.5, edgecolor="white")
+            axis.barh(line, width, left=start, color=COLORS[color], height=0.5, edgecolor="white")
             if name:
                 text = f"{name}\n{width:.0f} ms"
                 axis.text(start + width / 2, line, text, ha="center", va="center", fontsize=7, color="w")

@@ -34,7 +34,7 @@ def machine_costs(measuring: Measuring) -> tuple[Costs, float]:
 
 def write_costs(measuring: Measuring) -> None:
     """Write the costs as `vlora simulate --costs` reads them."""
-    (measuring.folder / SIMULATOR_COSTS).write_text(json.dumps(_costs(measuring)) + "\n")
+    (measuring.store.folder / SIMULATOR_COSTS).write_text(json.dumps(_costs(measuring)) + "\n")
 
 
 def _costs(measuring: Measuring) -> dict[str, Any]:
