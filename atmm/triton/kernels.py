@@ -1,7 +1,7 @@
 """Device code. Triton compiles these functions from source, so shared values are passed as arguments, not imported.
 
 Factors are read in place. A table of places (`atmm.places`) has the address of A [rank, d_in] and Bt [rank, d_out] for
-each slot and site; a table of tiles (`atmm.triton.plan`) has slots. Ranks are never the contiguous dimension, so that
+each slot and site; a table of tiles (`atmm.triton.lanes`) has slots. Ranks are never the contiguous dimension, so that
 every load is 128 bits wide without padding ranks in memory. Hidden values are float32 planes [planes, rows, width]:
 each site of the group has `hidden_rows` rows, one per token and lane; columns past a rank are zero.
 """

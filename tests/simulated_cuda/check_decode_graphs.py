@@ -28,7 +28,7 @@ from vlora.engine import Engine
 from vlora.lora.adapted_linear import AdaptedLinear
 from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.host_to_device import Inline
-from vlora.models.gpu.decode_graphs import DecodeGraphs, sizes_up_to
+from vlora.models.gpu.decode_step import DecodeGraphs, sizes_up_to
 from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
 from vlora.types import Batch, BatchItem, Mode, Request, RequestOutput, SamplingParams
 

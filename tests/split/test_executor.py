@@ -21,11 +21,11 @@ from tests.processes import until
 from tests.split.running import Serving, example, serving, tiny
 from vlora.errors import BadConfig
 from vlora.split import Noise, connect
+from vlora.split.client import VirtualGroup
 from vlora.split.executor import BaseExecutor
 from vlora.split.frames import Direction, LayerInfo
 from vlora.split.layers import bias_of, frozen_layers, groups_of
 from vlora.split.noise import NoisyCalls
-from vlora.split.virtual_linear import VirtualGroup
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,7 @@ def _own_class(kind: Any, model: str | Path) -> Any:
         stored, _ = PreTrainedConfig.get_config_dict(model)
         own = ("qwen", "qwen_vl")  # as published, and as this project saves it
         if isinstance(stored, dict) and stored.get("model_type") in own:
-            from vlora.models.qwen_vl import own_classes  # the models' code is slow to import
+            from vlora.models.qwen_vl.model import own_class  # the models' code is slow to import
 
-            return own_classes.own_class(kind, stored)
+            return own_class(kind, stored)
     return kind

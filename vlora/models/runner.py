@@ -20,8 +20,7 @@ from vlora.models.attention import KVCache, StepAttention
 from vlora.models.clock import Clock, HostClock
 from vlora.models.forward_batch import ForwardBatch, lane_by_lane, queries_of
 from vlora.models.gpu.attention import GpuAttention
-from vlora.models.gpu.decode_graphs import DecodeGraphs
-from vlora.models.gpu.decode_step import DecodeModel
+from vlora.models.gpu.decode_step import DecodeGraphs, DecodeModel
 from vlora.models.gpu.step_inputs import StepInputs
 from vlora.models.gpu.step_tokens import StepTokens
 from vlora.models.gpu.stream_clock import StreamClock

@@ -14,9 +14,8 @@ from vlora.routing import Advice, MoveCosts, Need, Placed, Report, Room, Router,
 from vlora.routing.scaling import Situation
 from vlora.simulator.arrivals import Arrival
 from vlora.simulator.cluster import ClusterConfig
-from vlora.simulator.exact_replica import ExactReplica
 from vlora.simulator.measures import Measures, Sample
-from vlora.simulator.replica import ReplicaConfig
+from vlora.simulator.replica import ExactReplica, ReplicaConfig
 from vlora.simulator.simulated_replica import IDLE_S, Job, SimulatedReplica
 from vlora.simulator.stretches import QuickReplica
 from vlora.simulator.tenants import contested_shares
