@@ -23,8 +23,7 @@ from fusion.phases.thresholds import set_thresholds
 from fusion.plan.estimate import estimate
 from fusion.plan.plan_file import PlanFile, read_plan_file
 from fusion.plan.summary import as_json, print_summary
-from fusion.progress.display import duration
-from fusion.progress.progress import Progress
+from fusion.progress.progress import Progress, duration
 from fusion.report.examples import contact_sheet
 from fusion.report.report import FusionReport
 from fusion.report.results import refuse_foreign, refuse_to_overwrite
