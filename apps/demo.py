@@ -166,22 +166,18 @@ def _samples(folder: Path) -> list[_Sample]:
 def _ask_all(
     client: Client, tests: Path, domains: list[dict[str, Any]], console: Console
 ) -> tuple[list[float], list[float]]:
-    """Query every test sample of a domain through its head, or as text if it has none, domains interleaved; returns
-    the latencies of both. Adds to each domain `answered_by`, `num_served`, and `served`: the fraction of correct
-    answers, None if labels are not comparable.
+    """Query every test sample under its domain's name, domains interleaved; returns the latencies of answers by heads
+    and in words. Adds to each domain `answered_by`, `num_served`, and `served`: the fraction of correct answers, None
+    if labels are not comparable.
     """
-    heads = {head.name: head.task for status in client.adapters() for head in status.heads}
     latencies: dict[bool, list[float]] = {True: [], False: []}
 
     def ask(domain: dict[str, Any], sample: _Sample) -> bool:
-        by_head = domain["name"] in heads
         started = time.monotonic()
-        if by_head:
-            answer = client.ask_head(sample.frames, domain["adapter"], domain["name"]).label
-        else:
-            answer = client.generate(sample.question, sample.frames, domain["adapter"], max_tokens=_WORDS).text
-        latencies[by_head].append(time.monotonic() - started)
-        return answer.strip().lower() == sample.label.lower()
+        answer = client.generate(sample.question, sample.frames, domain["name"], max_tokens=_WORDS)
+        latencies[answer.result is not None].append(time.monotonic() - started)
+        domain["answered_by"] = "words" if answer.result is None else f"{answer.result.task} head"
+        return answer.text.strip().lower() == sample.label.lower()
 
     by_domain = [[(domain, sample) for sample in _samples(tests / domain["name"])] for domain in domains]
     turns = [each for turn in itertools.zip_longest(*by_domain) for each in turn if each is not None]
@@ -190,7 +186,6 @@ def _ask_all(
         right = list(_shown(answers, len(turns), "asking", console))
     for domain in domains:
         own = [(hit, sample) for hit, (of, sample) in zip(right, turns, strict=True) if of is domain]
-        domain["answered_by"] = f"{heads[domain['name']]} head" if domain["name"] in heads else "words"
         domain["num_served"] = len(own)
         domain["served"] = sum(hit for hit, _ in own) / len(own) if all(sample.label for _, sample in own) else None
     return latencies[True], latencies[False]
@@ -209,7 +204,7 @@ def _ask_in_words(
             texts = []
             for adapter in (None, domain["adapter"]):
                 started = time.monotonic()
-                texts.append(client.generate(question, frames, adapter, max_tokens=_WORDS).text)
+                texts.append(client.generate(question, frames, adapter, answer="words", max_tokens=_WORDS).text)
                 latencies.append(time.monotonic() - started)
             table.add_row(domain["name"], label, *texts)
     console.print(table)
@@ -248,7 +243,7 @@ def _stream_all(
             if done.is_set():
                 return
             started = time.monotonic()
-            client.generate(question, frames, domain["adapter"], max_tokens=_WORDS)
+            client.generate(question, frames, domain["adapter"], answer="words", max_tokens=_WORDS)
             latencies.append(time.monotonic() - started)
 
     with ThreadPoolExecutor(len(cameras) + 1) as threads:
@@ -286,10 +281,10 @@ def _compare(
             for count, (frames, question, _) in enumerate(itertools.cycle(samples[domain["name"]])):
                 if time.monotonic() >= ends:
                     return count
-                if by_head and adapter is not None:
-                    server.ask_head(frames, adapter, domain["name"])
+                if by_head:
+                    server.ask_head(frames, domain["name"])
                 else:
-                    server.generate(question, frames, adapter, max_tokens=_WORDS)
+                    server.generate(question, frames, adapter, answer="words", max_tokens=_WORDS)
             raise AssertionError("a domain has test samples")
 
         with ThreadPoolExecutor(len(callers)) as threads:
@@ -326,7 +321,7 @@ def _stream(client: Client, domain: dict[str, Any], tests: Path, out: Path, cons
     results: list[ChunkResult] = []
     source = Source(domain["name"], str(folder / stream["video"]), "file")
     annotated = AnnotatedVideo(out / f"{domain['name']}.webm")
-    for chunk, result in analyse(client, source, domain["adapter"], domain["name"], shown=True):
+    for chunk, result in analyse(client, source, domain["name"], domain["name"], shown=True):
         annotated.add(chunk, result)
         shown = f"   shown: {labels[len(results)]}" if labels and len(results) < len(labels) else ""
         console.print(

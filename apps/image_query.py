@@ -6,7 +6,7 @@
     from vlora.client import Client
 
     with Client() as client:
-        for answer in ask_all(client, find_pictures(["photos/"]), question="what is shown ?", adapter="digits"):
+        for answer in ask_all(client, find_pictures(["photos/"]), adapter="digits"):
             print(answer.image, answer.text)
 """
 
@@ -35,6 +35,7 @@ from vlora.errors import (
     UnknownHead,
     VLoraError,
 )
+from vlora.types.domain import Way
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 AT_ONCE = 8
@@ -43,8 +44,8 @@ AT_ONCE = 8
 
 class PictureAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """image: its path, with a replacement character for bytes that are not UTF-8. text: the text, or a head's label.
-    answer: a head's complete answer. problem: the error, if there is no answer. question, adapter, head:
-    what was asked.
+    answer: a head's complete answer. answered_by, confidence: as of `vlora.client.Answer`. problem: the error, if there
+    is no answer. question, adapter, head: what was asked.
     """
 
     image: str
@@ -53,6 +54,8 @@ class PictureAnswer(msgspec.Struct, frozen=True, kw_only=True):
     head: str | None = None
     text: str = ""
     answer: HeadResult | None = None
+    answered_by: Way = "words"
+    confidence: float | None = None
     problem: str | None = None
 
 
@@ -91,11 +94,11 @@ def ask_all(
         sampling: as for `Client.generate`.
 
     Raises:
-        BadRequest: there is neither a question nor a head with its adapter, or both.
+        BadRequest: there is neither a question nor an adapter; a head without its adapter, or with a question.
         Disconnected, EngineDead, Unauthorized, UnknownAdapter, UnknownHead: errors that apply to every picture.
     """
-    if (question is None) == (head is None) or (head is not None and adapter is None):
-        raise BadRequest("give a question, or a head and the adapter it belongs to")
+    if (adapter is None and (question is None or head is not None)) or None not in (question, head):
+        raise BadRequest("give a question, or a head and the adapter it belongs to, or a domain alone")
 
     def ask(picture: Path) -> PictureAnswer:
         answer = functools.partial(
@@ -105,9 +108,10 @@ def ask_all(
             if head is not None:
                 assert adapter is not None
                 result = client.ask_head([picture], adapter, head)
-                return answer(text=result.label, answer=result)
-            assert question is not None
-            return answer(text=client.generate(question, [picture], adapter, **sampling).text)
+                return answer(text=result.label, answer=result, answered_by="head", confidence=result.confidence)
+            found = client.generate(question or "", [picture], adapter, **sampling)
+            how, sure = found.answered_by, found.confidence
+            return answer(text=found.text, answer=found.result, answered_by=how, confidence=sure)
         except (Disconnected, EngineDead, Unauthorized, UnknownAdapter, UnknownHead):
             raise
         except VLoraError as error:

@@ -104,6 +104,7 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
         "vlora.lora.peft_format",
         "vlora.lora.peft_settings",
         "vlora.lora.peft_target",
+        "vlora.types.domain",
     ),
     "the front end's image processor and tokenizer": ("vlora.models.processing",),
     "installations without greenlet": ("vlora.models.vision.whole_call",),

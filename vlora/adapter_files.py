@@ -16,7 +16,8 @@ from pathlib import Path
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 HEAD_FILES = ("heads.json", "heads.safetensors")
-ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, *HEAD_FILES)  # in the order of the hash
+DOMAINS_FILE = "domains.json"
+ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, *HEAD_FILES, DOMAINS_FILE)  # in the order of the hash
 
 _WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt|h5|msgpack)", re.IGNORECASE)
 # Of transformers, accelerate, DeepSpeed and torchtune; `pytorch_model_fsdp` is a copy of the adapter too.

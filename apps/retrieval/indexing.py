@@ -16,10 +16,10 @@ import msgspec
 from apps.retrieval.media import Clip, Media, check_name, find_media, fingerprint, read_media
 from apps.retrieval.store import IndexSettings, RetrievalIndex, Statement, check_settings
 from apps.video_analytics import ClipShape
-from apps.video_analytics.asked import Group, find_groups
+from apps.video_analytics.asked import Group, by_name, find_groups, heads_of
 from vlora.client import Answer, Client, HeadResult
 from vlora.errors import BadConfig, BadImage, PromptTooLong, TooLarge, VLoraError
-from vlora.types import AdapterStatus, composed_of
+from vlora.types import composed_of
 
 QUESTION = "describe the image."
 """Asked of each clip if neither a head nor a question is given."""
@@ -69,9 +69,8 @@ def make_settings(
         UnknownAdapter, UnknownHead, BadRequest: see `find_groups`.
     """
     if not heads and not questions:
-        known = {status.name: status for status in client.adapters()}
-        own = [status for name in adapters if (status := known.get(name)) is not None]
-        heads = [f"{status.name}/{head.name}" for status in own for head in status.heads]
+        known = by_name(client.adapters())
+        heads = [f"{name}/{head}" for name in adapters if name in known for head in heads_of(known[name], name)]
         questions = [QUESTION]
     groups = find_groups(client, adapters, heads, questions, max_tokens)
     pairs = [f"{adapter}/{head}" for group in groups for adapter, head in group.heads]
@@ -171,7 +170,7 @@ def check_versions(client: Client, index: RetrievalIndex) -> None:
         BadConfig: the server has another version of one than the index.
     """
     owners = {part.adapter for name in describing_adapters(index.settings) for part in composed_of(name)}
-    served: dict[str, AdapterStatus] = {status.name: status for status in client.adapters()}
+    served = by_name(client.adapters())
     versions = {name: served[name].version for name in owners if name in served and served[name].version}
     known = index.versions
     for name, version in known.items():

@@ -18,7 +18,7 @@ import msgspec
 
 from apps.retrieval.indexing import CLIPS_AT_ONCE, check_model, check_versions
 from apps.retrieval.store import RetrievalIndex, Statement, StoredClip
-from apps.video_analytics.asked import find_groups
+from apps.video_analytics.asked import by_name, find_groups, heads_of
 from apps.video_analytics.sampling import spread
 from vlora.client import Answer, Client
 from vlora.errors import BadConfig, BadRequest
@@ -163,8 +163,10 @@ def _scores(
 
 
 def _frames_read(client: Client, adapter: str | None, most: int) -> int:
-    heads = [head for status in client.adapters() if status.name == adapter for head in status.heads]
-    return min(most, max((head.num_frames for head in heads), default=1))
+    status = by_name(client.adapters()).get(adapter or "")
+    own = [] if status is None or adapter is None else heads_of(status, adapter)
+    frames = [head.num_frames for head in status.heads if head.name in own] if status is not None else []
+    return min(most, max(frames, default=1))
 
 
 def clips_inside(clips: Sequence[StoredClip], paths: Sequence[str | Path]) -> list[StoredClip]:

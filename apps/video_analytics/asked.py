@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from apps.video_analytics.sampling import ClipShape
@@ -57,8 +57,8 @@ def find_groups(
     """Group what is asked by the number of frames of its clips. Questions are about one frame.
 
     Args:
-        adapters: that the heads and questions belong to. Every question is asked of each; without adapters, of the base
-            model.
+        adapters: adapters or domains that the heads and questions belong to. Every question is asked of each; without
+            adapters, of the base model.
         heads: HEAD, which exactly one of the adapters has, or ADAPTER/HEAD.
         max_tokens: of each text.
         fps: frames per second of the clips; None makes one clip per second.
@@ -67,15 +67,15 @@ def find_groups(
         UnknownAdapter, UnknownHead: the server does not have them.
         BadRequest: nothing is asked, something is asked twice, or a head belongs to several of the adapters.
     """
-    statuses = {status.name: status for status in client.adapters()}
+    statuses = by_name(client.adapters())
     found = [find_head(statuses, adapters, head) for head in heads]
     for part in (part.adapter for adapter in adapters for part in composed_of(adapter)):
         if part not in statuses:
-            raise _unknown(part, statuses)
+            raise unknown(part, statuses)
     if not found and not questions:
         raise BadRequest("nothing is asked; give at least one --head or --question")
     several = len({adapter for adapter, _ in found} | set(adapters)) > 1
-    asked = [Asked(f"{adapter}-{head.name}" if several else head.name, adapter, head.name) for adapter, head in found]
+    asked = [Asked(name_of(adapter, head, several), adapter, head.name) for adapter, head in found]
     frames = [head.num_frames for _, head in found]
     for question in questions:
         for owner in adapters or (None,):
@@ -83,6 +83,24 @@ def find_groups(
             asked.append(Asked(name, owner, question=question, max_tokens=max_tokens))
             frames.append(1)
     return grouped(asked, [ClipShape(number, fps) for number in frames])
+
+
+def by_name(statuses: Iterable[AdapterStatus]) -> dict[str, AdapterStatus]:
+    """The adapters by their own names, and by those of their domains."""
+    found = tuple(statuses)
+    domains = {domain.name: status for status in found for domain in status.domains}
+    return domains | {status.name: status for status in found}
+
+
+def heads_of(status: AdapterStatus, name: str) -> list[str]:
+    """The head of a domain of this name, if it is not the adapter's own name, or all of the adapter's."""
+    only = [domain.head for domain in status.domains if domain.name == name != status.name]
+    return [head.name for head in status.heads if not only or head.name in only]
+
+
+def name_of(adapter: str, head: HeadSummary, several: bool) -> str:
+    """The short name of a head. several: whether other adapters are asked, too."""
+    return f"{adapter}-{head.name}" if several and adapter != head.name else head.name
 
 
 def grouped(asked: Sequence[Asked], shapes: Sequence[ClipShape], reserved: Sequence[str] = ()) -> list[Group]:
@@ -109,7 +127,7 @@ def grouped(asked: Sequence[Asked], shapes: Sequence[ClipShape], reserved: Seque
 
 
 def find_head(statuses: dict[str, AdapterStatus], adapters: Sequence[str], head: str) -> tuple[str, HeadSummary]:
-    """The adapter of a head, and its description. A name with a slash may be a head's own."""
+    """The adapter or domain to ask for a head, and the head's description. A name with a slash may be a head's own."""
     owners = [name for name in adapters if head in _heads(statuses, name)]
     if len(owners) > 1:
         ways = " or ".join(f"--head {owner}/{head}" for owner in owners)
@@ -124,17 +142,20 @@ def find_head(statuses: dict[str, AdapterStatus], adapters: Sequence[str], head:
     if is_composed(adapter):
         raise UnknownAdapter(f"adapter {adapter!r} is a composition; a task head belongs to one adapter: name that one")
     if adapter not in statuses:
-        raise _unknown(adapter, statuses)
+        raise unknown(adapter, statuses)
     if name not in (own := _heads(statuses, adapter)):
-        having = [other for other in statuses if name in _heads(statuses, other)]
+        having = [other for other in statuses if other == statuses[other].name and name in _heads(statuses, other)]
         hint = f"; head {name!r} belongs to adapter {' and '.join(map(repr, having))}" if having else ""
         raise UnknownHead(f"adapter {adapter!r} has no head {name!r}; its heads: {', '.join(own) or 'none'}{hint}")
     return adapter, own[name]
 
 
 def _heads(statuses: dict[str, AdapterStatus], adapter: str) -> dict[str, HeadSummary]:
-    return {head.name: head for head in statuses[adapter].heads} if adapter in statuses else {}
+    status = statuses.get(adapter)
+    own = [] if status is None else heads_of(status, adapter)
+    return {head.name: head for head in status.heads if head.name in own} if status is not None else {}
 
 
-def _unknown(adapter: str, statuses: dict[str, AdapterStatus]) -> UnknownAdapter:
-    return UnknownAdapter(f"no adapter named {adapter!r}; registered: {', '.join(statuses) or 'none'}")
+def unknown(adapter: str, statuses: dict[str, AdapterStatus]) -> UnknownAdapter:
+    own = [name for name, status in statuses.items() if status.name == name]
+    return UnknownAdapter(f"no adapter named {adapter!r}; registered: {', '.join(own) or 'none'}")

@@ -22,7 +22,7 @@ from fusion.phases.plan_checked import check_plan
 from fusion.plan.plan_file import PlanFile
 from fusion.progress.progress import Progress
 from heads.storage import write_tensors
-from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE
+from vlora.adapter_files import CONFIG_FILE, DOMAINS_FILE, HEAD_FILES, WEIGHTS_FILE
 from vlora.errors import BadAdapter, BadConfig
 from vlora.lora import SiteShape
 from vlora.lora.peft_format import AdapterHeader, read_config, read_header
@@ -172,7 +172,7 @@ def _write(
             update(len(layers))
     write_tensors(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
     (folder / CONFIG_FILE).write_text(json.dumps({**config, **_settings(by_module, layers, blocks)}, indent=2) + "\n")
-    for file in HEAD_FILES:
+    for file in (*HEAD_FILES, DOMAINS_FILE):
         if (header.path / file).exists():
             shutil.copyfile(header.path / file, folder / file)
     return layers

@@ -20,7 +20,11 @@ def fuse(out: Path) -> None:
 
     from tests.server.running import png
 
-    write_adapter(out / "adapters" / "night-day", {"night": 1, "day": 2})
+    heads = {"night": 1, "day": 2}
+    domains = [{"name": name, "question": f"is it {name}?", "answer": "head", "head": name} for name in heads] + [
+        {"name": "words", "question": "is it words?"}
+    ]
+    write_adapter(out / "adapters" / "fused-1", heads, domains)
     for name, frames in (("night", 1), ("day", 2), ("words", 1)):
         folder = out / "test" / name
         folder.mkdir(parents=True)
@@ -43,15 +47,15 @@ def fuse(out: Path) -> None:
         json.dumps({"video": "stream.mp4", "labels": ["dark", "bright", "bright"]})
     )
     domain = {"task": "classification", "real_or_synthetic": "synthetic", "metric": "accuracy", "threshold": 0.7}
-    numbers = {"before": 0.1, "after": 0.9, "adapter": "night-day"}
+    numbers = {"before": 0.1, "after": 0.9, "adapter": "fused-1"}
     report = {
         "base": "scripted",
         "domains": [{"name": name, **domain, **numbers} for name in ("night", "day", "words")],
-        "adapters": [{"name": "night-day", "domains": ["night", "day", "words"]}],
+        "adapters": [{"name": "fused-1", "domains": ["night", "day", "words"]}],
         "rollbacks": [],
     }
     (out / "report.json").write_text(json.dumps(report))
-    (out / "report.html").write_text('<main><a href="adapters/night-day/">night-day</a></main>\n')
+    (out / "report.html").write_text('<main><a href="adapters/fused-1/">fused-1</a></main>\n')
 
 
 def serve(adapters: Path) -> None:

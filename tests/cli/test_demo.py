@@ -28,7 +28,7 @@ def test_the_demo_reports_what_was_served_and_shows_it(tmp_path: Path, monkeypat
     assert (night["served"], night["num_served"]) == (1.0, 12)
     assert (day["served"], day["num_served"]) == (0.75, 12)
     assert (words["served"], words["num_served"], words["answered_by"]) == (0.5, 12, "words")
-    assert (day["before"], day["after"], day["adapter"]) == (0.1, 0.9, "night-day")
+    assert (day["before"], day["after"], day["adapter"]) == (0.1, 0.9, "fused-1")
     assert (day["stream"]["seconds"], day["stream"]["right"]) == (3, 2)
     counts = {kind: values["count"] for kind, values in result["latencies"].items()}
     # Two questions per domain, to the base model and to the adapter.
@@ -44,7 +44,7 @@ def test_the_demo_reports_what_was_served_and_shows_it(tmp_path: Path, monkeypat
     # The page has fusing and serving in one.
     page = (tmp_path / "report.html").read_text()
     assert page.count("<main>") == page.count("</main>") == 1
-    assert 'href="fused/adapters/night-day/"' in page and "0.750" in page and "http" not in page
+    assert 'href="fused/adapters/fused-1/"' in page and "0.750" in page and "http" not in page
     assert 'src="day.webm" poster="data:image/jpeg;base64,' in page and "3 seconds, 2 right" in page
     # The annotated video shows every frame, with the answer below the picture.
     capture = cv2.VideoCapture(str(tmp_path / "day.webm"))

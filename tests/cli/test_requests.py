@@ -47,21 +47,24 @@ def test_a_head_answers_with_its_label(asking: Vlora, inputs: Path) -> None:
     assert asking.out("query", "bright.png", "--head", "day", *cam) == f"{bright}\n"
     (answer,) = asking.json("query", "dark.png", "bright.png", "--head", "night", *cam)
     assert answer["label"] == "dark"
-    # A question of a head, or an adapter's own, is answered by the head, with a note.
-    for asked in (("is it day?",), (" is  it day?\n", "--max-tokens", "8"), ()):
-        assert asking.out("query", "bright.png", *asked, *cam) == f"{bright}  (head day)\n"
+    # A question of a head in any spelling, or an adapter's own, is answered by the head, with a note.
+    by_head = ("is it day?", " Is  it DAY\n", "is it day ?"), ("--max-tokens", "8"), ("--max-ttft-s", "60")
+    for asked in (*((each,) for each in by_head[0]), ("is it day?", *by_head[1], *by_head[2]), ()):
+        for name in ("cam", "day"):
+            assert asking.out("query", "bright.png", *asked, "-a", name) == f"{bright}  (head day)\n", (asked, name)
     (answer,) = asking.json("query", "bright.png", "is it day?", *cam)
-    assert (answer["head"], answer["label"]) == ("day", "bright")
-    # Other questions, the head of two pictures, and options of text: the model answers in words.
+    assert (answer["answered_by"], answer["domain"], answer["text"]) == ("head", "day", "bright")
+    assert (answer["result"]["head"], answer["adapter"]) == ("day", "cam")
+    # Other questions, options of sampling and a choice: the model answers in words.
     for question, *options in (
-        *(
-            ["is it day?", *option.split()]
-            for option in ("--words", "--temperature 0.5", "--max-ttft-s 60", "--stop x")
-        ),
-        *(["is it night?"], ["Is it day?"]),
+        *(["is it day?", *option.split()] for option in ("--answer words", "--temperature 0.5", "--stop x")),
+        *(["is it night?"], ["is it a sunny day?"]),
     ):
         (answer,) = asking.json("query", "bright.png", question, *options, *cam)
-        assert "text" in answer and "head" not in answer, (question, options)
+        assert (answer["answered_by"], answer["text"]) == ("words", "yes"), (question, options)
+    (answer,) = asking.json("query", "bright.png", "what?", "--answer", "head", "-a", "day")
+    assert (answer["answered_by"], answer["text"]) == ("head", "bright")
+    assert asking.out("query", "bright.png", "-a", "day", "--answer", "words").endswith("  (in words)\n")
 
 
 def test_boxes_of_a_detection_are_listed(vlora_command: Vlora, inputs: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import os
@@ -23,13 +22,12 @@ import vlora.client
 from tests.processes import PATIENCE_S, until
 from tests.server.running import Running, png, running_server
 from vlora.client import AsyncClient, Client, wait_for_server
-from vlora.client.calls import Image, head_of_question
+from vlora.client.calls import Image
 from vlora.client.plain import PlainStream
 from vlora.client.tls import TlsStream, shut_down
 from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT
 from vlora.config import ServerConfig
 from vlora.errors import BadRequest, Disconnected, EngineDead, VLoraError
-from vlora.types import AdapterStatus, HeadSummary
 
 NOBODY = 1  # a port that accepts no connection
 
@@ -90,48 +88,6 @@ def test_what_cannot_be_sent_is_a_typed_error(client: Client) -> None:
             client.generate(prompt, images, **fields)
         assert caught.value.code == code and message in str(caught.value), message
         assert client.generate("say:still here").text == "still here"
-
-
-def adapter(name: str, *heads: tuple[str, str, int]) -> AdapterStatus:
-    summaries = tuple(
-        HeadSummary(name=each, task="classification", labels=("a", "b"), prompt=prompt, num_frames=frames)
-        for each, prompt, frames in heads
-    )
-    fields: dict[str, Any] = {"resident": False, "mergeable": True, "merge_fidelity": 1.0, "touches_vision": False}
-    return AdapterStatus(name=name, version="", rank=4, num_bytes=1, heads=summaries, **fields)
-
-
-CAMS = (
-    adapter("cam", ("sign", "what sign ?", 1), ("clip", "what happens ?", 4), ("kind", "what kind ?", 1)),
-    adapter("twins", ("one", "what sign ?", 1), ("two", "what sign ?", 1)),
-    adapter("plain"),
-    adapter("single", ("only", "what\nsign ?", 1)),
-)
-
-
-# An adapter, a question, a number of images, and the head.
-QUESTIONS: list[tuple[str, str, int, str | None]] = [
-    *(("cam", question, 1, "sign") for question in ("what sign ?", "  what \n sign ? ")),
-    *(("cam", question, 1, None) for question in ("What sign ?", "what sign", "")),  # two heads read one picture
-    ("cam", "what sign ?", 2, None),
-    *(("cam", question, 4, "clip") for question in ("what happens ?", "")),
-    *(("single", question, 1, "only") for question in ("what sign ?", " ")),
-    *((name, "what sign ?", 1, None) for name in ("twins", "plain", "unknown")),
-]
-
-
-def test_the_only_head_for_a_question() -> None:
-    for name, question, num_images, wanted in QUESTIONS:
-        assert head_of_question(CAMS, question, num_images, name) == wanted, (name, question, num_images)
-
-
-def test_clients_look_the_head_up_on_the_server(server: Running, client: Client) -> None:
-    async def ask() -> str | None:
-        async with AsyncClient(port=server.port) as asking:
-            return await asking.head_of("is it day?", "cam")
-
-    assert client.head_of("is it day?", "cam") == "day" == asyncio.run(ask())
-    assert client.head_of("is it day?", None) is None
 
 
 def forward(source: socket.socket, sink: socket.socket) -> None:

@@ -20,7 +20,7 @@ def fuse(plan: Path, out: Path, **options: object) -> None:
     from tests.server.scripted import write_adapter
     from tests.video_files import write_video
 
-    write_adapter(out / "adapters" / "digits-and-3-more", {"digits": 1, "signs": 1, "actions": 4})
+    write_adapter(out / "adapters" / "fused-1", {"digits": 1, "signs": 1, "actions": 4})
     for folder in ("signs", "actions"):
         (out / "test" / folder).mkdir(parents=True)
     for place, brightness in enumerate((20, 220, 20)):

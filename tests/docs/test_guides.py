@@ -126,7 +126,7 @@ def test_the_guide(files: Path) -> None:
     text = text.replace("Client()", f"Client(port={rpyc})")
     found = ran(text, files, module=SCRIPTED, VLORA_SERVER=f"127.0.0.1:{rpyc}")
     assert found.log.count("\n") == 1, f"a quiet server prints one line: {found.log}"
-    assert "digits-and-3-more  rank 8" in found.printed and '"num_running":0' in found.printed
+    assert "fused-1  rank 8" in found.printed and '"num_running":0' in found.printed
     answers = [json.loads(line) for line in (files / "signs.jsonl").read_text().splitlines()]
     assert [answer["text"] for answer in answers] == ["dark", "bright", "dark"]
     kinds = ("csv", "jsonl", "webm")

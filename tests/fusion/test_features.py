@@ -36,7 +36,7 @@ from vlora.models import InputProcessor
 from vlora.models.loading import load_model
 from vlora.models.processing import shown_region
 from vlora.models.vision.encoder import VisionEncoder
-from vlora.server.head_results import in_pixels
+from vlora.server.execution import in_pixels
 from vlora.types import FoundBox, HeadAnswer
 
 _AT_ONCE = 8

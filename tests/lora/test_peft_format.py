@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
+from heads import HeadSpec, TaskHead, save_heads
 from tests.families import build_model
 from tests.lora.made_adapters import factors_of
 from vlora.errors import BadAdapter, UnknownAdapter
@@ -22,6 +24,7 @@ from vlora.lora import AdapterRegistry, HostAdapter, SiteShape
 from vlora.lora.legacy_names import resolve
 from vlora.lora.peft_format import read_header
 from vlora.models.hf_model import HFModel
+from vlora.types.domain import DomainSummary
 
 FAMILY = "qwen2_vl"
 
@@ -168,6 +171,10 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
     return lambda folder: edit_tensors(folder, change)
 
 
+def domains(text: str) -> Change:
+    return lambda folder: (folder / "domains.json").write_text(text)
+
+
 def blocks(size: object, **targets: list[str]) -> Change:
     return config(use_bdlora=size if isinstance(size, bool) else {"nblocks": size, **targets})
 
@@ -247,6 +254,18 @@ REFUSED: dict[str, tuple[Change, str]] = {
         f"no {file}": (lambda folder, file=file: (folder / file).unlink(), file)  # type: ignore[misc]
         for file in ("adapter_config.json", "adapter_model.safetensors")
     },
+    **{
+        f"domains: {why}": (domains(text), f"domains.json: .*{why}")
+        for text, why in (
+            ("{", "truncated"),
+            ('{"domains": 1}', "Expected `array`"),
+            ('{"domains": [{"name": "a"}]}', "required field `question`"),
+            ('{"domains": [{"name": "a+b", "question": "?"}]}', "domain name 'a.b' is invalid"),
+            ('{"domains": [{"name": "a", "question": "?", "head": "b"}]}', "has head 'b'; its heads: none"),
+            ('{"domains": [{"name": "a", "question": "?", "answer": "head"}]}', "has head None; its heads: none"),
+            ('{"domains": [{"name": "a", "question": "?"}, {"name": "a", "question": "!"}]}', "two domains have"),
+        )
+    },
     "no JSON": (
         lambda folder: (folder / "adapter_config.json").write_text("{"),
         "is not JSON: line 1, column 2: a field's name in double quotes is expected",
@@ -260,6 +279,24 @@ def test_what_is_refused_by_name(case: str, copied: Path, registry: AdapterRegis
     change(copied)
     with pytest.raises(BadAdapter, match=message):
         load(registry, "a", str(copied))
+
+
+def test_declared_domains_are_read_and_are_part_of_the_content(
+    copied: Path, sites: dict[str, SiteShape], registry: AdapterRegistry
+) -> None:
+    assert read_header(copied, sites, 64).domains == ()
+    version = load(registry, "a", str(copied)).version
+    declared = (
+        DomainSummary(name="a", question="what ?", words_accuracy=0.5),
+        DomainSummary(name="b", question="who ?"),
+    )
+    (copied / "domains.json").write_bytes(msgspec.json.encode({"domains": declared}))
+    assert read_header(copied, sites, 64).domains == declared and load(registry, "a", str(copied)).version != version
+    head = HeadSpec(name="kind", task="binary", labels=("no", "yes"), prompt="is it ?", num_frames=1, hidden_size=64)
+    save_heads(copied, {"kind": TaskHead(head, torch.zeros(1, 64), torch.zeros(1))})
+    (copied / "domains.json").unlink()
+    (own,) = read_header(copied, sites, 64).domains
+    assert own == DomainSummary(name="kind", question="is it ?", head="kind", answer="head")
 
 
 def test_blocks_that_do_not_divide_a_layer(copied: Path, registry: AdapterRegistry) -> None:

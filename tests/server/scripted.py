@@ -65,6 +65,7 @@ from vlora.types import (
     VisionInput,
     composed_of,
 )
+from vlora.types.domain import DomainSummary
 
 ENGINE_COMMAND = (sys.executable, "-m", "tests.server.scripted_process")
 EOS = 256
@@ -313,6 +314,7 @@ class ScriptedEngine:
         file = Path(path) / "adapter_config.json"
         if not file.exists():
             raise BadAdapter(f"{path}: no adapter_config.json; an adapter is a folder in PEFT's format")
+        content = json.loads(file.read_text())
         heads = tuple(
             HeadSummary(
                 name=head,
@@ -321,11 +323,15 @@ class ScriptedEngine:
                 prompt=f"is it {head}?",
                 num_frames=frames,
             )
-            for head, frames in json.loads(file.read_text()).get("heads", {}).items()
+            for head, frames in content.get("heads", {}).items()
         )
+        declared = content.get("domains") or [
+            {"name": head.name, "question": head.prompt, "head": head.name, "answer": "head"} for head in heads
+        ]
         self._paths[name] = path
         flags: dict[str, Any] = {"resident": False, "mergeable": True, "merge_fidelity": 1.0, "touches_vision": False}
         version = self.version_in(Path(path))
+        flags["domains"] = tuple(msgspec.convert(domain, DomainSummary) for domain in declared)
         self._adapters[name] = AdapterStatus(name=name, version=version, rank=8, num_bytes=1000, heads=heads, **flags)
         return self._adapters[name]
 
@@ -543,10 +549,13 @@ class ScriptedInterface:
             await asyncio.sleep(0.001)
 
 
-def write_adapter(folder: Path, heads: dict[str, int] | None = None) -> str:
-    """Write an adapter folder for the scripted engine. heads: name -> number of frames."""
+def write_adapter(folder: Path, heads: dict[str, int] | None = None, domains: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Write an adapter folder for the scripted engine. heads: name -> number of frames. domains: fields of
+    each; without any, the heads are the domains.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps({"heads": heads or {}}))
+    content = {"heads": heads or {}, **({"domains": list(domains)} if domains else {})}
+    (folder / "adapter_config.json").write_text(json.dumps(content))
     return str(folder)
 
 

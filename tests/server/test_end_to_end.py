@@ -255,7 +255,7 @@ def test_a_run_replaces_its_adapters_while_requests_are_answered(folder: Path, l
             while not done.is_set():
                 answers.append((name, ask(name)))
 
-        sampling = {"max_tokens": 300, "ignore_eos": True}
+        sampling: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
         whole = on.client.generate(QUESTION, images, adapter="busy", **sampling).text
         with ThreadPoolExecutor(3) as threads:
             asking = [threads.submit(keep_asking, name) for name in ("changed", "same")]

@@ -197,7 +197,7 @@ async def test_long_lists_of_names_are_shortened(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "signs", {"kind": 1})
     for number in range(101):
         await front.adapters.load(f"t{number:03}", folder)
-    with pytest.raises(UnknownAdapter, match=r"registered: cam, t000, .*, t018 and 82 more$"):
+    with pytest.raises(UnknownAdapter, match=r"registered: cam, t000, .*, t018 and 82 more; domains: kind, night$"):
         await front.ask_head([PNG], "zzz", "kind")
     with pytest.raises(UnknownHead, match=r"belongs to adapter 't000', .*, 't019' and 81 more$"):
         await front.ask_head([PNG], "cam", "kind")
@@ -463,11 +463,11 @@ async def test_requests_of_a_failed_adapter_do_not_list_all_adapters_each(monkey
     catalog = AdapterCatalog(engine, Metrics(), "base", None)  # type: ignore[arg-type]
     monkeypatch.setattr(adapter_catalog, "ERROR_S", 1000.0)
     for _ in range(100):
-        assert (await catalog.get("signs")).error == "broken"
+        assert (await catalog.resolve("signs")).statuses[0].error == "broken"
     assert engine.num_lists == 1
     monkeypatch.setattr(adapter_catalog, "ERROR_S", 0.0)
     engine.error = "other"
-    assert (await catalog.get("signs")).error == "other"
+    assert (await catalog.resolve("signs")).statuses[0].error == "other"
 
 
 # -- adapters after a restart ------------------------------------------------------------------------------------------

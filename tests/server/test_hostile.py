@@ -270,7 +270,7 @@ def test_a_limit_raised_during_inflation_counts_correctly() -> None:
 
 def test_a_compressed_message_counts_its_inflated_size(api: Api, peer: Any) -> None:
     picture = PNG + bytes(1_500_000)  # a few kilobytes on the wire
-    assert call(peer, "stream", 1, "forever", (picture,), None, ENDLESS, None, None, 0)[0]
+    assert call(peer, "stream", 1, "forever", (picture,), None, ENDLESS, None, None, 0, None)[0]
     assert 1_500_000 < api.front_end.message_budget.used < 1_510_000
     assert call(peer, "cancel", 1)[0]
 
@@ -337,7 +337,7 @@ def test_a_ping_is_limited_in_size_and_a_call_id_is_used_once(peer: Any) -> None
     for data in (b"x" * 4097, "x" * 100_000, 5, (b"x",)):
         with pytest.raises(ValueError, match="at most 4096"):
             peer.sync_request(consts.HANDLE_PING, data)
-    args = (3, "forever", (), None, ENDLESS, None, None, 0)
+    args = (3, "forever", (), None, ENDLESS, None, None, 0, None)
     assert call(peer, "stream", *args)[0]
     for method in ("stream", "generate"):
         assert call(peer, method, *args)[:2] == (False, "bad_request")
@@ -351,9 +351,9 @@ SAY = (1, "say:x", (), None)  # a call's id, question, images, adapter
 
 # Calls with a value of the wrong kind; STREAM stands for the id of an open stream.
 STREAM = "<stream>"
-NO_LEVELS = (None, None, 0)
+NO_LEVELS = (None, None, 0, None)  # nor a choice of a head or words
 QUESTIONS: list[tuple[Any, ...]] = [
-    *((), (1,), (1, 2, 3, 4, 5, 6, 7, 8)),
+    *((), (1,), (1, 2, 3, 4, 5, 6, 7, 8, 9)),
     *((call_id, *SAY[1:], (), *NO_LEVELS) for call_id in (None, True)),
     *((1, "say:x", images, None, (), *NO_LEVELS) for images in ("not a tuple", (1, 2), ("text",))),
     (1, b"bytes", (), None, (), *NO_LEVELS),
@@ -361,9 +361,10 @@ QUESTIONS: list[tuple[Any, ...]] = [
     *((*SAY, pairs, *NO_LEVELS) for pairs in ("nonsense", (("max_tokens", "many"),), (("max_tokens", -1),))),
     *((*SAY, ((name, value),), *NO_LEVELS) for name, value in (("temperature", NAN), ("__class__", 1))),
     (*SAY, ((frozenset(), ...),), *NO_LEVELS),
-    *((*SAY, (), latency, None, 0) for latency in (-1.0, 2j)),
-    *((*SAY, (), None, ttft, 0) for ttft in (0.0, "soon")),
-    *((*SAY, (), None, None, priority) for priority in (11, 0.5)),
+    *((*SAY, (), latency, None, 0, None) for latency in (-1.0, 2j)),
+    *((*SAY, (), None, ttft, 0, None) for ttft in (0.0, "soon")),
+    *((*SAY, (), None, None, priority, None) for priority in (11, 0.5)),
+    *((*SAY, (), None, None, 0, answer) for answer in ("perhaps", 1)),
 ]
 WRONG: list[tuple[Any, ...]] = [
     *((method, *each) for method in ("generate", "stream") for each in QUESTIONS),
@@ -413,11 +414,11 @@ def test_numbers_of_any_size_cause_typed_errors_or_none(peer: Any, stream_id: st
     typed = {"bad_request", "prompt_too_long", "too_large", "bad_image", "deadline_missed"}
     options = ("max_tokens", "temperature", "top_p", "top_k", "seed", "logprobs")
     calls: list[tuple[Any, ...]] = [
-        ("generate", number, *SAY[1:], (), None, None, 0),
-        ("generate", *SAY, (), number, None, 0),
-        ("generate", *SAY, (), None, number, 0),
-        ("generate", *SAY, (), None, None, number),
-        *(("generate", *SAY, ((name, number),), None, None, 0) for name in options),
+        ("generate", number, *SAY[1:], (), None, None, 0, None),
+        ("generate", *SAY, (), number, None, 0, None),
+        ("generate", *SAY, (), None, number, 0, None),
+        ("generate", *SAY, (), None, None, number, None),
+        *(("generate", *SAY, ((name, number),), None, None, 0, None) for name in options),
         ("ask_head", 1, (PNG,), "cam", "night", number, 0),
         ("ask_head", 1, (PNG,), "cam", "night", None, number),
         ("ask_heads", 1, (PNG,), CAM, number, 0),
@@ -443,8 +444,8 @@ def test_numbers_of_any_size_cause_typed_errors_or_none(peer: Any, stream_id: st
 
 def test_error_messages_do_not_repeat_long_names(peer: Any) -> None:
     calls: list[tuple[Any, ...]] = [
-        ("generate", 1, "say:x", (), LONG, (), None, None, 0),
-        ("generate", *SAY, ((LONG, 1),), None, None, 0),
+        ("generate", 1, "say:x", (), LONG, (), None, None, 0, None),
+        ("generate", *SAY, ((LONG, 1),), None, None, 0, None),
         ("ask_head", 1, (PNG,), LONG, "night", None, 0),
         ("ask_head", 1, (PNG,), "cam", LONG, None, 0),
         ("ask_heads", 1, (PNG,), ((LONG,),), None, 0),

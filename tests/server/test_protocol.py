@@ -94,7 +94,8 @@ ANSWERS: dict[str, tuple[str, int, dict[str, Any], tuple[str, str, int, int]]] =
     "stopped by the last token": ("say:abEND", 0, {"stop": "END"}, ("ab", "stop", 9, 5)),
     "not stopped": ("say:abEN", 0, {"stop": ("END",)}, ("abEN", "stop", 8, 5)),
     "of an adapter": ("say:x", 1, {"adapter": "cam"}, ("x", "stop", 6, 2)),
-    "to an adapter's only question": ("", 1, {"adapter": "a"}, ("yes", "stop", 13, 4)),
+    "to an adapter's only question": ("", 1, {"adapter": "a", "answer": "words"}, ("yes", "stop", 13, 4)),
+    "to an adapter's only head": ("", 1, {"adapter": "a"}, ("bright", "stop", 13, 0)),
     "to the question that all parts have": ("", 1, {"adapter": "a+b"}, ("yes", "stop", 13, 4)),
     "seeded": ("say:x", 0, {"temperature": 1.0, "seed": 3, "top_p": 0.5, "priority": -3}, ("x", "stop", 5, 2)),
 }

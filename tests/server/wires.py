@@ -53,7 +53,7 @@ class Wire:
 
 class InProcess(Wire):
     def ask(self, prompt: Any, images: Sequence[bytes] = (), *, stream: bool = False, **fields: Any) -> Answered:
-        options = {name: fields.pop(name) for name in (*LEVELS, "adapter") if name in fields}
+        options = {name: fields.pop(name) for name in (*LEVELS, "adapter", "answer") if name in fields}
         if isinstance(fields.get("stop"), str):
             fields["stop"] = (fields["stop"],)
 

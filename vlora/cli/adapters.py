@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @json_option
 @click.pass_context
 def adapters(context: click.Context, client: Client, as_json: bool) -> None:
-    """List the adapters of a server with their heads, or load, unload, pin and unpin one.
+    """List the adapters of a server with their domains and heads, or load, unload, pin and unpin one.
 
     \b
         vlora adapters --json
@@ -49,7 +49,7 @@ def adapters(context: click.Context, client: Client, as_json: bool) -> None:
 @server_option
 @json_option
 def list_adapters(client: Client, as_json: bool) -> None:
-    """List the adapters of a server with their heads.
+    """List the adapters of a server with their domains and heads.
 
     \b
         vlora adapters list --json
@@ -181,6 +181,10 @@ def _show(adapter: AdapterStatus, *, as_json: bool) -> None:
     click.echo(f"{adapter.name}  rank {adapter.rank}  {adapter.num_bytes / 2**20:.1f} MiB  {merge}{pinned}")
     for warning in adapter.warnings:
         click.echo(f"  warning: {warning}")
+    for domain in adapter.domains:
+        scores = {"head": domain.head_accuracy, "words": domain.words_accuracy}
+        how = ", ".join(f"{way} {score:.3f}" for way, score in scores.items() if score is not None)
+        click.echo(f"  domain {domain.name}  by {domain.answer}" + (f" ({how})" if how else ""))
     for head in adapter.heads:
         frames = f"{head.num_frames} frame{'s' * (head.num_frames != 1)}"
         click.echo(f"  head {head.name}  {head.task} over {frames}: {', '.join(head.labels)}")

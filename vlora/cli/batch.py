@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 from click.core import ParameterSource
@@ -18,7 +18,7 @@ from vlora.cli.group import cli
 from vlora.cli.interrupt import INTERRUPTED, stopping, until_stopped
 from vlora.cli.progress import counting, waiting
 from vlora.cli.repeated_flags import check_given_once
-from vlora.cli.server_flags import json_option, print_json, server_option, wait_option
+from vlora.cli.server_flags import answer_option, json_option, print_json, server_option, wait_option
 from vlora.errors import BadConfig, BadImage, BadRequest
 from vlora.writing import writing
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from apps.video_analytics import ChunkResult
     from apps.video_analytics.plan.event_questions import EventResult
     from vlora.client import Client
+    from vlora.types.domain import Way
 
 _KERNELS = {"compiled": "compiled C++", "plain torch": "plain torch (slower): no working C++ compiler found"}
 
@@ -146,9 +147,14 @@ def stream(
 
 @cli.command()
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("-q", "--question", help="Question about each image; or give --head.")
-@click.option("-a", "--adapter", help="Adapter to use, or several: a+b, 0.7*a+0.3*b. Default: the base model.")
-@click.option("--head", help="Task head to use instead of text generation.")
+@click.option("-q", "--question", help="Question about each image. Default: that of the domain or the head.")
+@click.option(
+    "-a",
+    "--adapter",
+    help="Adapter or domain to ask, or several adapters: a+b, 0.7*a+0.3*b. Default: the base model.",
+)
+@click.option("--head", help="Task head of the adapter to use, with its own question.")
+@answer_option
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="Maximum number of answer tokens.")
 @click.option(
     "-o",
@@ -164,6 +170,7 @@ def batch(
     question: str | None,
     adapter: str | None,
     head: str | None,
+    answer: Way | None,
     max_tokens: int,
     out: Path | None,
     resume: bool,
@@ -175,8 +182,9 @@ def batch(
     \b
         vlora batch photos/ --question "What is this?" --out answers.jsonl
         vlora batch photos/ --question "What is this?" --out answers.jsonl --resume
-        vlora batch photos/ --adapter signs --head signs --json
+        vlora batch photos/ --adapter signs --json
 
+    As in `vlora query`, a domain's question is answered by its head or in words, and each answer says which.
     An image or a folder inside that fails is reported and the command continues; the exit code is then 1. The last line
     on stderr is a summary.
     """
@@ -193,7 +201,9 @@ def batch(
         raise click.UsageError("--resume continues a file; also give --out")
     found = find_pictures(images, on_error)
     num_found, num_received, num_answered = len(found), 0, 0
-    sampling = {} if head is not None else {"max_tokens": max_tokens}
+    if head is not None and answer is not None:
+        raise BadRequest("--answer has no effect on a task head's answer; leave out --answer or --head")
+    sampling: dict[str, Any] = {} if head is not None else {"max_tokens": max_tokens, "answer": answer}
     with contextlib.ExitStack() as scope:
         scope.enter_context(client)
         stop = scope.enter_context(stopping())
@@ -202,19 +212,19 @@ def batch(
             answered = file.keep(question, adapter, head)
             found = [picture for picture in found if printable(picture) not in answered]
         advance = scope.enter_context(counting("pictures", len(found)))
-        for answer in ask_all(client, found, question=question, adapter=adapter, head=head, stop=stop, **sampling):
+        for each in ask_all(client, found, question=question, adapter=adapter, head=head, stop=stop, **sampling):
             advance()
-            num_problems += answer.problem is not None
+            num_problems += each.problem is not None
             num_received += 1
-            num_answered += answer.problem is None
+            num_answered += each.problem is None
             if file is not None:
-                file.add(answer)
+                file.add(each)
             if as_json:
-                print_json(answer)
-            elif answer.problem is not None:
-                click.echo(f"{answer.image}  {answer.problem}", err=True)
+                print_json(each)
+            elif each.problem is not None:
+                click.echo(f"{each.image}  {each.problem}", err=True)
             elif file is None:
-                click.echo(f"{answer.image}  {answer.text}")
+                click.echo(f"{each.image}  {each.text}")
         if file is not None:
             file.write()
         kept = f", {num_found - len(found)} answered before" if resume else ""

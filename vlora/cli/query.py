@@ -7,7 +7,6 @@ import re
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,22 +15,26 @@ from click.core import ParameterSource
 
 from vlora.cli.group import cli
 from vlora.cli.progress import waiting
-from vlora.cli.server_flags import json_option, print_json, server_option
+from vlora.cli.server_flags import answer_option, how, json_option, print_json, server_option
 from vlora.errors import BadImage, BadRequest, TooLarge
 
 if TYPE_CHECKING:
     from vlora.client import Client, HeadResult
+    from vlora.types.domain import Way
 
-_OF_TEXT = ("max_tokens", "temperature", "stop", "max_ttft_s", "question")  # options that do not apply to heads
-_FORCE_TEXT = ("temperature", "stop", "max_ttft_s")  # a head's answer is within any --max-tokens
+_OF_TEXT = ("answer", "max_tokens", "temperature", "stop", "max_ttft_s", "question")  # that do not apply to heads
 
 
 @cli.command()
 @click.argument("images", nargs=-1, required=True, metavar="IMAGE... [QUESTION]")
 @click.option("-q", "--question", help="The question, if it is not the last argument.")
-@click.option("-a", "--adapter", help="Adapter to use, or several: a+b, 0.7*a+0.3*b. Default: the base model.")
-@click.option("--head", help="Task head of the adapter to use instead of text generation.")
-@click.option("--words", is_flag=True, help="Generate text, even if a head was trained on this question.")
+@click.option(
+    "-a",
+    "--adapter",
+    help="Adapter or domain to ask, or several adapters: a+b, 0.7*a+0.3*b. Default: the base model.",
+)
+@click.option("--head", help="Task head of the adapter to use, with its own question.")
+@answer_option
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="Maximum number of answer tokens.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy decoding.")
 @click.option("--stop", multiple=True, help="End the answer before this text; may be repeated.")
@@ -49,7 +52,7 @@ def query(
     question: str | None,
     adapter: str | None,
     head: str | None,
-    words: bool,
+    answer: Way | None,
     max_tokens: int,
     temperature: float,
     stop: tuple[str, ...],
@@ -69,9 +72,9 @@ def query(
     An image is a file or an http(s) URL, which this command fetches. Without a question, the adapter's own question is
     used, if it has one. A head has a fixed question and answers in one pass.
 
-    If exactly one head of the adapter was trained on the question, that head answers: it is more often correct than
-    text, and its name is printed after the answer. --words generates text instead, as do --temperature, --stop and
-    --max-ttft-s.
+    A domain's question, in any spelling, is answered by the domain's head or in words, whichever is right more often,
+    or as --answer says. The way and its confidence are printed after the answer. Other questions, --temperature and
+    --stop are for words.
     """
     if head is not None:
         _refuse_options_of_text(context)
@@ -82,33 +85,32 @@ def query(
     options: dict[str, Any] = {"max_latency_s": max_latency_s, "priority": priority}
     with client, waiting("asking") as begun:
         pictures = [_picture(image) for image in images]
-        own_head = None
-        if head is None and not words and not _given(context, _FORCE_TEXT):
-            own_head = head = client.head_of(question or "", adapter, len(pictures))
-        if head is not None and adapter is not None:
+        if head is not None:
+            assert adapter is not None
             result = client.ask_head(pictures, adapter, head, **options)
             begun()
-            print_json(result) if as_json else _print_result(result, own_head)
+            print_json(result) if as_json else _print_result(result)
             return
         options |= {"max_tokens": max_tokens, "temperature": temperature, "stop": stop, "max_ttft_s": max_ttft_s}
         if as_json:
-            print_json(client.generate(question or "", pictures, adapter, **options))
+            print_json(client.generate(question or "", pictures, adapter, answer=answer, **options))
             return
-        for piece in client.stream(question or "", pictures, adapter, **options):
-            begun()
-            click.echo(piece, nl=False)
+        with client.stream(question or "", pictures, adapter, answer=answer, **options) as pieces:
+            for piece in pieces:
+                begun()
+                click.echo(piece, nl=False)
         begun()
-        click.echo()
+        assert pieces.answer is not None
+        click.echo(how(pieces.answer))
+        if pieces.answer.result is not None:
+            _print_boxes(pieces.answer.result)
 
 
 def _refuse_options_of_text(context: click.Context) -> None:
-    for name in _given(context, ("words", *_OF_TEXT)):
-        flag = f"--{name.replace('_', '-')}"
-        raise BadRequest(f"{flag} has no effect on a task head's answer; leave out {flag} or --head")
-
-
-def _given(context: click.Context, names: Sequence[str]) -> list[str]:
-    return [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    for name in _OF_TEXT:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            flag = f"--{name.replace('_', '-')}"
+            raise BadRequest(f"{flag} has no effect on a task head's answer; leave out {flag} or --head")
 
 
 def _is_url(image: str) -> bool:
@@ -130,10 +132,13 @@ def _picture(image: str) -> bytes | Path:
     return fetch_picture(image)
 
 
-def _print_result(result: HeadResult, own_head: str | None) -> None:
-    """Print the label; for a detection also its boxes, in pixels. own_head: the head, if the question selected it."""
-    chosen = "" if own_head is None else f"  (head {own_head})"
-    click.echo(f"{result.label}  {result.confidence:.1%}{chosen}")
+def _print_result(result: HeadResult) -> None:
+    """Print the label; for a detection also its boxes, in pixels."""
+    click.echo(f"{result.label}  {result.confidence:.1%}")
+    _print_boxes(result)
+
+
+def _print_boxes(result: HeadResult) -> None:
     several = len({box.image for box in result.boxes}) > 1
     for box in result.boxes:
         edges = ", ".join(f"{edge:.0f}" for edge in (box.left, box.top, box.right, box.bottom))

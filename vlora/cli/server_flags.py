@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vlora.config import ServerConfig
-from vlora.errors import BadConfig
 
 if TYPE_CHECKING:
-    from vlora.client import Client
+    from vlora.client import Answer, Client
 
 
 def server_option(command: Any) -> Any:
@@ -54,6 +53,23 @@ def wait_option(command: Any) -> Any:
     )(command)
 
 
+def answer_option(command: Any) -> Any:
+    return click.option(
+        "--answer",
+        type=click.Choice(["head", "words"]),
+        help="Way to answer a domain's question. Default: the one that was more accurate on validation data.",
+    )(command)
+
+
+def how(answer: Answer) -> str:
+    """The way and the confidence of an answer about a domain, to print behind it; empty for other answers."""
+    if answer.domain is None:
+        return ""
+    by = "in words" if answer.result is None else f"head {answer.result.head}"
+    sure = "" if answer.confidence is None else f"  {answer.confidence:.1%}"
+    return f"{sure}  ({by})"
+
+
 def json_option(command: Any) -> Any:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")(command)
 
@@ -62,25 +78,13 @@ def client_of(
     server: str, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, *, flag: str = "--server"
 ) -> Client:
     """flag: of the address, in errors. Raises BadConfig."""
-    import ssl
-
     from vlora.client import Client
+    from vlora.client.connection import address_of
+    from vlora.client.tls import client_context
 
-    host, colon, port = server.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise BadConfig(f"{flag} is {server!r}; write HOST:PORT, with a port from 1 to 65535")
-    if tls_cert is not None and tls_ca is None:
-        raise BadConfig("--tls-cert requires TLS; also give --tls-ca")
-    tls: ssl.SSLContext | None = None
-    try:
-        if tls_ca is not None:
-            tls = ssl.create_default_context(cafile=tls_ca)
-            if tls_cert is not None:
-                tls.load_cert_chain(tls_cert, tls_key, password=lambda: "")
-    except (OSError, ValueError) as error:
-        given = ", ".join(repr(file) for file in (tls_ca, tls_cert, tls_key) if file is not None)
-        raise BadConfig(f"the files of --tls-ca, --tls-cert and --tls-key cannot be used ({given}): {error}") from error
-    return Client(host.strip("[]"), int(port), token=os.environ.get("VLORA_TOKEN") or None, tls=tls)
+    host, port = address_of(server, flag)
+    tls = client_context(tls_ca, tls_cert, tls_key)
+    return Client(host, port, token=os.environ.get("VLORA_TOKEN") or None, tls=tls)
 
 
 def print_json(value: Any) -> None:

@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from vlora.client.calls import Call, head_of_question
+from vlora.client.calls import Call
 from vlora.client.connection import ServerConnection
 from vlora.client.frame_stream import AsyncFrameStream, FrameStream
 from vlora.client.sync import TIMEOUT_S, Client
 from vlora.client.text_stream import TextStream
-from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, StreamPart
+from vlora.client.values import Answer, StreamPart
 from vlora.errors import DeadlineMissed, VLoraError
 
 P = ParamSpec("P")
@@ -98,8 +98,8 @@ class AsyncClient:
 
     def __init__(
         self,
-        host: str = DEFAULT_HOST,
-        port: int = DEFAULT_PORT,
+        host: str | None = None,
+        port: int | None = None,
         *,
         timeout_s: float = TIMEOUT_S,
         token: str | None = None,
@@ -130,10 +130,6 @@ class AsyncClient:
     drain_replica = _awaited(Client.drain_replica)
     resume_replica = _awaited(Client.resume_replica)
     scale = _awaited(Client.scale)
-
-    async def head_of(self, question: str, adapter: str | None, num_images: int = 1) -> str | None:
-        """As `Client.head_of`."""
-        return None if adapter is None else head_of_question(await self.adapters(), question, num_images, adapter)
 
     async def close(self) -> None:
         """As `Client.close`."""

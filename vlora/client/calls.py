@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from vlora.client.values import FrameResults, TextQuestion, sampling_pairs, sampling_params
 from vlora.errors import BadImage, BadRequest
-from vlora.types import AdapterStatus, adapter_name
+from vlora.types import adapter_name
+from vlora.types.domain import Way
 from vlora.types.video import Video
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ FrameImage = Image | tuple[bytes, int, int] | Any
 
 
 Adapter = str | Mapping[str, float]
-"""An adapter's name, a composition of adapters as text (`a+b`, `0.7*a+0.3*b`), or the weights of one by adapter."""
+"""The name of an adapter or a domain, a composition as text (`a+b`, `0.7*a+0.3*b`), or the weights of one by name."""
 
 
 class Call(NamedTuple, Generic[T]):
@@ -77,24 +78,6 @@ def close_frames(stream_id: str) -> Call[None]:
     return Call("close_frames", (stream_id,), type(None))
 
 
-def head_of_question(
-    statuses: Iterable[AdapterStatus], question: str, num_images: int, adapter: str | None
-) -> str | None:
-    """Name of the adapter's only head for this question and number of images; None if there is none, or several.
-
-    Questions are compared without regard to whitespace. An empty question stands for the adapter's own question.
-    """
-    words = question.split()
-    heads = [
-        head.name
-        for status in statuses
-        if status.name == adapter
-        for head in status.heads
-        if head.num_frames == num_images and words in ([], head.prompt.split())
-    ]
-    return heads[0] if len(heads) == 1 else None
-
-
 def read_images(images: Sequence[Image]) -> tuple[bytes, ...]:
     """Encoded bytes of every image. Raises BadImage when a file cannot be read."""
     return tuple(_read(image) for image in images)
@@ -144,6 +127,7 @@ def text_args(
     max_latency_s: float | None,
     max_ttft_s: float | None,
     priority: int,
+    answer: Way | None,
     sampling: Mapping[str, Any],
 ) -> tuple[tuple[Any, ...], int]:
     """Arguments of a request for text, and the size of its images."""
@@ -153,7 +137,7 @@ def text_args(
         options["stop"] = (options["stop"],)
     pairs = sampling_pairs(sampling_params(options))
     name = adapter_name(adapter) if isinstance(adapter, Mapping) else adapter
-    args = (question, encoded, name, pairs, max_latency_s, max_ttft_s, priority)
+    args = (question, encoded, name, pairs, max_latency_s, max_ttft_s, priority, answer)
     return args, sum(map(_num_bytes, encoded))
 
 

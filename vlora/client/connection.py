@@ -19,12 +19,20 @@ from vlora.client.keepalive import enable_keepalive
 from vlora.client.plain import PlainStream
 from vlora.client.tls import TlsStream, shut_down
 from vlora.client.values import PROTOCOL_VERSION, Hello, open_reply
-from vlora.errors import BadRequest, DeadlineMissed, Disconnected, TooLarge, VLoraError
+from vlora.errors import BadConfig, BadRequest, DeadlineMissed, Disconnected, TooLarge, VLoraError
 
 T = TypeVar("T")
 
 _CONNECT_S = 5.0
 _SEND_S = 60.0  # a server that reads nothing for this long counts as disconnected
+
+
+def address_of(text: str, name: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT. name: for the error. Raises BadConfig."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise BadConfig(f"{name} is {text!r}; write HOST:PORT, with a port from 1 to 65535")
+    return host.strip("[]"), int(port)
 
 
 class ServerConnection:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 from vlora.client import calls
-from vlora.client.calls import Adapter, Call, Image, Visual, head_of_question
-from vlora.client.connection import ServerConnection
+from vlora.client.calls import Adapter, Call, Image, Visual
+from vlora.client.connection import ServerConnection, address_of
 from vlora.client.frame_stream import FrameStream
 from vlora.client.text_stream import TextStream
+from vlora.client.tls import client_context
 from vlora.client.values import (
     DEFAULT_HOST,
     DEFAULT_PORT,
@@ -26,6 +27,7 @@ from vlora.client.values import (
 )
 from vlora.errors import DeadlineMissed, Disconnected, EngineDead
 from vlora.types import AdapterStatus, EngineStats, TrainingStatus
+from vlora.types.domain import Way
 from vlora.types.learning import Correction, LearningStatus
 from vlora.types.replicas import AdapterPlace, ClusterStatus
 
@@ -81,21 +83,28 @@ class Client:
     cannot be reached, DeadlineMissed after `timeout_s`, EngineDead if the server lost its engine, Unauthorized and
     Forbidden if it rejects the token.
 
-    tls: an SSL context that verifies the server's certificate and optionally presents a client certificate;
-    `ssl.create_default_context(cafile=...)` makes one. Without it the connection is plain.
+    host: Without it, the address, token and TLS files are those of the commands: VLORA_SERVER (HOST:PORT, by default
+    this machine), VLORA_TOKEN, VLORA_TLS_CA, VLORA_TLS_CERT and VLORA_TLS_KEY. tls: an SSL context that verifies the
+    server's certificate and optionally presents a client certificate; `ssl.create_default_context(cafile=...)` makes
+    one. Without it the connection is plain.
     """
 
     def __init__(
         self,
-        host: str = DEFAULT_HOST,
-        port: int = DEFAULT_PORT,
+        host: str | None = None,
+        port: int | None = None,
         *,
         timeout_s: float = TIMEOUT_S,
         token: str | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._host = host
-        self._port = port
+        if host is None and port is None:
+            host, port = address_of(os.environ.get("VLORA_SERVER") or f"{DEFAULT_HOST}:{DEFAULT_PORT}", "VLORA_SERVER")
+            token = token or os.environ.get("VLORA_TOKEN") or None
+            files = (os.environ.get(f"VLORA_TLS_{name}") or None for name in ("CA", "CERT", "KEY"))
+            tls = tls or client_context(*files)
+        self._host = host or DEFAULT_HOST
+        self._port = port or DEFAULT_PORT
         self._token = token
         self._tls = tls
         self._timeout_s = timeout_s
@@ -112,19 +121,25 @@ class Client:
         max_latency_s: float | None = None,
         max_ttft_s: float | None = None,
         priority: int = 0,
+        answer: Way | None = None,
         **sampling: Any,
     ) -> Call[Answer]:
-        """Generate a text answer to a question, optionally about images and videos (`vlora.client.Video`).
+        """Answer a question, optionally about images and videos (`vlora.client.Video`), in words or by a domain's head.
 
         Args:
-            adapter: An adapter's name. Several adapters are composed: "a+b", or {"a": 0.7, "b": 0.3} with weights.
+            adapter: The name of an adapter or of a domain. Several adapters are composed: "a+b", or
+                {"a": 0.7, "b": 0.3} with weights.
             sampling: fields of `vlora.types.SamplingParams`.
             max_latency_s: bound on the whole answer; a later answer raises DeadlineMissed.
             max_ttft_s: bound on the first token. If the server predicts that it cannot meet a bound, it rejects the
                 request immediately (DeadlineUnreachable).
             priority: from -10 to 10; waiting requests of higher priority are scheduled first.
+            answer: "head" or "words"; None: the way that was more accurate on the domain's validation data, if the
+                question is the domain's (or empty) and no option of sampling is given; `Answer.answered_by` says which.
         """
-        args, num_bytes = calls.text_args(question, images, adapter, max_latency_s, max_ttft_s, priority, sampling)
+        args, num_bytes = calls.text_args(
+            question, images, adapter, max_latency_s, max_ttft_s, priority, answer, sampling
+        )
         return Call("generate", args, Answer, num_bytes, cancellable=True)
 
     @_streams
@@ -137,13 +152,16 @@ class Client:
         max_latency_s: float | None = None,
         max_ttft_s: float | None = None,
         priority: int = 0,
+        answer: Way | None = None,
         **sampling: Any,
     ) -> Call[StreamPart]:
         """As `generate`, but yields pieces of text as they arrive; `AsyncClient` yields the complete Answer last.
 
         Leaving the stream early cancels the request.
         """
-        args, num_bytes = calls.text_args(question, images, adapter, max_latency_s, max_ttft_s, priority, sampling)
+        args, num_bytes = calls.text_args(
+            question, images, adapter, max_latency_s, max_ttft_s, priority, answer, sampling
+        )
         return Call("stream", args, StreamPart, num_bytes, cancellable=True)
 
     @_asks
@@ -151,12 +169,15 @@ class Client:
         self,
         images: Sequence[Image],
         adapter: str,
-        head: str,
+        head: str | None = None,
         *,
         max_latency_s: float | None = None,
         priority: int = 0,
     ) -> Call[HeadResult]:
-        """Query a task head, which answers in one pass and has a fixed question; images: as many as it has frames."""
+        """Query a task head, which answers in one pass and has a fixed question; images: as many as it has frames.
+
+        adapter: The name of an adapter or a domain. head: without it, the domain's.
+        """
         encoded = calls.read_images(images)
         args = (encoded, adapter, head, max_latency_s, priority)
         return Call("ask_head", args, HeadResult, sum(map(len, encoded)), cancellable=True)
@@ -165,7 +186,7 @@ class Client:
     def ask_heads(
         self,
         images: Sequence[Image],
-        heads: Sequence[tuple[str, str]],
+        heads: Sequence[tuple[str, str | None]],
         *,
         max_latency_s: float | None = None,
         priority: int = 0,
@@ -177,7 +198,7 @@ class Client:
 
         Args:
             images: As many as each of the heads reads.
-            heads: Pairs of an adapter and one of its heads.
+            heads: Pairs of an adapter or a domain and a head; None for the domain's.
             max_latency_s: Bound on each answer, as in `generate`.
             priority: As in `generate`.
 
@@ -187,13 +208,6 @@ class Client:
         encoded = calls.read_images(images)
         args = (encoded, tuple((adapter, head) for adapter, head in heads), max_latency_s, priority)
         return Call("ask_heads", args, tuple[HeadOutcome, ...], sum(map(len, encoded)), cancellable=True)
-
-    def head_of(self, question: str, adapter: str | None, num_images: int = 1) -> str | None:
-        """Name of the adapter's only head for this question and number of images, or for its own question if empty;
-        None if there is none, or several. `ask_head` then answers more accurately than text, which is trained
-        together with it.
-        """
-        return None if adapter is None else head_of_question(self.adapters(), question, num_images, adapter)
 
     @_opens
     def open_stream(

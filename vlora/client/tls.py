@@ -13,6 +13,8 @@ from typing import Any
 from rpyc.core.stream import ClosedFile, SocketStream
 from rpyc.lib import Timeout
 
+from vlora.errors import BadConfig
+
 _CHUNK = 64 * 1024
 
 
@@ -25,6 +27,22 @@ def shut_down(sock: Any) -> None:
             # The plain socket's own method: the method of a TLS socket drops its state, and a concurrent write of
             # another thread would then be sent unencrypted.
             socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def client_context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSLContext | None:
+    """The context that verifies a server by `ca` and presents `cert`; None without files. Raises BadConfig."""
+    if ca is None:
+        if cert is not None:
+            raise BadConfig("--tls-cert requires TLS; also give --tls-ca")
+        return None
+    try:
+        tls = ssl.create_default_context(cafile=ca)
+        if cert is not None:
+            tls.load_cert_chain(cert, key, password=lambda: "")
+    except (OSError, ValueError) as error:
+        given = ", ".join(repr(file) for file in (ca, cert, key) if file is not None)
+        raise BadConfig(f"the files of --tls-ca, --tls-cert and --tls-key cannot be used ({given}): {error}") from error
+    return tls
 
 
 class TlsStream(SocketStream):

@@ -19,11 +19,12 @@ from vlora.types import (
     TrainingStatus,
     check_priority,
 )
+from vlora.types.domain import Way
 from vlora.types.learning import Correction, LearningStatus
 from vlora.types.replicas import AdapterPlace, ClusterStatus
 from vlora.wording import msgspec_errors
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 18861
 
@@ -54,6 +55,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason "stop": the model ended it or a stop string was met (which is not part of text); "length": max_tokens.
     logprobs: the tokens of the text, if the request asked for them. timings are the engine's; total_s is the server's
     time from the arrival of the request to the end of the answer. request_id: for `Client.correct`.
+
+    answered_by: a head, whose label is the text and whose complete answer is `result`, or words. domain: that was asked
+    about, if it is known. confidence: of a head, the estimated probability that the answer is right; of words, the
+    model's probability of the text (None if neither the domain is known nor log probabilities were asked for).
     """
 
     text: str
@@ -65,6 +70,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     total_s: float
     logprobs: tuple[TokenLogprob, ...] = ()
     request_id: str = ""
+    answered_by: Way = "words"
+    domain: str | None = None
+    confidence: float | None = None
+    result: HeadResult | None = None
 
 
 class HeadResult(HeadAnswer, frozen=True, kw_only=True):

@@ -288,6 +288,7 @@ class AdapterAdmin:
             loaded=adapter is not None,
             error=registration.error,
             num_loads=self._pool.loads_of(registration.key),
+            domains=registration.folder_header.domains,
         )
 
     # -- inside -------------------------------------------------------------------------------------------------------

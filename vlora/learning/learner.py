@@ -138,7 +138,7 @@ class Learner:
         if path is not None:
             if version is not None:
                 raise BadRequest("version and path are both given; give one of them")
-            chosen = await self._in_thread(self._versions.files.add, Path(path))
+            chosen = await self._in_thread(self._versions.files.add, Path(path), self._versions.present)
             origin = f"from {path}"
         else:
             chosen = await self._in_thread(self._versions.chosen, version)
@@ -271,7 +271,9 @@ class Learner:
             self._doing = f"trains, step {found.step} of {found.num_steps}"
         elif found.state == "finished":
             with self._as_doing("evaluates a training"):
-                version = await self._in_thread(self._versions.files.add, attempt.adapter_folder)
+                version = await self._in_thread(
+                    self._versions.files.add, attempt.adapter_folder, self._versions.present
+                )
                 if version != self._versions.present:
                     await self._evaluate(_Candidate(version, attempt.name, SERVER))
             await self._end_attempt(attempt, "", found.num_bad)

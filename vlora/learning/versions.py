@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE, content_hash
+from vlora.adapter_files import CONFIG_FILE, DOMAINS_FILE, HEAD_FILES, WEIGHTS_FILE, content_hash
 from vlora.errors import AdapterChanged, BadAdapter, BadConfig, BadRequest, VLoraError
 from vlora.learning.audit_log import SERVER, AuditLog, Event, Served, sync_folder
 from vlora.learning.evaluation import ServedModel
@@ -46,8 +46,11 @@ class VersionFolder:
     def path(self, version: str) -> Path:
         return self._folder / version
 
-    def add(self, source: Path) -> str:
+    def add(self, source: Path, before: str = "") -> str:
         """Copy an adapter's files. Returns the hash of what was copied.
+
+        Args:
+            before: The version whose domains it has, if its own files declare none.
 
         Raises:
             BadAdapter: The files cannot be copied, or there are task heads.
@@ -59,9 +62,12 @@ class VersionFolder:
         try:
             self._remove(part)
             part.mkdir()
-            for name in (CONFIG_FILE, WEIGHTS_FILE):
-                shutil.copyfile(source / name, part / name)
-                _sync_file(part / name)
+            declared = [
+                place / DOMAINS_FILE for place in (source, self.path(before)) if (place / DOMAINS_FILE).exists()
+            ]
+            for file in (source / CONFIG_FILE, source / WEIGHTS_FILE, *declared[:1]):
+                shutil.copyfile(file, part / file.name)
+                _sync_file(part / file.name)
             sync_folder(part)
             version = content_hash(part)
             if self.path(version).is_dir() and self.is_intact(version):

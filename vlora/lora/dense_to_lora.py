@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from heads.storage import write_tensors
-from vlora.adapter_files import CONFIG_FILE, HEAD_FILES, WEIGHTS_FILE
+from vlora.adapter_files import CONFIG_FILE, DOMAINS_FILE, HEAD_FILES, WEIGHTS_FILE
 from vlora.errors import BadAdapter, BadConfig
 from vlora.lora.peft_format import read_config
 from vlora.lora.peft_settings import DESCRIPTION_AND_SELECTION, number_by_pattern, refuse_others
@@ -93,7 +93,7 @@ def convert(adapter: Path, out: Path, rank: int) -> list[ConvertedLayer]:
     try:
         (temporary / CONFIG_FILE).write_text(json.dumps(_lora_config(config, converted), indent=2))
         write_tensors(tensors, temporary / WEIGHTS_FILE)
-        for name in HEAD_FILES:
+        for name in (*HEAD_FILES, DOMAINS_FILE):
             if (adapter / name).exists():
                 shutil.copy(adapter / name, temporary / name)
         temporary.rename(out)

@@ -15,12 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from heads import HeadSpec, TaskHead, load_heads
+from heads import TaskHead, load_heads
 from vlora.adapter_files import (
     CONFIG_FILE,
+    DOMAINS_FILE,
     HEAD_FILES,
     WEIGHTS_FILE,
     content_hash,
@@ -43,6 +45,8 @@ from vlora.lora.peft_target import (
     with_tied_tokens,
 )
 from vlora.parallel.adapter_sharding import FactorShape, ShardingKind
+from vlora.types.composition import name_problem
+from vlora.types.domain import DomainSummary
 from vlora.wording import json_errors
 
 # In names of tensors that were saved while the model was wrapped: no layer of a model has these names.
@@ -63,7 +67,8 @@ class AdapterHeader:
     """The properties of an adapter that are known before its factors are read.
 
     targets: in the order of the sites. invocation: the tokens from which on the adapter applies (aLoRA); empty if it
-    applies to all tokens. version: the content hash that the folder must have when it is read; empty: any.
+    applies to all tokens. version: the content hash that the folder must have when it is read; empty: any. domains: as
+    declared by the folder, else one for each head.
     """
 
     path: Path
@@ -71,6 +76,7 @@ class AdapterHeader:
     heads: Mapping[str, TaskHead]
     invocation: tuple[int, ...] = ()
     version: str = ""
+    domains: tuple[DomainSummary, ...] = ()
 
     def first_token(self, prompt_ids: tuple[int, ...]) -> int | None:
         """Index of the first prompt token that the adapter applies to; None if it applies to none."""
@@ -106,11 +112,12 @@ class AdapterHeader:
         return dataclasses.replace(self, version=version)
 
     def has_same_content(self, other: AdapterHeader) -> bool:
-        """Whether both have equal layers, ranks, scales, invocation tokens and head specifications."""
-        return (self.targets, self.invocation, self._specs()) == (other.targets, other.invocation, other._specs())
+        """Whether both have equal layers, ranks, scales, invocation tokens, head specifications and domains."""
+        return self._content() == other._content()
 
-    def _specs(self) -> dict[str, HeadSpec]:
-        return {name: head.spec for name, head in self.heads.items()}
+    def _content(self) -> tuple[object, ...]:
+        specs = {name: head.spec for name, head in self.heads.items()}
+        return self.targets, self.invocation, specs, self.domains
 
 
 def read_header(
@@ -161,7 +168,8 @@ def read_header(
         seen[target.site] = target.first_tensor
     by_site = {target.site: target for target in targets}
     ordered = tuple(by_site[site] for site in sites if site in by_site)
-    header = AdapterHeader(path, ordered, _heads(path, hidden_size), invocation_of(path, config))
+    heads = _heads(path, hidden_size)
+    header = AdapterHeader(path, ordered, heads, invocation_of(path, config), domains=_domains(path, heads))
     if header.invocation and header.touches_vision:
         raise BadAdapter(
             f"{path}: it has alora_invocation_tokens and adapts the vision side, which is computed before any token; "
@@ -281,6 +289,28 @@ def _heads(path: Path, hidden_size: int) -> dict[str, TaskHead]:
                 f"{path}: head {head_name!r} reads {head.spec.hidden_size} features, but the base model's hidden "
                 f"states have {hidden_size}; the head was made for another model"
             )
+    return found
+
+
+def _domains(path: Path, heads: Mapping[str, TaskHead]) -> tuple[DomainSummary, ...]:
+    """The declared domains; in a folder without a declaration, each head is a domain."""
+    file = path / DOMAINS_FILE
+    if not file.exists():
+        specs = [head.spec for head in heads.values()]
+        return tuple(DomainSummary(name=one.name, question=one.prompt, head=one.name, answer="head") for one in specs)
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=dict[str, tuple[DomainSummary, ...]]).get("domains", ())
+    except OSError as error:
+        raise BadAdapter(f"{file}: cannot read: {why_unreadable(error)}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadAdapter(f"{file}: {error}") from error
+    for domain in found:
+        if (problem := name_problem(domain.name)) is not None:
+            raise BadAdapter(f"{file}: {problem.replace('adapter', 'domain', 1)}")
+        if domain.head not in (None, *heads) or (domain.answer == "head" and domain.head is None):
+            raise BadAdapter(f"{file}: domain {domain.name!r} has head {domain.head!r}; its heads: {listed(heads)}")
+    if len({domain.name for domain in found}) < len(found):
+        raise BadAdapter(f"{file}: two domains have the same name")
     return found
 
 

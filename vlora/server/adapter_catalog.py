@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -18,9 +19,18 @@ import msgspec
 from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.engine.interface import EngineInterface
 from vlora.errors import BadAdapter, BadRequest, EngineDead, UnknownAdapter, UnknownHead, VLoraError, listed
+from vlora.server.domains import Target
 from vlora.server.metrics import Metrics
-from vlora.types import AdapterStatus, HeadSummary, TrainingStatus, composed_of, is_composed
+from vlora.types import (
+    AdapterStatus,
+    HeadSummary,
+    TrainingStatus,
+    adapter_name,
+    composed_of,
+    is_composed,
+)
 from vlora.types.composition import MAX_NAME, name_problem
+from vlora.types.domain import DomainSummary
 
 if TYPE_CHECKING:
     from vlora.models.processing import InputProcessor
@@ -50,6 +60,9 @@ class AdapterCatalog:
         self.learning: frozenset[str] = frozenset()
         self.hidden: set[str] = set()
         self._statuses: dict[str, AdapterStatus] | None = None
+        self._holders: dict[str, list[str]] = {}  # adapters by the names that stand for them
+        self._loads: dict[str, int] = {}  # by adapter, the number of its last load
+        self._number = itertools.count(1)
         self._listed_s = -math.inf
         self._changes: set[asyncio.Task[Any]] = set()  # in progress
         self._state: AdapterState | None = None
@@ -61,6 +74,11 @@ class AdapterCatalog:
         found = await self._engine.adapters()
         statuses = tuple(self._with_warnings(status) for status in found if status.name not in self.hidden)
         self._statuses = {status.name: status for status in statuses}
+        self._holders = {name: [name] for name in self._statuses}
+        for status in statuses:
+            for domain in status.domains:
+                if domain.name not in self._statuses:
+                    self._holders.setdefault(domain.name, []).append(status.name)
         self._listed_s = time.monotonic()
         self._metrics.expect(self._statuses)
         return statuses
@@ -69,27 +87,57 @@ class AdapterCatalog:
         """As `list`, cached since the last registration or removal; fields that change otherwise may be stale."""
         return await self.list() if self._statuses is None else tuple(self._statuses.values())
 
-    async def parts(self, name: str) -> tuple[AdapterStatus, ...]:
-        """The cached statuses of a composition's adapters, or of one adapter.
+    def domains(self) -> Iterator[tuple[str, DomainSummary]]:
+        """By the cached statuses, each domain with the adapter that answers for it."""
+        for status in (self._statuses or {}).values():
+            for domain in status.domains:
+                if domain.name == status.name or self._last_loaded(domain.name) == [status.name]:
+                    yield status.name, domain
 
-        Raises UnknownAdapter with the available names, or BadRequest for a malformed composition.
+    async def resolve(self, name: str | Mapping[str, float]) -> Target:
+        """What a name in a request stands for: an adapter, a domain, or a composition of them.
+
+        An adapter's own name goes before a domain's. Of several adapters with a domain, the one loaded last has it.
+
+        Raises:
+            UnknownAdapter: There is no such adapter or domain; the message lists those that there are.
+            BadRequest: A composition is malformed or has an adapter twice, or several adapters with the domain were
+                loaded at once.
         """
-        return tuple([await self.get(part.adapter) for part in composed_of(name)])
+        parts = composed_of(adapter_name(name))
+        found = [await self._find(part.adapter) for part in parts]
+        weights = {status.name: part.weight for part, (status, _) in zip(parts, found, strict=True)}
+        if len(weights) < len(parts):
+            names = listed([part.adapter for part in parts])
+            raise BadRequest(f"{names} are of one adapter ({', '.join(weights)}); name it once", field="adapter")
+        own = adapter_name(weights)
+        return Target(own, tuple(status for status, _ in found), None if is_composed(own) else found[0][1])
 
-    async def get(self, name: str) -> AdapterStatus:
-        """The adapter's cached status. Raises UnknownAdapter with the available names, also for compositions."""
-        if is_composed(name):
-            raise UnknownAdapter(
-                f"adapter {name[:MAX_NAME]!r} is a composition; a task head belongs to one adapter: name that one",
-                field="adapter",
-            )
-        if self._statuses is None or name not in self._statuses or self._may_have_recovered(name):
+    async def _find(self, name: str) -> tuple[AdapterStatus, DomainSummary | None]:
+        if self._statuses is None or name not in self._holders or self._may_have_recovered(name):
             await self.list()
         assert self._statuses is not None
-        if name not in self._statuses:
-            known = listed(self._statuses)
-            raise UnknownAdapter(f"no adapter named {name[:MAX_NAME]!r}; registered: {known}", field="adapter")
-        return self._statuses[name]
+        holders = self._last_loaded(name)
+        if len(holders) > 1:
+            owners = listed([repr(each) for each in holders])
+            raise BadRequest(
+                f"domain {name[:MAX_NAME]!r} belongs to adapters {owners}; name the adapter", field="adapter"
+            )
+        if not holders:
+            domains = self._holders.keys() - self._statuses.keys()
+            raise UnknownAdapter(
+                f"no adapter named {name[:MAX_NAME]!r}; registered: {listed(self._statuses)}"
+                + (f"; domains: {listed(domains)}" if domains else ""),
+                field="adapter",
+            )
+        status = self._statuses[holders[0]]
+        return status, next((domain for domain in status.domains if domain.name == name), None)
+
+    def _last_loaded(self, name: str) -> Sequence[str]:
+        """The adapters that a name stands for: one, several with a domain that were loaded at once, or none."""
+        holders = self._holders.get(name, [])
+        last = max((self._loads.get(each, 0) for each in holders), default=0)
+        return [each for each in holders if self._loads.get(each, 0) == last]
 
     async def current(self, name: str) -> AdapterStatus:
         """The adapter's status in the engine now, also of a version under evaluation. Raises UnknownAdapter."""
@@ -100,21 +148,37 @@ class AdapterCatalog:
 
     async def find_head(self, adapter: str, head: str) -> HeadSummary:
         """Raises UnknownAdapter or UnknownHead, each with the available names."""
-        return self.head_of(await self.get(adapter), head)
+        return self.head_of(await self.resolve(adapter), head)
 
-    def head_of(self, status: AdapterStatus, head: str) -> HeadSummary:
-        """Raises UnknownHead with the adapter's heads, and with other adapters that have a head of that name."""
-        for summary in status.heads:
-            if summary.name == head:
+    def head_of(self, target: Target, head: str | None) -> HeadSummary:
+        """An adapter's head; None for that of the domain, or for the adapter's only one.
+
+        Raises:
+            UnknownAdapter: The target is a composition.
+            UnknownHead: With the heads of the adapter or domain, and with adapters that have a head of that name.
+        """
+        if is_composed(target.adapter):
+            raise UnknownAdapter(
+                f"adapter {target.adapter!r} is a composition; a task head belongs to one adapter: name that one",
+                field="adapter",
+            )
+        (status,), domain = target.statuses, target.domain
+        heads, asked = status.heads, f"adapter {status.name!r}"
+        if domain is not None and (head is None or domain.name != status.name):
+            heads, asked = tuple(each for each in heads if each.name == domain.head), f"domain {domain.name!r}"
+        for summary in heads:
+            if summary.name == head or (head is None and len(heads) == 1):
                 return summary
-        known = ", ".join(summary.name for summary in status.heads) or "none"
+        known = ", ".join(summary.name for summary in heads) or "none"
+        if head is None:
+            raise UnknownHead(f"{asked} has no single head to answer; its heads: {known}")
         owners = [
             repr(other.name)
             for other in (self._statuses or {}).values()
             if any(summary.name == head for summary in other.heads)
         ]
         hint = f"; head {head!r} belongs to adapter {listed(owners)}" if owners else ""
-        raise UnknownHead(f"adapter {status.name!r} has no head {head[:MAX_NAME]!r}; its heads: {known}{hint}")
+        raise UnknownHead(f"{asked} has no head {head[:MAX_NAME]!r}; its heads: {known}{hint}")
 
     def invalidate(self) -> None:
         """Discard the cached statuses."""
@@ -127,6 +191,7 @@ class AdapterCatalog:
         for name in paths:
             self._check_name(name)
         await self._engine.register_adapters(paths)
+        self._loads.update(dict.fromkeys(paths, next(self._number)))
         await asyncio.to_thread(self._compare, paths)
         self.invalidate()
 
@@ -171,11 +236,14 @@ class AdapterCatalog:
     async def unload(self, name: str, drain: bool = False) -> None:
         """Remove an adapter and cancel its requests, or with `drain` let them finish. Raises UnknownAdapter."""
         self._check_changeable(name)
+        self._check_own(name)
         await self._complete(self._keeping(name, None, lambda: self._engine.unload_adapter(name, drain)))
         self._warnings.pop(name, None)
+        self._loads.pop(name, None)
 
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
         """Pin an adapter on the device, or unpin it. Raises UnknownAdapter; OverCapacity when there is no room."""
+        self._check_own(name)
         kept = self._state.adapters.get(name) if self._state is not None else None
         wanted = kept and msgspec.structs.replace(kept, pinned=pinned)
         change = self._keeping(name, wanted, lambda: self._engine.pin_adapter(name, pinned))
@@ -216,6 +284,7 @@ class AdapterCatalog:
 
     async def _load(self, name: str, path: str) -> AdapterStatus:
         status = await self._engine.load_adapter(name, path)
+        self._loads[name] = next(self._number)
         await asyncio.to_thread(self._compare, {name: path})
         return self._with_warnings(status)
 
@@ -229,7 +298,8 @@ class AdapterCatalog:
     def _may_have_recovered(self, name: str) -> bool:
         """Whether a cached error is old: replicas try again, and to list all adapters for each request is too much."""
         assert self._statuses is not None
-        return self._statuses[name].error is not None and time.monotonic() - self._listed_s >= ERROR_S
+        failed = any(self._statuses[each].error is not None for each in self._holders[name])
+        return failed and time.monotonic() - self._listed_s >= ERROR_S
 
     async def _complete(self, change: Coroutine[Any, Any, T]) -> T:
         """Apply a change of the engine's adapters, also when its caller is cancelled meanwhile: the engine completes a
@@ -258,6 +328,11 @@ class AdapterCatalog:
             )
         if name in self.hidden:
             raise UnknownAdapter(f"no adapter named {name[:MAX_NAME]!r}", field="adapter")
+
+    def _check_own(self, name: str) -> None:
+        if self._statuses is not None and name not in self._statuses and name in self._holders:
+            owners = listed([repr(each) for each in self._holders[name]])
+            raise UnknownAdapter(f"{name!r} is a domain of adapter {owners}; name the adapter", field="adapter")
 
     def _check_name(self, name: str) -> None:
         if name == self._model:

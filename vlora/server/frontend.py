@@ -28,8 +28,9 @@ from vlora.errors import BadRequest, EngineDead
 from vlora.server.active_requests import ActiveRequests, RequestClock
 from vlora.server.adapter_catalog import AdapterCatalog
 from vlora.server.cluster_metrics import ClusterCollector
-from vlora.server.detokenizer import AnswerText, Piece
-from vlora.server.head_results import in_pixels
+from vlora.server.detokenizer import Piece
+from vlora.server.domains import Target, answering
+from vlora.server.execution import Execution, as_answer
 from vlora.server.interleave import interleave
 from vlora.server.internal_errors import to_vlora_error
 from vlora.server.learning.served_model import EngineModel
@@ -46,10 +47,10 @@ from vlora.server.prompts import (
 )
 from vlora.server.replicas import Replicas
 from vlora.server.security.message_budget import ByteBudget
-from vlora.server.security.public_errors import named
 from vlora.server.streams.registry import StreamRegistry
-from vlora.types import EngineStats, ErrorValue, Request, RequestOutput, SamplingParams, adapter_name
+from vlora.types import EngineStats, ErrorValue, Request, SamplingParams
 from vlora.types.composition import BASE
+from vlora.types.domain import Way
 
 if TYPE_CHECKING:
     from vlora.learning.learning import Learning
@@ -87,6 +88,7 @@ class FrontEnd:
         self._encoder = PromptEncoder(processor, config)
         self.metrics = Metrics(model, importlib.metadata.version("vlora"))
         self.adapters = AdapterCatalog(engine, self.metrics, model, processor)
+        self._execution = Execution(engine, processor, self._encoder, self.metrics)
         self.streams = StreamRegistry(self, config, self.metrics)
         self.message_budget = ByteBudget(config.max_held_bytes)
         self._requests = ActiveRequests(config, self.metrics)
@@ -127,14 +129,16 @@ class FrontEnd:
         priority: int = 0,
         tenant: str | None = None,
         whole: bool = False,
+        answer: Way | None = None,
     ) -> AsyncIterator[str | Answer]:
         """Yield text as it is decoded, then the complete Answer. Closing the iterator early cancels the request.
 
         Args:
             images: Encoded bytes or URLs, and videos of such frames, in order.
-            adapter: An adapter's name, or a composition (`vlora.types.composition`).
+            adapter: The name of an adapter or a domain, or a composition of them (`vlora.types.composition`).
             max_latency_s, max_ttft_s, priority, tenant: As in `Request`.
             whole: The caller needs only the Answer.
+            answer: Whether a head or words answer; None: the domain's better way (`vlora.server.domains`).
 
         Raises:
             BadRequest: The request is invalid (or a subclass of BadRequest).
@@ -150,6 +154,7 @@ class FrontEnd:
             priority=priority,
             tenant=tenant,
             whole=whole,
+            answer=answer,
         )
         async with contextlib.aclosing(choices):
             async for _, part in choices:
@@ -172,6 +177,7 @@ class FrontEnd:
         tenant: str | None = None,
         whole: bool = False,
         request_id: str | None = None,
+        answer: Way | None = None,
     ) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
         """Yield several answers to one prompt concurrently, as `generate` does: each part with its choice's index.
 
@@ -182,11 +188,25 @@ class FrontEnd:
         sampling = sampling or SamplingParams()
         with self._requests.admit(tenant, num_choices) as clock:
             check_text(prompt, sampling, self.config)
-            adapter = None if adapter is None else adapter_name(adapter)
+            target = None if adapter is None else await self.adapters.resolve(adapter)
+            adapter = None if target is None else target.adapter
+            clock.adapter = adapter or BASE
+            domain, head = answering(target, prompt, images, sampling, num_choices, answer)
+            if head is not None:
+                assert adapter is not None and domain is not None
+                levels = {"max_latency_s": max_latency_s, "max_ttft_s": max_ttft_s, "priority": priority}
+                result = await self._execution.head(images, adapter, head, clock, request_id, tenant=tenant, **levels)
+                if result.label:
+                    yield 0, Piece(result.label, num_prompt_tokens=result.timings.num_prompt_tokens)
+                yield 0, as_answer(result, request_id, domain.name)
+                return
             kept = None if self._collector is None else self._collector.question_of(prompt, len(images), adapter)
             if kept is not None and not isinstance(images, SharedImages):
                 images = await self._encoder.read(cast(Sequence[Image], images), clock)
-            encoded = await self._encode(prompt, images, adapter, clock)
+            encoded = await self._encode(prompt, images, target, clock)
+            logprobs = sampling.logprobs is not None
+            if domain is not None and not logprobs:  # for the confidence
+                sampling = msgspec.structs.replace(sampling, logprobs=0)
             requests = [
                 Request(
                     request_id=choice_id(request_id, choice),
@@ -203,7 +223,7 @@ class FrontEnd:
                 )
                 for choice in range(num_choices)
             ]
-            parts = interleave([self._answer(request, clock) for request in requests])
+            parts = interleave([self._execution.words(request, clock, domain, logprobs) for request in requests])
             async with contextlib.aclosing(parts):
                 async for choice, part in parts:
                     if kept is not None and isinstance(part, Answer):
@@ -215,7 +235,7 @@ class FrontEnd:
         self,
         images: Images,
         adapter: str,
-        head: str,
+        head: str | None = None,
         *,
         max_latency_s: float | None = None,
         priority: int = 0,
@@ -223,50 +243,27 @@ class FrontEnd:
     ) -> HeadResult:
         """Run one pass through a task head, with the question it was trained on.
 
+        Args:
+            adapter: The name of an adapter or a domain.
+            head: None for the domain's, or the adapter's only one.
+
         Raises:
             UnknownAdapter, UnknownHead: There is no such adapter or head.
             BadRequest: The number of images differs from the head's; other errors as in `generate`.
         """
         with self._requests.admit(tenant) as clock:
-            status = await self.adapters.get(adapter)
-            clock.adapter = adapter
-            summary = self.adapters.head_of(status, head)
-            if len(images) != summary.num_frames:
-                raise BadRequest(
-                    f"head {head!r} of adapter {adapter!r} reads {summary.num_frames} "
-                    f"image{'s' * (summary.num_frames != 1)} per request; got {len(images)}"
-                )
-            encoded = await self._encoder.encode(summary.prompt, images, clock)
-            request = Request(
-                request_id=uuid.uuid4().hex,
-                prompt_ids=encoded.prompt_ids,
-                vision=encoded.vision,
-                adapter=adapter,
-                head=head,
-                max_latency_s=max_latency_s,
-                priority=priority,
-                tenant=tenant,
+            target = await self.adapters.resolve(adapter)
+            clock.adapter = target.adapter
+            summary = self.adapters.head_of(target, head)
+            levels = {"max_latency_s": max_latency_s, "priority": priority}
+            return await self._execution.head(
+                images, target.adapter, summary, clock, uuid.uuid4().hex, tenant=tenant, **levels
             )
-            async with contextlib.aclosing(self._outputs(request, clock)) as outputs:
-                *_, output = [output async for output in outputs]
-            if output.error is not None:
-                raise named(output.error, request.adapter)
-            assert output.head is not None and output.timings is not None, "a head request ends with a head result"
-            result = HeadResult(
-                **msgspec.structs.asdict(in_pixels(output.head, encoded.shown)),
-                adapter=adapter,
-                head=head,
-                timings=output.timings,
-                total_s=clock.elapsed_s,
-            )
-            total_s, queue_s = result.total_s, output.timings.queue_s
-            self.metrics.answered(request, total_s=total_s, first_s=total_s, queue_s=queue_s, num_completion=0)
-            return result
 
     async def ask_heads(
         self,
         images: Sequence[Image],
-        heads: Sequence[tuple[str, str]],
+        heads: Sequence[tuple[str, str | None]],
         *,
         max_latency_s: float | None = None,
         priority: int = 0,
@@ -286,7 +283,7 @@ class FrontEnd:
             raise BadRequest(f"{len(heads)} heads are asked; the number must be from 1 to {limit}", field="heads")
         shared = SharedImages(await self._encoder.read(images, RequestClock(self.config.request_timeout_s)))
 
-        async def outcome(adapter: str, head: str) -> HeadOutcome:
+        async def outcome(adapter: str, head: str | None) -> HeadOutcome:
             try:
                 answer = await self.ask_head(
                     shared, adapter, head, max_latency_s=max_latency_s, priority=priority, tenant=tenant
@@ -355,13 +352,13 @@ class FrontEnd:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    async def _encode(self, prompt: Prompt, images: Images, adapter: str | None, clock: RequestClock) -> EncodedPrompt:
-        """Look up the adapter and encode the prompt; images without text get the adapter's question if it has one."""
-        statuses = () if adapter is None else await self.adapters.parts(adapter)
-        clock.adapter = adapter or BASE
+    async def _encode(
+        self, prompt: Prompt, images: Images, target: Target | None, clock: RequestClock
+    ) -> EncodedPrompt:
+        """Encode the prompt; images without text get the question of the domain, or the adapter's if it has one."""
         questions: set[str] = set()
-        if images and not has_question(prompt):
-            questions = {head.prompt for status in statuses for head in status.heads}
+        if images and target is not None and not has_question(prompt):
+            questions = target.questions
             if len(questions) == 1:
                 prompt = with_question(prompt, *questions)
         empty = is_empty(prompt)
@@ -369,68 +366,8 @@ class FrontEnd:
             raise BadRequest("the prompt is empty; send a text", field="prompt")
         encoded = await self._encoder.encode(prompt, images, clock)
         if empty:  # checked late, so that image errors are reported first
-            raise missing_question(adapter, questions)
+            raise missing_question(None if target is None else target.adapter, questions)
         return encoded
-
-    async def _answer(self, request: Request, clock: RequestClock) -> AsyncGenerator[Piece | Answer, None]:
-        """Yield one request's pieces, then its Answer. Raises the request's error."""
-        sampling = request.sampling
-        own = self._processor
-        text = AnswerText(own.decode, own.token_text, sampling.stop, sampling.min_tokens, own.token_bytes)
-        num_tokens = 0
-        submitted_s, first_s = clock.elapsed_s, 0.0
-        async with contextlib.aclosing(self._outputs(request, clock)) as outputs:
-            async for output in outputs:
-                if output.token_ids and not num_tokens:
-                    first_s = clock.elapsed_s
-                if not text.stopped:  # drop tokens that arrive before the engine cancels
-                    num_tokens += len(output.token_ids)
-                    piece = text.feed(output.token_ids, output.scores)
-                    if piece.text:
-                        yield piece._replace(
-                            num_prompt_tokens=len(request.prompt_ids), num_completion_tokens=num_tokens
-                        )
-                    if text.stopped and not output.finished:
-                        await self._engine.cancel(request.request_id)
-        if output.error is not None and (output.timings is None or not text.stopped):
-            raise named(output.error, request.adapter)
-        piece = text.finish()
-        if piece.text:
-            yield piece._replace(num_prompt_tokens=len(request.prompt_ids), num_completion_tokens=num_tokens)
-        assert output.timings is not None, "an answered request has timings"
-        if request.whole and output.timings.ttft_s is not None:
-            first_s = submitted_s + output.timings.ttft_s
-        answer = Answer(
-            text=text.text,
-            finish_reason="length" if output.finish_reason == "length" and not text.stopped else "stop",
-            adapter=request.adapter,
-            num_prompt_tokens=len(request.prompt_ids),
-            num_completion_tokens=num_tokens,
-            timings=output.timings,
-            total_s=clock.elapsed_s,
-            logprobs=text.logprobs,
-            request_id=request.request_id,
-        )
-        self.metrics.answered(
-            request,
-            total_s=answer.total_s,
-            first_s=first_s,
-            queue_s=answer.timings.queue_s,
-            num_completion=answer.num_completion_tokens,
-        )
-        yield answer
-
-    async def _outputs(self, request: Request, clock: RequestClock) -> AsyncGenerator[RequestOutput, None]:
-        """The engine's outputs, each awaited within the deadline; closing early cancels the request."""
-        stream = cast(AsyncGenerator[RequestOutput, None], self._engine.generate(request, clock.deadline))
-        loop = asyncio.get_running_loop()
-        async with contextlib.aclosing(stream):
-            with clock.bound():
-                async for output in stream:
-                    yield output
-                    if not output.finished and loop.time() > clock.deadline:
-                        # Ready outputs need no wait, so a slow reader reaches its deadline here.
-                        raise TimeoutError
 
     def _with_model_name(self, stats: EngineStats) -> EngineStats:
         trainings = tuple(msgspec.structs.replace(one.without_paths(), losses=()) for one in stats.trainings)

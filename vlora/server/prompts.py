@@ -110,6 +110,15 @@ def with_question(prompt: Prompt, question: str) -> Prompt:
     return [*before, {**last, "content": [*content, {"type": "text", "text": question}]}]
 
 
+def text_of_question(prompt: Prompt) -> str | None:
+    """The text of a prompt that is a single question, possibly empty; None for other prompts."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Conversation | PlainText | PromptTokens) or len(prompt) != 1 or prompt[0]["role"] != "user":
+        return None
+    return " ".join(_texts(prompt))
+
+
 def missing_question(adapter: str | None, questions: Collection[str]) -> BadRequest:
     """The error for images without text."""
     if adapter is None:

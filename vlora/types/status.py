@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from vlora.types.domain import DomainSummary
 from vlora.types.training import TrainingStatus
 
 
@@ -36,6 +37,7 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     its content was read, at load or at first use; until then version is empty, merge_fidelity 0 and mergeable False.
     error: why it cannot be served, after reading failed. num_loads: number of loads of this content to the device.
     warnings: how the prompts that it is served with differ from those of its training.
+    domains: as its folder declares them, or one for each head.
     """
 
     name: str
@@ -53,6 +55,7 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     num_loads: int = 0
     warnings: tuple[str, ...] = ()
+    domains: tuple[DomainSummary, ...] = ()
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

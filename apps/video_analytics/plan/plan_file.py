@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from apps.video_analytics.asked import find_head
+from apps.video_analytics.asked import by_name, find_head, unknown
 from apps.video_analytics.plan.schema import CameraPlan, Condition, StreamPlan, TaskPlan, is_path
 from apps.video_analytics.sources import find_sources
 from vlora.errors import BadImage, BadRequest
@@ -54,19 +54,19 @@ def check_sources(file: PlanFile) -> None:
 
 def check_server(file: PlanFile, statuses: Sequence[AdapterStatus]) -> None:
     """Check a plan against the adapters of a server. Raises BadPlan with the line of each that it does not have."""
-    by_name = {status.name: status for status in statuses}
+    known = by_name(statuses)
     errors = PlanErrors(file.text)
     for place, camera in enumerate(file.plan.cameras):
         here = errors.inside("cameras", place)
         for number, task in enumerate(camera.tasks):
             if task.head is not None:
-                _check_head(by_name, task, here.inside("tasks", number))
+                _check_head(known, task, here.inside("tasks", number))
             else:
-                _check_adapter(by_name, task.adapter, here.inside("tasks", number))
+                _check_adapter(known, task.adapter, here.inside("tasks", number))
         for number, event in enumerate(camera.events):
-            _check_condition(by_name, event.when, here.inside("events", number, "when"))
+            _check_condition(known, event.when, here.inside("events", number, "when"))
             if event.ask is not None:
-                _check_adapter(by_name, event.ask.adapter, here.inside("events", number, "ask"))
+                _check_adapter(known, event.ask.adapter, here.inside("events", number, "ask"))
     errors.raise_if_any()
 
 
@@ -108,10 +108,10 @@ def _why_no_folder(folder: str) -> str | None:
     return f"a camera is one video, or one folder of pictures; {folder!r} has {counts}"
 
 
-def _check_head(by_name: dict[str, AdapterStatus], task: TaskPlan, errors: PlanErrors) -> None:
+def _check_head(known: dict[str, AdapterStatus], task: TaskPlan, errors: PlanErrors) -> None:
     assert task.head is not None
     try:
-        _, head = find_head(by_name, (), task.head)
+        _, head = find_head(known, (), task.head)
     except BadRequest as error:
         errors.add(str(error), "head")
         return
@@ -123,9 +123,9 @@ def _check_head(by_name: dict[str, AdapterStatus], task: TaskPlan, errors: PlanE
         )
 
 
-def _check_condition(by_name: dict[str, AdapterStatus], when: Condition, errors: PlanErrors) -> None:
+def _check_condition(known: dict[str, AdapterStatus], when: Condition, errors: PlanErrors) -> None:
     try:
-        _, head = find_head(by_name, (), when.head)
+        _, head = find_head(known, (), when.head)
     except BadRequest:
         return  # reported at the task
     if (when.over is not None or when.under is not None) and head.task not in ("counting", "detection"):
@@ -134,12 +134,12 @@ def _check_condition(by_name: dict[str, AdapterStatus], when: Condition, errors:
         errors.add(f"head {when.head} has no label {when.label!r}; its labels: {', '.join(head.labels)}", "label")
 
 
-def _check_adapter(by_name: dict[str, AdapterStatus], adapter: str | None, errors: PlanErrors) -> None:
+def _check_adapter(known: dict[str, AdapterStatus], adapter: str | None, errors: PlanErrors) -> None:
     try:
         parts = [] if adapter is None else [part.adapter for part in composed_of(adapter)]
     except BadRequest as error:
         errors.add(str(error), "adapter")
         return
     for part in parts:
-        if part not in by_name:
-            errors.add(f"no adapter named {part!r}; registered: {', '.join(by_name) or 'none'}", "adapter")
+        if part not in known:
+            errors.add(str(unknown(part, known)), "adapter")

@@ -13,7 +13,7 @@ import msgspec
 
 from apps.video_analytics.analysis import Analysis, Job, Recorder
 from apps.video_analytics.answers import ChunkResult
-from apps.video_analytics.asked import Asked, Group, find_head, grouped
+from apps.video_analytics.asked import Asked, Group, by_name, find_head, grouped, name_of
 from apps.video_analytics.plan.event_questions import EventQuestions, EventResult
 from apps.video_analytics.plan.events import EventWatch
 from apps.video_analytics.plan.plan_file import PlanFile, check_server
@@ -266,15 +266,14 @@ def camera_groups(camera: CameraPlan, statuses: Sequence[AdapterStatus]) -> list
     Raises:
         VLoraError: the server does not have an adapter or a head.
     """
-    by_name = {status.name: status for status in statuses}
+    known = by_name(statuses)
     several = len({task.head.rpartition("/")[0] if task.head else task.adapter for task in camera.tasks}) > 1
     asked, shapes = [], []
     for task in camera.tasks:
         rate = camera.rate if task.rate is None else task.rate
         if task.head is not None:
-            adapter, head = find_head(by_name, (), task.head)
-            name = f"{adapter}-{head.name}" if several else head.name
-            asked.append(Asked(name, adapter, head.name, tracked=task.track))
+            adapter, head = find_head(known, (), task.head)
+            asked.append(Asked(name_of(adapter, head, several), adapter, head.name, tracked=task.track))
             shapes.append(_shape(head.num_frames, RATE if rate is None and task.track else rate, task.track))
         else:
             assert task.question is not None

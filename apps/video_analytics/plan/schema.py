@@ -26,9 +26,9 @@ Rate = Annotated[Number, Field(gt=0, le=1000)]
 class TaskPlan(PlanModel):
     """A head, or a question in words, that is asked about a camera's clips.
 
-    head: ADAPTER/HEAD. question: answered in words about one frame by `adapter`, by the base model without one, in at
-    most `max_tokens` tokens. rate: answers per second; None for the camera's. track: follow the objects that a
-    detection head finds, on every frame of the camera.
+    head: ADAPTER/HEAD, or DOMAIN/HEAD. question: answered in words about one frame by `adapter` (an adapter or a
+    domain), by the base model without one, in at most `max_tokens` tokens. rate: answers per second; None for the
+    camera's. track: follow the objects that a detection head finds, on every frame of the camera.
     """
 
     head: str | None = Field(None, pattern=r"^[^/].*/[^/]+$")

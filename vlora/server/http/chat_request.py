@@ -12,6 +12,7 @@ from vlora.server.http.response_format import json_grammar
 from vlora.server.http.sampling_fields import MAX_TOKENS, SamplingFields, StrictModel
 from vlora.server.http.tools import MAX_TOOLS, Choice, NamedTool, Tool, ToolCall, call_grammar
 from vlora.types import MAX_LOGPROBS, SamplingParams
+from vlora.types.domain import Way
 from vlora.types.video import Video
 
 MAX_MESSAGES = 1024
@@ -89,7 +90,8 @@ class ResponseFormat(StrictModel):
 
 
 class ChatRequest(SamplingFields):
-    """The supported part of OpenAI's chat completion request."""
+    """The supported part of OpenAI's chat completion request. answer: whether the domain's head or words answer, not
+    part of OpenAI's API; by default the way that was more accurate on validation data."""
 
     WITHOUT_EFFECT: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "functions": ([],),
@@ -105,6 +107,7 @@ class ChatRequest(SamplingFields):
     tools: list[Tool] = Field([], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Choice | None = None
     parallel_tool_calls: bool = True
+    answer: Way | None = None
 
     @field_validator("top_logprobs")
     @classmethod

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from vlora.client.values import Answer, TokenLogprob
+from vlora.client.values import Answer, HeadResult, TokenLogprob
 from vlora.server.detokenizer import Piece
 from vlora.server.http.tools import ToolCallParser
 
@@ -37,6 +37,7 @@ class ChatResponseBuilder:
                 "index": index,
                 **self._message(answer),
                 "logprobs": self._scores(answer.logprobs),
+                **_how(answer),
             }
             for index, answer in enumerate(answers)
         ]
@@ -68,7 +69,8 @@ class ChatResponseBuilder:
         reader = self._readers.get(index)
         text = "" if reader is None else reader.finish()
         called = reader is not None and reader.num_calls > 0
-        return self._event(index, {"content": text} if text else {}, finish_reason=_reason(answer, called))
+        delta = {"content": text} if text else {}
+        return self._event(index, delta, finish_reason=_reason(answer, called), **_how(answer))
 
     def usage(self, answers: Sequence[Answer]) -> bytes:
         """The last event of a stream with usage."""
@@ -86,9 +88,14 @@ class ChatResponseBuilder:
         return {"message": message, "finish_reason": _reason(answer, "tool_calls" in message)}
 
     def _event(
-        self, index: int, delta: dict[str, Any], scores: dict[str, Any] | None = None, finish_reason: str | None = None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        scores: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+        **more: Any,
     ) -> bytes:
-        choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": scores}
+        choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": scores, **more}
         chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
         return event(chunk if self._counts is None else {**chunk, "usage": self._counts.usage()})
 
@@ -148,6 +155,39 @@ def usage(answers: Sequence[Answer], num_choices: int | None = None) -> dict[str
             "adapter_tokens": sum(answer.timings.num_adapter_tokens for answer in firsts),
         },
     }
+
+
+def _how(answer: Answer) -> dict[str, Any]:
+    """Which way answered, not part of OpenAI's API."""
+    how = {"answered_by": answer.answered_by, "confidence": answer.confidence, "domain": answer.domain}
+    return how if answer.result is None else {**how, "head": head_json(answer.result)}
+
+
+def head_json(result: HeadResult) -> dict[str, Any]:
+    """The JSON object of one result, with labels in place of label numbers."""
+    form: dict[str, Any] = {
+        "adapter": result.adapter,
+        "head": result.head,
+        "task": result.task,
+        "label": result.label,
+        "confidence": result.confidence,
+        "total_s": result.total_s,
+    }
+    if result.label_id is not None:
+        form["label_id"] = result.label_id
+    if result.scores:
+        form["scores"] = dict(zip(result.labels, result.scores, strict=True))
+    match result.task:
+        case "counting":
+            form["count"] = result.count
+        case "multi_label":
+            form["chosen"] = [result.labels[label_id] for label_id in result.chosen]
+        case "regression":
+            form["values"] = dict(zip(result.labels, result.values, strict=True))
+            form["deviations"] = dict(zip(result.labels, result.deviations, strict=True))
+        case "detection":
+            form["boxes"] = [msgspec.structs.asdict(box) for box in result.boxes]
+    return form
 
 
 def _reason(answer: Answer, called: bool) -> str:

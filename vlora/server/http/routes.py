@@ -23,11 +23,10 @@ from vlora.errors import Aborted, BadRequest, UnknownAdapter, VLoraError, listed
 from vlora.server.console.routes import ConsoleRoutes
 from vlora.server.detokenizer import Piece
 from vlora.server.frontend import FrontEnd
-from vlora.server.head_results import head_json
 from vlora.server.http.body_route import BodyRoute
 from vlora.server.http.callers import caller_of, tenant
 from vlora.server.http.chat_request import MAX_PARTS, ChatRequest
-from vlora.server.http.chat_response import ChatResponseBuilder, event
+from vlora.server.http.chat_response import ChatResponseBuilder, event, head_json
 from vlora.server.http.cluster_routes import ClusterRoutes
 from vlora.server.http.errors import ErrorBody, add_error_handlers, error_body
 from vlora.server.http.middleware import ADAPTER_PATHS, with_checks
@@ -59,10 +58,10 @@ class HeadRequest(ServiceLevelFields):
 
 
 class HeadName(StrictModel):
-    """A head of an adapter."""
+    """A head. adapter: the name of an adapter or a domain. head: without it, the domain's."""
 
     adapter: str
-    head: str
+    head: str | None = None
 
 
 class HeadsRequest(HeadRequest):
@@ -148,7 +147,7 @@ class HealthRoutes:
 
 
 class ModelRoutes:
-    """The list of models: the base model and every adapter."""
+    """The list of models: the base model, every adapter and every domain."""
 
     def __init__(self, front_end: FrontEnd, model: str) -> None:
         self._front_end = front_end
@@ -159,22 +158,26 @@ class ModelRoutes:
         app.get("/v1/models/{name:path}")(self.one_model)  # hub names contain a slash
 
     async def models(self) -> dict[str, Any]:
-        """The base model and every adapter."""
+        """The base model, every adapter, and every domain with its adapter."""
         return {"object": "list", "data": list((await self._models_by_name()).values())}
 
     async def one_model(self, name: str) -> dict[str, Any]:
-        """One model or adapter."""
+        """One model, adapter or domain."""
         found = await self._models_by_name()
         if name not in found:
             raise UnknownAdapter(f"no model named {name[:_SHOWN]!r}; available: {listed(found)}")
         return found[name]
 
     async def _models_by_name(self) -> dict[str, dict[str, Any]]:
-        model = self._model
-        parents = {model: None} | {status.name: model for status in await self._front_end.adapters.list()}
         # `root` is the base model's id, as in OpenAI's API: load generators find the model's tokenizer by it.
-        shared = {"object": "model", "created": 0, "owned_by": "vlora", "root": model}
-        return {name: {"id": name, "parent": parent, **shared} for name, parent in parents.items()}
+        shared = {"object": "model", "created": 0, "owned_by": "vlora", "root": self._model}
+        found = {self._model: {"id": self._model, "parent": None, **shared}}
+        for status in await self._front_end.adapters.list():
+            names = [domain.name for domain in status.domains]
+            found[status.name] = {"id": status.name, "parent": self._model, **shared, "domains": names}
+        for adapter, domain in self._front_end.adapters.domains():
+            found.setdefault(domain.name, {"id": domain.name, "parent": adapter, **shared})["answer"] = domain.answer
+        return found
 
 
 class CompletionRoutes:
@@ -282,6 +285,7 @@ class CompletionRoutes:
             tenant=tenant(request),
             whole=not body.stream,
             request_id=request_id,
+            answer=body.answer if isinstance(body, ChatRequest) else "words",
         )
 
 

@@ -46,6 +46,7 @@ from vlora.server.security.message_budget import ByteCharge
 from vlora.server.security.public_errors import error_for, outcomes_for, results_for
 from vlora.server.streams.frame_questions import images_per_frame
 from vlora.server.streams.frame_stream import StreamSession
+from vlora.types.domain import Way
 
 AUTHENTICATE_S = 10.0  # a connection must authenticate within this time
 
@@ -92,7 +93,7 @@ class VLoraService(rpyc.Service):
         return asyncio.run_coroutine_threadsafe(self._reply(None, None, self._hello, args), self._loop)
 
     def exposed_generate(self, *args: Any) -> Future[Reply]:
-        """(call_id, question, images, adapter, sampling pairs, max_latency_s, max_ttft_s, priority) -> Answer
+        """(call_id, question, images, adapter, sampling pairs, max_latency_s, max_ttft_s, priority, answer) -> Answer
 
         images: bytes; of a video, (frames, times in seconds).
         """
@@ -257,7 +258,9 @@ class VLoraService(rpyc.Service):
         return StreamPart(answer=answer)
 
     def _text_parts(self, args: tuple[Any, ...], *, whole: bool = False) -> Any:
-        _, question, images, adapter, sampling, max_latency_s, max_ttft_s, priority = positional("generate", args, 8)
+        _, question, images, adapter, sampling, max_latency_s, max_ttft_s, priority, answer = positional(
+            "generate", args, 9
+        )
         pairs = checked("sampling", sampling, tuple[tuple[str, Any], ...])
         return self._front_end.generate(
             checked("question", question, str),
@@ -269,6 +272,7 @@ class VLoraService(rpyc.Service):
             priority=checked("priority", priority, int),
             tenant=self._tenant,
             whole=whole,
+            answer=checked("answer", answer, Way | None),
         )
 
     async def _ask_head(self, args: tuple[Any, ...]) -> HeadResult:
@@ -276,7 +280,7 @@ class VLoraService(rpyc.Service):
         return await self._front_end.ask_head(
             encoded_images(images),
             checked("adapter", adapter, str),
-            checked("head", head, str),
+            checked("head", head, str | None),
             max_latency_s=checked("max_latency_s", max_latency_s, float | None),
             priority=checked("priority", priority, int),
             tenant=self._tenant,
@@ -286,7 +290,7 @@ class VLoraService(rpyc.Service):
         _, images, heads, max_latency_s, priority = positional("ask_heads", args, 5)
         outcomes = await self._front_end.ask_heads(
             encoded_images(images),
-            checked("heads", heads, tuple[tuple[str, str], ...]),
+            checked("heads", heads, tuple[tuple[str, str | None], ...]),
             max_latency_s=checked("max_latency_s", max_latency_s, float | None),
             priority=checked("priority", priority, int),
             tenant=self._tenant,

@@ -75,7 +75,7 @@ async def images_per_frame(options: StreamOptions, adapters: AdapterCatalog, con
     for question in options.questions:
         check_text(question.question, SamplingParams(max_tokens=question.max_tokens), config)
         if question.adapter is not None:
-            await adapters.parts(question.adapter)
+            await adapters.resolve(question.adapter)
     return next(iter(num_images), None)
 
 

@@ -1,0 +1,194 @@
+"""The execution of prepared requests by the engine: text as it is decoded, and the results of heads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from vlora.client.values import Answer, HeadResult, TokenLogprob
+from vlora.engine.interface import EngineInterface
+from vlora.errors import BadRequest
+from vlora.models.vision.images import Region
+from vlora.server.active_requests import RequestClock
+from vlora.server.detokenizer import AnswerText, Piece
+from vlora.server.metrics import Metrics
+from vlora.server.prompt_encoder import Images, PromptEncoder
+from vlora.server.security.public_errors import named
+from vlora.types import FoundBox, HeadAnswer, HeadSummary, Request, RequestOutput
+from vlora.types.domain import DomainSummary
+
+if TYPE_CHECKING:
+    from vlora.models.processing import InputProcessor
+
+
+class Execution:
+    """One per front end, used from its event loop."""
+
+    def __init__(
+        self, engine: EngineInterface, processor: InputProcessor, encoder: PromptEncoder, metrics: Metrics
+    ) -> None:
+        self._engine = engine
+        self._processor = processor
+        self._encoder = encoder
+        self._metrics = metrics
+
+    async def head(
+        self,
+        images: Images,
+        adapter: str,
+        head: HeadSummary,
+        clock: RequestClock,
+        request_id: str,
+        *,
+        tenant: str | None,
+        **levels: Any,
+    ) -> HeadResult:
+        """Run one pass through a head, with the question it was trained on. Raises the request's error.
+
+        Args:
+            levels: The service level, as fields of `Request`.
+        """
+        if len(images) != head.num_frames:
+            raise BadRequest(
+                f"head {head.name!r} of adapter {adapter!r} reads {head.num_frames} "
+                f"image{'s' * (head.num_frames != 1)} per request; got {len(images)}"
+            )
+        encoded = await self._encoder.encode(head.prompt, images, clock)
+        request = Request(
+            request_id=request_id,
+            prompt_ids=encoded.prompt_ids,
+            vision=encoded.vision,
+            adapter=adapter,
+            head=head.name,
+            tenant=tenant,
+            **levels,
+        )
+        async with contextlib.aclosing(self._outputs(request, clock)) as outputs:
+            *_, output = [output async for output in outputs]
+        if output.error is not None:
+            raise named(output.error, request.adapter)
+        assert output.head is not None and output.timings is not None, "a head request ends with a head result"
+        result = HeadResult(
+            **msgspec.structs.asdict(in_pixels(output.head, encoded.shown)),
+            adapter=adapter,
+            head=head.name,
+            timings=output.timings,
+            total_s=clock.elapsed_s,
+        )
+        total_s, queue_s = result.total_s, output.timings.queue_s
+        self._metrics.answered(request, total_s=total_s, first_s=total_s, queue_s=queue_s, num_completion=0)
+        return result
+
+    async def words(
+        self, request: Request, clock: RequestClock, domain: DomainSummary | None = None, logprobs: bool = True
+    ) -> AsyncGenerator[Piece | Answer, None]:
+        """Yield one request's pieces, then its Answer. Raises the request's error.
+
+        Args:
+            domain: That the request asks about.
+            logprobs: Whether the caller reads log probabilities; without, they only give the answer's confidence.
+        """
+        sampling = request.sampling
+        own = self._processor
+        text = AnswerText(own.decode, own.token_text, sampling.stop, sampling.min_tokens, own.token_bytes)
+        num_tokens = 0
+        submitted_s, first_s = clock.elapsed_s, 0.0
+
+        def counted(piece: Piece) -> Piece:
+            scores = piece.logprobs if logprobs else ()
+            return Piece(piece.text, scores, len(request.prompt_ids), num_tokens)
+
+        async with contextlib.aclosing(self._outputs(request, clock)) as outputs:
+            async for output in outputs:
+                if output.token_ids and not num_tokens:
+                    first_s = clock.elapsed_s
+                if not text.stopped:  # drop tokens that arrive before the engine cancels
+                    num_tokens += len(output.token_ids)
+                    piece = text.feed(output.token_ids, output.scores)
+                    if piece.text:
+                        yield counted(piece)
+                    if text.stopped and not output.finished:
+                        await self._engine.cancel(request.request_id)
+        if output.error is not None and (output.timings is None or not text.stopped):
+            raise named(output.error, request.adapter)
+        piece = text.finish()
+        if piece.text:
+            yield counted(piece)
+        assert output.timings is not None, "an answered request has timings"
+        if request.whole and output.timings.ttft_s is not None:
+            first_s = submitted_s + output.timings.ttft_s
+        answer = Answer(
+            text=text.text,
+            finish_reason="length" if output.finish_reason == "length" and not text.stopped else "stop",
+            adapter=request.adapter,
+            num_prompt_tokens=len(request.prompt_ids),
+            num_completion_tokens=num_tokens,
+            timings=output.timings,
+            total_s=clock.elapsed_s,
+            logprobs=text.logprobs if logprobs else (),
+            request_id=request.request_id,
+            domain=None if domain is None else domain.name,
+            confidence=_confidence(text.logprobs),
+        )
+        self._metrics.answered(
+            request,
+            total_s=answer.total_s,
+            first_s=first_s,
+            queue_s=answer.timings.queue_s,
+            num_completion=answer.num_completion_tokens,
+        )
+        yield answer
+
+    async def _outputs(self, request: Request, clock: RequestClock) -> AsyncGenerator[RequestOutput, None]:
+        """The engine's outputs, each awaited within the deadline; closing early cancels the request."""
+        stream = cast(AsyncGenerator[RequestOutput, None], self._engine.generate(request, clock.deadline))
+        loop = asyncio.get_running_loop()
+        async with contextlib.aclosing(stream):
+            with clock.bound():
+                async for output in stream:
+                    yield output
+                    if not output.finished and loop.time() > clock.deadline:
+                        # Ready outputs need no wait, so a slow reader reaches its deadline here.
+                        raise TimeoutError
+
+
+def _confidence(tokens: Sequence[TokenLogprob]) -> float | None:
+    """The probability of a text; None without log probabilities."""
+    return math.exp(sum(token.logprob for token in tokens)) if tokens else None
+
+
+def as_answer(result: HeadResult, request_id: str, domain: str) -> Answer:
+    """The answer to a question that a head has answered: its label."""
+    return Answer(
+        text=result.label,
+        finish_reason="stop",
+        adapter=result.adapter,
+        num_prompt_tokens=result.timings.num_prompt_tokens,
+        num_completion_tokens=0,
+        timings=result.timings,
+        total_s=result.total_s,
+        request_id=request_id,
+        domain=domain,
+        answered_by="head",
+        confidence=result.confidence,
+        result=result,
+    )
+
+
+def in_pixels(answer: HeadAnswer, shown: Sequence[Region]) -> HeadAnswer:
+    """The result with box edges in pixels, clipped to the image. shown: the part of each image that the model saw."""
+    if not answer.boxes:
+        return answer
+    boxes = tuple(_in_pixels(box, shown[box.image]) for box in answer.boxes)
+    return msgspec.structs.replace(answer, boxes=boxes)
+
+
+def _in_pixels(box: FoundBox, shown: Region) -> FoundBox:
+    left, right = (shown.left + shown.width * min(1.0, max(0.0, edge)) for edge in (box.left, box.right))
+    top, bottom = (shown.top + shown.height * min(1.0, max(0.0, edge)) for edge in (box.top, box.bottom))
+    return msgspec.structs.replace(box, left=left, top=top, right=right, bottom=bottom)
