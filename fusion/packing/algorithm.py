@@ -7,13 +7,12 @@ determines the adapter: a rollback selects the earlier identifier again, and thi
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 Adapter = tuple[str, ...]
-_LONGEST_JOINED = 20  # characters of a name that lists all domains
 
 
 class History(NamedTuple):
@@ -227,28 +226,31 @@ def by_value(train: Train) -> Train:
     return trained
 
 
-def names_of(adapters: Iterable[Adapter]) -> dict[Adapter, str]:
-    """Folder names, which are also the served names: the adapter's domains joined by hyphens, or the first of them and
-    the number of the others if that is long.
+def names_of(
+    adapters: Iterable[Adapter], name: str, former: Mapping[str, Adapter] = {}, reserved: Collection[str] = ()
+) -> dict[Adapter, str]:
+    """Names of folders, which are also the served names: NAME-1, NAME-2, ...
 
-    A name that two adapters would share gets a hash.
+    An adapter keeps the name of the adapter of an earlier run with which it shares most domains.
+
+    Args:
+        former: domains of the adapters of the earlier run, by their names.
+        reserved: names that no adapter gets.
     """
-    plain = {adapter: _short(adapter) for adapter in adapters}
-    # Compared without case, as a case-insensitive file system does.
-    count = Counter(name.casefold() for name in plain.values())
-    return {
-        adapter: name if count[name.casefold()] == 1 else f"{name}-{_hash(adapter)}" for adapter, name in plain.items()
-    }
-
-
-def _short(adapter: Adapter) -> str:
-    first, *others = adapter
-    joined = "-".join(adapter)
-    return joined if len(joined) <= _LONGEST_JOINED or not others else f"{first}-and-{len(others)}-more"
-
-
-def _hash(adapter: Adapter) -> str:
-    return hashlib.sha256(",".join(adapter).encode()).hexdigest()[:12]  # names of domains contain no comma
+    ours = tuple(adapters)
+    pattern = re.compile(rf"{re.escape(name)}-[1-9][0-9]*")
+    shared = [
+        (len(set(adapter) & set(domains)), adapter, old)
+        for adapter in ours
+        for old, domains in former.items()
+        if pattern.fullmatch(old) and old not in reserved
+    ]
+    names: dict[Adapter, str] = {}
+    for count, adapter, old in sorted(shared, key=lambda each: -each[0]):
+        if count and adapter not in names and old not in names.values():
+            names[adapter] = old
+    free = (number for count in itertools.count(1) if (number := f"{name}-{count}") not in (*former, *reserved))
+    return {adapter: names.get(adapter) or next(free) for adapter in ours}
 
 
 def below_threshold(scores: Mapping[str, Score], thresholds: Mapping[str, float]) -> dict[str, Score]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import cv2
+import msgspec
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fusion.data.samples import Splits
@@ -33,9 +34,11 @@ from fusion.report.report import (
     StepReport,
     model_card,
 )
-from fusion.report.results import replace_results
+from fusion.report.results import former_adapters, replace_results
 from fusion.synthetic.sources import STREAMS
-from fusion.training.objectives import answer_in_words
+from fusion.training.objectives import HeadObjective, answer_in_words
+from vlora.adapter_files import DOMAINS_FILE
+from vlora.types.domain import DomainSummary
 
 _MAX_SAMPLES = 100  # per domain
 
@@ -45,11 +48,14 @@ class Tested:
     """Results on test data, by domain.
 
     answers: of the adapter, in the form that the domain's metric compares. words: share of samples that the language
-    model answers word for word, if a head answers and its answers have words; else None.
+    model answers word for word, if a head answers and its answers have words; else None. by_head, by_words: by domain
+    with both, shares of validation samples that each way answers right.
     """
 
     answers: Mapping[str, list[object]]
     words: Mapping[str, float | None]
+    by_head: Mapping[str, float]
+    by_words: Mapping[str, float]
 
 
 def report_run(
@@ -68,8 +74,8 @@ def report_run(
         started: start time of the run, by `time.perf_counter`.
     """
     tested = answer_test_data(data, packing, session)
-    report = make_report(data, base, thresholds, packing, optimum, tested, time.perf_counter() - started)
-    names = names_of(packing.adapters)
+    names = names_of(packing.adapters, data.plan.name, former_adapters(out), tuple(data.domains))
+    report = make_report(data, base, thresholds, packing, optimum, tested, names, time.perf_counter() - started)
     states = {name: session.state(packing, adapter) for adapter, name in names.items()}
     examples = {
         name: examples_of(own.splits.test, tested.answers[name], own.splits.labels, own.task, own.plan.question)
@@ -77,8 +83,11 @@ def report_run(
     }
     with replace_results(out) as folder:
         for adapter in report.adapters:
-            session.trainer.save(folder / "adapters" / adapter.name, states[adapter.name])
-            (folder / "adapters" / adapter.name / "README.md").write_text(model_card(report, adapter))
+            place = folder / "adapters" / adapter.name
+            session.trainer.save(place, states[adapter.name])
+            domains = [_domain(one, data, tested) for one in report.domains if one.adapter == adapter.name]
+            (place / DOMAINS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode({"domains": domains})) + b"\n")
+            (place / "README.md").write_text(model_card(report, adapter))
         write_test_data(folder / "test", data.plan, {name: own.splits for name, own in data.domains.items()})
         (folder / "report.html").write_text(page(report, examples))
         report.write(folder / "report.json")
@@ -91,6 +100,8 @@ def answer_test_data(data: DataReady, packing: Packing, session: Session) -> Tes
     evaluator, progress = session.trainer.evaluator, session.progress
     answers: dict[str, list[object]] = {}
     words: dict[str, float | None] = {}
+    by_head: dict[str, float] = {}
+    by_words: dict[str, float] = {}
     for adapter in packing.adapters:
         session.trainer.adapter.restore(session.state(packing, adapter))
         for name in adapter:
@@ -99,7 +110,27 @@ def answer_test_data(data: DataReady, packing: Packing, session: Session) -> Tes
                 answers[name] = evaluator.answers(name, own.test, update)
             has_both = own.task.num_outputs and any(sample.answer for sample in own.test)
             words[name] = evaluator.accuracy_in_words(name, own.test) if has_both else None
-    return Tested(answers, words)
+            if has_both and isinstance(own.task, HeadObjective):
+                found, targets = evaluator.answers(name, own.validation), [each.target for each in own.validation]
+                by_head[name] = own.task.task.metrics(found, targets)["accuracy"]  # type: ignore[arg-type]
+                by_words[name] = evaluator.accuracy_in_words(name, own.validation)
+    return Tested(answers, words, by_head, by_words)
+
+
+def _domain(report: DomainReport, data: DataReady, tested: Tested) -> DomainSummary:
+    """A domain as its adapter's folder declares it. A way that alone can answer has the domain's metric."""
+    name, has_head = report.name, bool(data.domains[report.name].task.num_outputs)
+    by_head = tested.by_head.get(name, report.validation if has_head else None)
+    by_words = tested.by_words.get(name, None if has_head else report.validation)
+    return DomainSummary(
+        name=name,
+        question=data.domains[name].plan.question,
+        head=name if has_head else None,
+        answer="words" if by_head is None or by_head < (by_words or 0.0) else "head",
+        head_accuracy=by_head,
+        words_accuracy=by_words,
+        threshold=report.threshold,
+    )
 
 
 def make_report(
@@ -109,11 +140,11 @@ def make_report(
     packing: Packing,
     optimum: OracleResult | None,
     tested: Tested,
+    names: Mapping[Adapter, str],
     seconds: float,
 ) -> FusionReport:
-    """The report of a run. seconds: its duration."""
+    """The report of a run. names: of its adapters. seconds: its duration."""
     plan, domains = data.plan, data.domains
-    names = names_of(packing.adapters)
     targets = {name: [sample.target for sample in own.test] for name, own in domains.items()}
     return FusionReport(
         base=plan.base,

@@ -18,6 +18,10 @@ Packer = Literal["guided", "naive", "first_fit", "jointly"]
 Order = Literal["given", "random", "similarity", "hardest_first"]
 
 
+Name = Annotated[AdapterName, Field(max_length=100, pattern=r"^[A-Za-z0-9_-]+$")]
+"""A name of folders, and of adapters or domains in requests."""
+
+
 class LoraPlan(PlanModel):
     """Adapter settings.
 
@@ -111,7 +115,7 @@ class DomainPlan(PlanModel):
     the model to compare with.
     """
 
-    name: AdapterName = Field(max_length=100, pattern=r"^[A-Za-z0-9_-]+$")  # of folders, and of an adapter of its own
+    name: Name
     task: Task | None = None
     source: str | None = None
     data: DataPlan | None = None
@@ -145,14 +149,16 @@ def _as_tuple(value: Any) -> Any:
 class Plan(PlanModel):
     """A whole run.
 
-    base: "embedded", a folder, or a hub name. quantize: the format in which the base will be served; trainings and
-    scores use its rounded weights. packing: "guided" trains all domains at once and repairs what fails, with a
-    budget; "naive" is the paper's, which tries only the last adapter; "first_fit" tries every adapter; "jointly" trains
-    all domains at once and splits them, without rehearsal and without a budget. order: the order in which domains are
-    packed, for "naive" and "first_fit"; of several, the best packing is kept. confidence: a domain meets its threshold
-    if the lower bound of its validation score at this confidence does; None compares the score itself.
+    name: of the adapters, which are NAME-1, NAME-2 and so on. base: "embedded", a folder, or a hub name. quantize: the
+    format in which the base will be served; trainings and scores use its rounded weights. packing: "guided" trains all
+    domains at once and repairs what fails, with a budget; "naive" is the paper's, which tries only the last adapter;
+    "first_fit" tries every adapter; "jointly" trains all domains at once and splits them, without rehearsal and without
+    a budget. order: the order in which domains are packed, for "naive" and "first_fit"; of several, the best packing is
+    kept. confidence: a domain meets its threshold if the lower bound of its validation score at this confidence does;
+    None compares the score itself.
     """
 
+    name: Name = "fused"
     base: str = "embedded"
     quantize: Quantize = "none"
     seed: Whole = Field(0, ge=0)

@@ -199,7 +199,7 @@ Rank {lora["rank"]}{blocks}, alpha {lora["alpha"]}{", rank-stabilised" if lora["
 {_how_trained(report, adapter)}
 
 `peft.PeftModel.from_pretrained(base, FOLDER)` loads the adapter; `vlora serve --adapter NAME=FOLDER` serves it with its
-task heads (`heads.safetensors`), if it has any.
+task heads (`heads.safetensors`), if it has any. Requests name a domain, which stands for the adapter (`domains.json`).
 """
 
 

@@ -48,10 +48,14 @@ def replace_results(out: Path) -> Iterator[Path]:
     shutil.rmtree(staged)
 
 
+def former_adapters(out: Path) -> dict[str, tuple[str, ...]]:
+    """The domains of the adapters of an earlier run in OUT, by their names."""
+    return {one["name"]: tuple(one.get("domains", ())) for report in _reports(out)[:1] for one in report["adapters"]}
+
+
 def refuse_foreign(out: Path) -> None:
     """Raise BadConfig if a run would delete something in OUT that no run wrote. Its reports name what it wrote."""
-    places = (out / _REPORT, out / _STAGED / _REPORT, out / _STAGED / _REPLACED)
-    reports = [report for place in places if (report := _read_report(place)) is not None]
+    reports = _reports(out)
     found = [
         *_others(out / "checkpoint", _TRAININGS),
         *_others(out / "features", _FEATURES),
@@ -91,6 +95,12 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _reports(out: Path) -> list[dict[str, Any]]:
+    """The reports of earlier runs in OUT, of which a run that was killed may have left several."""
+    places = (out / _REPORT, out / _STAGED / _REPORT, out / _STAGED / _REPLACED)
+    return [report for place in places if (report := _read_report(place)) is not None]
 
 
 def _read_report(file: Path) -> dict[str, Any] | None:

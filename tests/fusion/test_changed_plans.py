@@ -219,6 +219,24 @@ def dry_run(folder: Path, out: Path, domains: list[Plan]) -> str:
     return console.file.getvalue()
 
 
+def test_adapters_have_short_names_and_declare_their_domains(made: Path, tmp_path: Path) -> None:
+    place = made / "out" / "adapters" / "fused-1"
+    domains = {each["name"]: each for each in json.loads((place / "domains.json").read_text())["domains"]}
+    assert [*domains] == ["colors", "others"] and domains["others"]["question"] == "what is it ?"
+    report = json.loads((made / "out" / "report.json").read_text())
+    for each in report["domains"]:
+        own = domains[each["name"]]
+        assert own["head"] == each["name"] and own["threshold"] == each["threshold"]
+        assert own["head_accuracy"] == pytest.approx(each["validation"]), "the same metric on the same data"
+        assert own["answer"] == ("words" if own["head_accuracy"] < own["words_accuracy"] else "head")
+    # A domain more does not change the name of the adapter that takes it, nor does another one's place in the plan.
+    shutil.copytree(made / "out", out := tmp_path / "out")
+    run(made, out, [NEW | {"threshold": 1.0}, OTHER, ONE])
+    held = {each["name"]: set(each["domains"]) for each in json.loads((out / "report.json").read_text())["adapters"]}
+    assert held == {"fused-1": {"colors", "others"}, "fused-2": {"new"}}
+    assert {folder.name for folder in (out / "adapters").iterdir()} == {"fused-1", "fused-2"}
+
+
 def test_others_can_read_what_a_run_writes(made: Path) -> None:
     os.umask(umask := os.umask(0))
     assert {file.stat().st_mode & 0o777 for file in (made / "out").rglob("*") if file.is_file()} == {0o666 & ~umask}

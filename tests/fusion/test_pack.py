@@ -8,7 +8,6 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -97,17 +96,20 @@ def test_each_domain_joins_the_first_adapter_that_keeps_every_threshold(
     assert packing.missed == ({"b": Score(0.3, 0.3)} if train.table is NEVER_B else {})
 
 
-def test_names_of_adapters_are_those_of_folders(tmp_path: Path) -> None:
-    assert names_of([("digits", "signs")]) == {("digits", "signs"): "digits-signs"}
-    many = [f"domain-with-a-longer-name-{number}" for number in range(20)]
-    names = {name for count in (18, 19, 20) for name in names_of([tuple(many[:count])]).values()}
-    assert names == {f"domain-with-a-longer-name-0-and-{count}-more" for count in (17, 18, 19)}
-    for name in names:
-        (tmp_path / f"{name}.unfinished").mkdir()
-    alike: list[Adapter] = [("a", "b-c"), ("a-b", "c"), ("A-B-c2",), ("a-b-c2",)]
-    hashed = names_of([*alike, ("d-e",)])
-    assert hashed["d-e",] == "d-e" and len({name.casefold() for name in hashed.values()}) == 5
-    assert all(hashed[one].casefold().startswith("a-b-c") for one in alike)
+A, B, C = ("a", "x"), ("b",), ("c",)
+NAMES: list[tuple[list[Adapter], Mapping[str, Adapter], tuple[str, ...], list[str]]] = [
+    ([A, B], {}, (), ["fused-1", "fused-2"]),
+    ([A, B], {}, ("fused-1",), ["fused-2", "fused-3"]),
+    ([A, B, C], {"fused-1": ("b",), "fused-2": ("a",)}, (), ["fused-2", "fused-1", "fused-3"]),
+    ([("a", "b", "c")], {"fused-1": ("b",), "fused-2": ("a", "c")}, (), ["fused-2"]),
+    ([("a",), ("b", "c")], {"fused-1": ("a", "b", "c")}, (), ["fused-2", "fused-1"]),
+    ([B], {"fused-1": ("a",), "other-7": ("b",)}, (), ["fused-2"]),
+]
+
+
+def test_adapters_keep_their_names_when_the_packing_changes() -> None:
+    for adapters, former, reserved, names in NAMES:
+        assert names_of(adapters, "fused", former, reserved) == dict(zip(adapters, names, strict=True))
 
 
 # -- simulated forgetting ----------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def command(api: Api, folder: Path, *args: object) -> list[Any]:
     words = [*map(str, args), "--json", "--server", f"127.0.0.1:{api.rpyc_port}"]
     done = CliRunner().invoke(vlora.cli.cli, words)
     assert done.exit_code == 0, done.output
-    return [json.loads(line) for line in done.output.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def queried(api: Api, folder: Path) -> Found:
