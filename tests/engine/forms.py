@@ -26,7 +26,7 @@ from vlora.lora import adapted_linear, composition, peft_format, registry
 from vlora.lora.own_layers import OwnLayer, ReplacedOutputs
 from vlora.types import Mode
 
-NUM_TOKENS = 12
+NUM_TOKENS = 8
 Case = tuple[str | None, Prompt]
 QUERIES = r".*language_model.*\.(q_proj|v_proj)"
 BLOCKS = BdLoraConfig(
@@ -340,12 +340,20 @@ class FormReference:
             self._answers[key] = logits.argmax(-1).tolist(), logits
         return self._answers[key]
 
-    def run(self, policy: Any, *, cases: Sequence[Case] | None = None, checked: bool = True, **settings: Any) -> Run:
+    def run(
+        self,
+        policy: Any,
+        *,
+        cases: Sequence[Case] | None = None,
+        num_tokens: int = NUM_TOKENS,
+        checked: bool = True,
+        **settings: Any,
+    ) -> Run:
         """Answer requests at the same time; `checked`: as PEFT does."""
         chosen = self.cases if cases is None else cases
         if "checkpoint" not in settings:
             settings["model"] = self.new_model()
-        run = run_engine(self, policy, NUM_TOKENS, cases=chosen, **settings)
+        run = run_engine(self, policy, num_tokens, cases=chosen, **settings)
         if checked:
             self.expect(run.answers, chosen)
         return run

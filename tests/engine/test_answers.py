@@ -133,7 +133,7 @@ def preempted(reference: FormReference, merged: str) -> None:
     policy = FixedModes(Mode.UNMERGED) if merged == "none" else FixedModes(Mode.MIXED, merged)
     with pytest.MonkeyPatch.context() as patch:
         no_admission(patch)
-        assert reference.run(policy, cases=cases, scarce_memory=True).num_preemptions > 0
+        assert reference.run(policy, cases=cases, num_tokens=12, scarce_memory=True).num_preemptions > 0
 
 
 def scheduled(reference: FormReference, policy: str) -> None:

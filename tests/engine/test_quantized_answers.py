@@ -25,10 +25,11 @@ from tests import device
 from tests.families import FAMILIES, LANGUAGE_LINEARS, Prompt, build_model
 from tests.harness import FixedModes, RecordingEngine, Run, run_engine
 from tests.oracle import Oracle
-from tests.references import NUM_TOKENS, TOLERANCE, Answer, assert_same, prompts_of
+from tests.references import TOLERANCE, Answer, assert_same, prompts_of
 from vlora.engine import quantize
 from vlora.types import Mode
 
+NUM_TOKENS = 8
 MERGED = "wide8"
 CASES = (("everywhere64", 1), (None, 0), (MERGED, 1), ("narrow4", 2), ("patterned16", 0), (MERGED, 0))
 
