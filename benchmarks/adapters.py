@@ -58,10 +58,9 @@ def cut(splits: Splits, train: int, validation: int, test: int) -> Splits:
 
 
 def base_of(lora: LoraPlan | None = None, features: Path | None = None) -> FrozenBase:
-    """The embedded model, on one thread. features: a folder for what it computes of pictures."""
+    """The embedded model. features: a folder for what it computes of pictures."""
     disable_progress_bar()
     warnings.simplefilter("ignore")  # deprecation notes of third-party libraries
-    torch.set_num_threads(1)
     path = checkpoint_path()
     processor = InputProcessor.from_pretrained(path)
     model = load_model(EngineConfig(model=path, dtype="float32"))
@@ -99,6 +98,7 @@ def bd_cases(quick: bool, seeds: int = 3) -> dict[str, tuple[int, int, bool]]:
 
 def measure_bd(case: tuple[int, int, bool]) -> Measured:
     blocks, seed, quick = case
+    torch.set_num_threads(1)
     base = base_of()
 
     def numbers(lora: LoraPlan) -> int:
@@ -175,6 +175,7 @@ def activated_cases(quick: bool) -> dict[str, tuple[str, str, bool]]:
 def measure_activated(case: tuple[str, str, bool]) -> Measured:
     """Train one adapter and score it on test data."""
     name, method, quick = case
+    torch.set_num_threads(1)
     small = read_plan_file(_PLAN).plan
     lora = LoraPlan(rank=small.lora.rank, alpha=small.lora.alpha, **METHODS[method])
     training = TrainingPlan(steps=4 if quick else 60, batch_size=16)

@@ -29,6 +29,7 @@ from benchmarks.plain_baselines import gather_bmm, lane_factors, padded_einsum, 
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.plots import Plot
 from vlora.bench.report import Goal, Row
+from vlora.bench.timing import by_turns
 
 _SHAPES = (Shape(896, (4864,)), Shape(2048, (8192,)))
 _RANKS = (8, 16, 64)
@@ -157,9 +158,8 @@ def measure_cell(case: Case, rounds: int) -> tuple[dict[str, Any], dict[str, lis
     by_strategy = race_strategies(among, chosen, _TURNS_PER_ROUND * rounds)
     best = min(by_strategy, key=by_strategy.__getitem__)
     everything = [*factors_of(group), *read]
-    seconds = timed_rounds(
-        {name: with_cold_caches(call, caches, everything, time.perf_counter) for name, call in calls.items()}, rounds
-    )
+    cold = {name: with_cold_caches(call, caches, everything, time.perf_counter) for name, call in calls.items()}
+    seconds = by_turns(cold, rounds, shuffled=True)
     median = {name: statistics.median(taken) for name, taken in seconds.items()}
     table: dict[str, Any] = {
         "layer": f"{site.d_in}x{site.d_out}",
@@ -218,19 +218,6 @@ def with_cold_caches(
         return clock() - started
 
     return timed
-
-
-def timed_rounds(calls: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every call in every round except a warm-up round, in a new random order each round."""
-    draw, order = random.Random(0), list(calls)
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):
-        draw.shuffle(order)
-        for name in order:
-            taken = calls[name]()
-            if turn:
-                seconds[name].append(taken)
-    return seconds
 
 
 class Spread(NamedTuple):

@@ -69,11 +69,6 @@ def rising_and_falling(peak: float, duration_s: float, seed: int = 0) -> Iterato
     """Punica section 7.3: the rate rises and falls, gaps are exponential, popularity is Zipf-1.5.
 
     Lengths are log-normal, similar to ShareGPT's, since the paper does not give them as numbers.
-
-    Args:
-        peak: requests per second in the middle.
-        duration_s: an hour in the paper.
-        seed: of all draws.
     """
     draws = random.Random(seed)
     sums = list(itertools.accumulate(power_law(200, 1.5)))

@@ -60,11 +60,10 @@ class RequestTimes(NamedTuple):
 def measure(quick: bool) -> Measured:
     """Questions of about 20 tokens to a model of the embedded model's shape in float32, one thread, wall time.
 
-    Args:
-        quick: 20 requests per way and length instead of 150 (of 64 tokens: 40 instead of 300), and processes that start
-            once instead of five times. The goals are for the added latency less two standard errors: those of answers
-            of 64 tokens are 0.4 to 1.7 ms then. On a machine so busy that the requests take more than one minute (in
-            the full run: ten), those completed by then count.
+    Quick: 20 requests per way and length instead of 150 (of 64 tokens: 40 instead of 300), and processes start once
+    instead of five times. The goals are for the added latency less two standard errors: those of answers of 64 tokens
+    are 0.4 to 1.7 ms then. On a machine so busy that the requests take more than one minute (in the full run: ten),
+    those completed by then count.
     """
     rounds, starts, limit_s = (20, 1, 60.0) if quick else (150, 5, 600.0)
     pairs: dict[tuple[int, str], list[tuple[RequestTimes, RequestTimes, float]]] = {}
@@ -142,13 +141,7 @@ def _compare(
 
 
 def pair_row(way: str, tokens: int, pairs: Sequence[tuple[RequestTimes, RequestTimes, float]]) -> dict[str, Any]:
-    """A row of the report.
-
-    Args:
-        way: The API and the client.
-        tokens: Of each answer.
-        pairs: Times of the engine alone, times at the client, CPU seconds of the front end.
-    """
+    """A row of the report."""
     firsts = [
         (seen.first_s - alone.first_s) * 1e3
         for alone, seen, _ in pairs
@@ -223,21 +216,12 @@ class _DirectEngine:
     """The served engine, called in its own process: token ids in, token ids out."""
 
     def __init__(self, path: str, processor: InputProcessor) -> None:
-        """Connect to the engine.
-
-        Args:
-            path: The path of its socket for the bench.
-            processor: As the front end's.
-        """
+        """Connect to the engine."""
         self._engine = connection.Client(path)
         self._processor = processor
 
     def ask(self, question: str, tokens: int) -> RequestTimes:
-        """The latency of an answer there.
-
-        Raises:
-            EOFError: The process is gone.
-        """
+        """The latency of an answer there."""
         prompt_ids = self._processor.encode(self._processor.chat(question)).prompt_ids  # as the front end makes them
         self._engine.send(DirectRequest(prompt_ids, tokens))
         timed_tokens: TimedTokens = self._engine.recv()

@@ -33,16 +33,14 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from benchmarks.adapters import base_of, plan_of, trainer_of
 from fusion.embedded import checkpoint_path
-from fusion.plan.schema import DomainPlan, Plan, TrainingPlan
 from fusion.synthetic.road_signs import ACTIONS
 from fusion.synthetic.sources import load_source
 from fusion.training.domain import Domain
-from fusion.training.frozen_base import FrozenBase
 from fusion.training.objectives import answer_in_words
-from fusion.training.trainer import LoraTrainer
-from heads import HeadSpec, TaskHead, expected_calibration_error, load_heads, save_heads
-from vlora.bench.dummy import half_billion_config, language_shapes, real_tower_config, write_adapter
+from heads import expected_calibration_error, load_heads
+from vlora.bench.dummy import half_billion_config, language_shapes, real_tower_config, write_adapter, write_head
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
 from vlora.bench.step import product_dtype
@@ -50,7 +48,7 @@ from vlora.bench.timing import interleaved, median_ms, median_ratio
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.models import InputProcessor
-from vlora.models.loading import dummy_model, load_model
+from vlora.models.loading import dummy_model
 from vlora.models.processing import vision_input
 from vlora.types import HeadAnswer, Request, RequestOutput, SamplingParams, VisionInput
 
@@ -122,14 +120,8 @@ def floor_of(products: Sequence[float], decoding: Sequence[float]) -> float:
 
 
 def latency_rows(quick: bool, limit_s: float, *, with_floor: bool) -> list[dict[str, Any]]:
-    """Milliseconds of a head and of text, by tower, batch, frames and length of the text; torch has one thread.
-
-    Args:
-        quick: The model's first eight layers, fewer shapes and rounds.
-        limit_s: Of each tower and shape, as in `interleaved`. Shapes larger than one whose round takes longer are left
-            out.
-        with_floor: Whether rows have the floor of their ratio, for which the matrix products are timed too, with
-            copies of all weights.
+    """Milliseconds of a head and of text, by tower, batch, frames and length of the text; torch has one thread. Shapes
+    larger than one whose round takes more than `limit_s` are left out; rows `with_floor` need copies of all weights.
     """
     num_layers = 8 if quick else 24
     small, large = ([(1, 1), (8, 1)], [(1, 1)]) if quick else (itertools.product(_GOALS, (1, 4, 6)), [(1, 1), (8, 1)])
@@ -145,15 +137,7 @@ def latency_rows(quick: bool, limit_s: float, *, with_floor: bool) -> list[dict[
 def measure_tower(
     tower: str, engine: HeadEngine, shapes: Iterable[tuple[int, int]], rounds: int, limit_s: float
 ) -> list[dict[str, Any]]:
-    """The rows of one tower.
-
-    Args:
-        tower: Its name.
-        engine: With the tower; rows have a floor if it has products.
-        shapes: Batch size and frames per request, smallest first.
-        rounds: Of the calls of a shape, at most.
-        limit_s: As in `latency_rows`.
-    """
+    """The rows of one tower."""
     own_answer = median_answer_tokens()
     rows: list[dict[str, Any]] = []
     for place, (batch, frames) in enumerate(shapes):
@@ -199,12 +183,8 @@ def _answer(ask: Callable[[int], float], tokens: int, decode_s: list[float]) -> 
 
 
 def _decoding(words: list[float], within: list[float], of_one: list[float] | None) -> list[float]:
-    """Seconds of decoding in each round that counts.
-
-    Args:
-        words: Seconds of the calls, of the rounds that count.
-        within: Seconds of decoding within the calls, warm-up rounds included.
-        of_one: Seconds of calls with answers of one token, if decoding is what words take longer.
+    """Seconds of decoding in each round that counts: what words take longer than answers `of_one` token, if given, else
+    those `within` the calls, of which warm-up rounds come first.
     """
     if of_one is None:
         return within[-len(words) :]
@@ -246,17 +226,8 @@ class HeadEngine:
         )
         with tempfile.TemporaryDirectory() as folder:
             path = write_adapter(Path(folder) / _ADAPTER, language_shapes(model), rank=16, seed=0)
-            labels = tuple(f"action {i}" for i in range(10))
-            spec = HeadSpec(
-                name="head",
-                task="action",
-                labels=labels,
-                prompt="what happens ?",
-                num_frames=1,
-                hidden_size=model_config.text_config.hidden_size,
-            )
-            weight = torch.randn(len(labels), spec.hidden_size, generator=torch.Generator().manual_seed(0))
-            save_heads(path, {"head": TaskHead(spec, weight * 0.02, torch.zeros(len(labels)))})
+            labels = [f"action {i}" for i in range(10)]
+            write_head(path, "head", model_config.text_config.hidden_size, labels, "action", "what happens ?")
             self._local.engine.load_adapter(_ADAPTER, path)
         self._numbers = itertools.count()
         generator = torch.Generator().manual_seed(1)
@@ -267,10 +238,8 @@ class HeadEngine:
         return len(self._prompt(frames))
 
     def ask(self, batch: int, frames: int, answer_tokens: int) -> float:
-        """Run `batch` concurrent requests to completion; 0 answer tokens query the head.
-
-        Returns:
-            CPU seconds of the steps after the one with the first tokens.
+        """Run `batch` concurrent requests to completion; 0 answer tokens query the head. Returns CPU seconds of the
+        steps after the one with the first tokens.
         """
         requests = [
             Request(
@@ -349,27 +318,12 @@ def _check(outputs: list[RequestOutput], answer_tokens: int) -> None:
 
 
 def compare(quick: bool) -> list[dict[str, Any]]:
-    """Accuracy of heads and of generated text on the embedded model's domains.
-
-    Args:
-        quick: The first domain only, trained for a third of the steps.
-
-    Returns:
-        A row per domain: test accuracy of the head and of generated text, the head's calibration error with and without
-        its calibration, and the number of text tokens.
-    """
-    training = TrainingPlan(steps=40 if quick else 120)
-    domains = tuple(
-        DomainPlan(name=source, source=source, question=question, threshold=0.5)
-        for source, question in list(_DOMAINS.items())[: 1 if quick else None]
-    )
-    plan = Plan(training=training, domains=domains)
+    """Accuracy of heads and of generated text on the embedded model's domains."""
+    sources = list(_DOMAINS.items())[: 1 if quick else None]
+    plan = plan_of({source: (source, question) for source, question in sources}, 0, 40 if quick else 120, 32)
+    trainer = trainer_of(plan, base_of(), {source: load_source(source, plan.seed) for source, _ in sources})
     config = EngineConfig(model=checkpoint_path(), dtype="float32")
     processor = InputProcessor.from_pretrained(checkpoint_path())
-    base = FrozenBase(load_model(config), processor)
-    trainer = LoraTrainer(
-        base, {own.name: Domain(own, load_source(own.name, plan.seed), base) for own in domains}, plan
-    )
     found = []
     for name, domain in trainer.domains.items():
         trainer.adapter.reset()

@@ -32,15 +32,10 @@ from vlora.types import Request, SamplingParams
 
 
 class DirectRequest(NamedTuple):
-    """A request that the bench sends to the engine without the front end.
+    """A request that the bench sends to the engine without the front end."""
 
-    Attributes:
-        prompt_ids: Tokens of the prompt.
-        tokens: Tokens of the answer; random weights generate no end token.
-    """
-
-    prompt_ids: tuple[int, ...]
-    tokens: int
+    prompt_ids: tuple[int, ...]  # tokens of the prompt
+    tokens: int  # tokens of the answer; random weights generate no end token
 
 
 TimedTokens = list[tuple[float, tuple[int, ...]]]

@@ -165,23 +165,14 @@ class _Chunk(NamedTuple):
 
 
 class _Style(NamedTuple):
-    """How a system divides the work.
+    """How a system divides the work."""
 
-    Attributes:
-        chunks: The range of each row of a table.
-        block_m: Tokens of a tile.
-        block_n: Outputs of a tile.
-        block_k: Inputs of a tile.
-        split_k: Parts into which the inputs of a shrink are split.
-        together: All sites of a group in one launch.
-    """
-
-    chunks: Callable[[Sequence[Lane]], list[_Chunk]]
-    block_m: int
-    block_n: int
-    block_k: int
-    split_k: int = 1
-    together: bool = False
+    chunks: Callable[[Sequence[Lane]], list[_Chunk]]  # the range of each row of a table
+    block_m: int  # tokens of a tile
+    block_n: int  # outputs of a tile
+    block_k: int  # inputs of a tile
+    split_k: int = 1  # parts into which the inputs of a shrink are split
+    together: bool = False  # all sites of a group in one launch
 
 
 MOST_ADAPTERS = 64  # number of slots in the grid of a vLLM-style launch

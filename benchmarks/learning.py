@@ -221,19 +221,16 @@ async def protected_run(folder: Path, initial: Path, size: Size) -> tuple[Run, P
         await stream.play("changed", until=happened(own, "training"))
         await stream.play("training", until=happened(own, "training_ended"), pause_s=_LONG_PAUSE_S)
         await stream.play("promoted", until=stream.counted(size.frames))
-        kept = copied(stream.learner.present_folder, folder / "served")
+        kept = Path(shutil.copytree(stream.learner.present_folder, folder / "served"))
         await attack(stream, own, size)
         await stream.play("after the attack", until=stream.counted(size.frames))
         if stream.learner.loaded != first:
             await stream.learner.promote("operator", version=first, path=None, force=True)
-        await stream.play("forced", until=until_either(happened(own, "rolled_back"), stream.counted(2 * size.frames)))
+        ended, rolled_back = stream.counted(2 * size.frames), happened(own, "rolled_back")
+        await stream.play("forced", until=lambda: ended() or rolled_back())
         await stream.play("rolled back", until=stream.counted(size.frames))
     result.audit_log = read_trail(own)
     return result, kept
-
-
-def until_either(first: Callable[[], bool], second: Callable[[], bool]) -> Callable[[], bool]:
-    return lambda: first() or second()
 
 
 async def unprotected_run(folder: Path, initial: Path, size: Size) -> Run:
@@ -350,11 +347,6 @@ async def serving(plan: Path, initial: Path) -> AsyncIterator[FrontEnd]:
     finally:
         await front.close()
         await engine.close()
-
-
-def copied(source: Path, target: Path) -> Path:
-    shutil.copytree(source, target)
-    return target
 
 
 def read_trail(folder: Path) -> list[dict[str, Any]]:

@@ -91,23 +91,14 @@ BENCH = Bench(name="memory", measure=measure)
 
 
 class _ServedRun(NamedTuple):
-    """One run of requests.
+    """One run of requests."""
 
-    Attributes:
-        requests_s: Requests per CPU second.
-        distinct: Number of adapters used.
-        loads: Number of loads.
-        load_waits: Steps in which no request could run before an adapter was loaded.
-        loading_ms: CPU time of each step for collecting and starting loads.
-        step_ms: CPU time of each step.
-    """
-
-    requests_s: float
-    distinct: int
-    loads: int
-    load_waits: int
-    loading_ms: list[float]
-    step_ms: list[float]
+    requests_s: float  # requests per CPU second
+    distinct: int  # number of adapters used
+    loads: int  # number of loads
+    load_waits: int  # steps in which no request could run before an adapter was loaded
+    loading_ms: list[float]  # CPU time of each step for collecting and starting loads
+    step_ms: list[float]  # CPU time of each step
 
 
 def _run_requests(

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
-from peft import LoraConfig, get_peft_model
 
 import atmm
 from atmm.quantized import Allocate
-from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
+from vlora.bench.dummy import half_billion_config, language_shapes, random_peft, write_adapter
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
 from vlora.bench.timing import interleaved, median_ms, median_ratio
@@ -92,11 +91,7 @@ BENCH = Bench(name="merge", measure=measure)
 
 
 def _small_config(**text: int) -> Any:
-    """The 0.5 B-parameter model, or a part of it.
-
-    Args:
-        text: Settings of its language model.
-    """
+    """The 0.5 B-parameter model, or a part of it."""
     config: Any = half_billion_config(vision="none")
     for name, value in text.items():
         setattr(config.text_config, name, value)
@@ -135,14 +130,7 @@ class MergeableModel:
         )
 
     def load(self, ranks: Sequence[int]) -> list[str]:
-        """Load random adapters.
-
-        Args:
-            ranks: Of each adapter.
-
-        Returns:
-            The adapters' keys.
-        """
+        """Load random adapters."""
         with tempfile.TemporaryDirectory() as folder:
             return [
                 self.load_folder(
@@ -154,11 +142,7 @@ class MergeableModel:
             ]
 
     def load_folder(self, path: str) -> str:
-        """Load an adapter from its folder.
-
-        Returns:
-            Its key.
-        """
+        """Load an adapter from its folder."""
         registry = AdapterRegistry(self.pool.sites, self.hf_model.dtype, self.hf_model.hidden_size)
         adapter = registry.read_folder(Path(path).name, path).adapter
         assert adapter is not None and self.pool.load(adapter)
@@ -186,16 +170,7 @@ def _calls(rank: int) -> tuple[dict[str, Callable[[], object]], float, float]:
     shadow_mib = _taken_mib(lambda: shadow.switch(keys[0]))
     shadow.switch(None)
     copies = [torch.empty_like(slab) for slab in slabs.joined]
-    kinds = sorted({name.rpartition(".")[2] for name in model.shapes})
-    peft = get_peft_model(
-        dummy_model(half_billion_config(vision="none"), "bfloat16", _CPU, seed=0),
-        LoraConfig(
-            r=rank,
-            lora_alpha=rank,
-            target_modules=rf".*language_model.*\.({'|'.join(kinds)})",
-            init_lora_weights=False,
-        ),
-    ).to(torch.bfloat16)
+    peft = random_peft(dummy_model(half_billion_config(vision="none"), "bfloat16", _CPU, seed=0), rank)
 
     def copy() -> None:
         for target, slab in zip(copies, slabs.joined, strict=True):

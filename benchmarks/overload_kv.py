@@ -38,19 +38,12 @@ _UNBOUNDED = "merged_only"  # it has no waiting bound
 
 
 class _KvRun(NamedTuple):
-    """One run of requests.
+    """One run of requests."""
 
-    Attributes:
-        seconds: From the first request to the last answer.
-        stats: Of this run.
-        waits_s: Waits of admitted requests, from step to step.
-        bound_s: The waiting bound.
-    """
-
-    seconds: float
-    stats: EngineStats
-    waits_s: Sequence[float]
-    bound_s: float
+    seconds: float  # from the first request to the last answer
+    stats: EngineStats  # of this run
+    waits_s: Sequence[float]  # waits of admitted requests, from step to step
+    bound_s: float  # the waiting bound
 
 
 class _RecordedWaits(WaitStats):
@@ -66,12 +59,7 @@ class _RecordedWaits(WaitStats):
 
 
 def rows(costs: Costs, quick: bool) -> Iterator[dict[str, Any]]:
-    """A row for each policy and factor, of the simulator and of the engine.
-
-    Args:
-        costs: Of the simulated machine.
-        quick: Without the largest factor.
-    """
+    """A row for each policy and factor, of the simulator and of the engine."""
     factors = _FACTORS[:-1] if quick else _FACTORS
     for policy in POLICIES:
         for factor in factors:
@@ -106,15 +94,7 @@ def goals(found: Sequence[dict[str, Any]]) -> Iterator[Goal]:
 
 
 def _row(where: str, policy: str, factor: int, ratio: float, runs: Sequence[_KvRun]) -> dict[str, Any]:
-    """A row of the report.
-
-    Args:
-        where: simulated or engine.
-        policy: The policy's name.
-        factor: The requests' KV relative to the room.
-        ratio: Seconds of requests submitted as they fit, relative to all at once.
-        runs: Those with all requests at once.
-    """
+    """A row of the report."""
     computed = sum(run.stats.num_step_tokens for run in runs) / sum(run.stats.num_needed_tokens for run in runs)
     waits_s = sorted(wait for run in runs for wait in run.waits_s)
     p99_s = waits_s[int(0.99 * (len(waits_s) - 1))]
@@ -157,14 +137,7 @@ def _serve(
     add: Callable[[str, Arrival], object],
     step: Callable[[], Collection[str]],
 ) -> None:
-    """Submit the requests and run steps until all have ended.
-
-    Args:
-        arrivals: The requests; their times are ignored.
-        room: KV blocks for which requests are submitted as they fit; None to submit all at once.
-        add: Submits a request.
-        step: Runs one step and returns the requests that ended in it.
-    """
+    """Submit the requests and run steps until all have ended."""
     waiting = deque(enumerate(arrivals))
     left = len(arrivals)
     while left:
@@ -225,14 +198,7 @@ def _engine(policy: str, folder: Path) -> Engine:
 
 
 def _run_arrivals(engine: Engine, arrivals: Sequence[Arrival], feeding: bool, room: int | None = None) -> _KvRun:
-    """Run the arrivals, and count this run only.
-
-    Args:
-        engine: The engine, without requests.
-        arrivals: The requests; their times are ignored.
-        feeding: Submit them as they fit, instead of all at once.
-        room: KV blocks; None for the currently free ones.
-    """
+    """Run the arrivals, and count this run only."""
     waits, before = _record_waits(engine.parts.scheduler, engine.config.max_batch_size), engine.stats()
 
     def add(request_id: str, arrival: Arrival) -> None:

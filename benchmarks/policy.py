@@ -136,11 +136,6 @@ def _cell(
 ) -> dict[str, Any]:
     """One cell. Latencies are in ms.
 
-    Args:
-        load: relative to the capacity of unmerged-only with full batches.
-        skew: the hottest adapter's share.
-        num_streams: number of cameras.
-
     The row's waits are the longest wait of an admitted request for its next step, under the default policy and under
     the one without a bound. The row's bound is the loosest value of the waiting bound in the latter's replay; that
     policy is a competitor only if it kept the bound.
@@ -191,14 +186,7 @@ def _replay_cached(arrivals: tuple[Arrival, ...], config: ReplicaConfig) -> _Rep
 
 
 def full_batch_capacity(costs: Costs, prompt: int, answer: int, shares: Sequence[float]) -> float:
-    """Requests per second of unmerged-only with full batches; prompts run in separate steps.
-
-    Args:
-        costs: Of the machine.
-        prompt: Tokens of a prompt.
-        answer: Tokens of an answer.
-        shares: Request shares of the adapters, which determine the number of distinct adapters in a full batch.
-    """
+    """Requests per second of unmerged-only with full batches; prompts run in separate steps."""
     size = EngineConfig.max_batch_size
     different = sum(1 - (1 - share) ** size for share in shares)
     prompts_a_step = max(1.0, EngineConfig.max_step_tokens / prompt)
@@ -208,14 +196,7 @@ def full_batch_capacity(costs: Costs, prompt: int, answer: int, shares: Sequence
 
 
 def decision_ms(policy: str, costs: Costs, num_waiting: int = 1000, **settings: Any) -> float:
-    """Median CPU milliseconds of admission, adapter loading and the decision.
-
-    Args:
-        policy: The policy's name.
-        costs: Of the machine.
-        num_waiting: Waiting requests in every step.
-        settings: Further fields of `ReplicaConfig`.
-    """
+    """Median CPU milliseconds of admission, adapter loading and the decision."""
     replica = Replica(ReplicaConfig(costs=costs, policy=policy, resident_adapters=100, kv_tokens=10**6, **settings))
     for number in range(num_waiting + EngineConfig.max_batch_size):
         replica.add(str(number), Arrival(0.0, f"adapter-{number % 100}", 192 + number % 128, 10_000))

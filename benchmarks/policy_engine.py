@@ -36,17 +36,11 @@ _FRAMES = 2
 
 
 class Traffic(NamedTuple):
-    """One kind of traffic.
+    """One kind of traffic."""
 
-    Attributes:
-        app: Its application.
-        skew: Share of the hottest adapter.
-        make: Creates arrivals by number, requests per second, and seed.
-    """
-
-    app: str
-    skew: float
-    make: Callable[[int, float, int], list[Arrival]]
+    app: str  # its application
+    skew: float  # share of the hottest adapter
+    make: Callable[[int, float, int], list[Arrival]]  # creates arrivals by number, requests per second, and seed
 
     def __str__(self) -> str:
         return f"{self.app}, skew {self.skew:g}"
@@ -84,25 +78,15 @@ def video(num_adapters: int, picture: VisionInput) -> Traffic:
 
 
 class EnginePoint(NamedTuple):
-    """The results of one kind of traffic at a number of threads.
+    """The results of one kind of traffic at a number of threads."""
 
-    Attributes:
-        app: The application.
-        skew: Share of the hottest adapter.
-        threads: Of the engine.
-        requests_s: Requests per second.
-        latency_ms: Average token latency by policy, a value for each repeat.
-        simulated: The default policy's latency relative to the baseline's for the same arrivals.
-        broke: Policies under which a request waited longer than the waiting bound.
-    """
-
-    app: str
-    skew: float
-    threads: int
-    requests_s: float
-    latency_ms: Mapping[str, Sequence[float]]
-    simulated: Sequence[float]
-    broke: Sequence[str]
+    app: str  # the application
+    skew: float  # share of the hottest adapter
+    threads: int  # of the engine
+    requests_s: float  # requests per second
+    latency_ms: Mapping[str, Sequence[float]]  # average token latency by policy, a value for each repeat
+    simulated: Sequence[float]  # the default policy's latency relative to the baseline's for the same arrivals
+    broke: Sequence[str]  # policies under which a request waited longer than the waiting bound
 
     def ratios(self, other: str = BASELINE) -> list[float]:
         """The default policy's latency relative to another's, for each repeat."""
@@ -136,9 +120,6 @@ class EnginePoint(NamedTuple):
     def goals(self, *, saves: bool) -> Iterator[Goal]:
         """With all policies measured: the default policy's latency relative to the baseline and to the best other
         policy, and the simulator's error.
-
-        Args:
-            saves: Whether the run is long enough to save more than merging costs.
         """
         where = f"engine at {LOAD:g} of capacity, {self.app}, skew {self.skew:g}, {threads_label(self.threads)}"
         if self.app == "retrieval" and saves:
@@ -156,10 +137,6 @@ def most(skew: float, floor: float) -> float:
 
     Of a batch's time, 1 - floor is spent on adapters. Requests of the merged one save their part of it, and each other
     request pays it twice: for its own adapter, and for taking the merged one back.
-
-    Args:
-        skew: The hottest adapter's share.
-        floor: The latency without adapters, relative to the baseline's.
     """
     return 1 - (2 * skew - 1) * (1 - floor) / 2
 
@@ -186,11 +163,6 @@ def measure_policies(
 ) -> list[EnginePoint]:
     """Run every policy, and the model without adapters, on separate engines with random weights in bfloat16, on
     torch's threads.
-
-    Args:
-        costs: of the machine on which the simulator runs the same arrivals.
-        skews: of retrieval; video follows. Each repeat has its own arrivals.
-        once: of a journal, which may contain earlier measurements.
     """
     picture = dummy_picture(model.config(), _SIDE)
     traffics = [*(retrieval(skew, picture) for skew in skews), *(video(number, picture) for number in _VIDEO_ADAPTERS)]
@@ -250,14 +222,7 @@ class PolicyEngines:
     """One engine for each policy that the model's memory allows, and one without adapters; created on first use."""
 
     def __init__(self, model: BenchModel, rank: int, device: torch.device, first: Traffic) -> None:
-        """Build no engine yet.
-
-        Args:
-            model: Of all engines.
-            rank: Of the adapters.
-            device: The device to measure.
-            first: The traffic of the warm-up.
-        """
+        """Build no engine yet."""
         self._model = model
         self._rank = rank
         self._device = device

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from heads import HeadSpec, TaskHead, save_heads
-from vlora.bench.dummy import BenchModel, dummy_picture, language_shapes, write_adapter
+from vlora.bench.dummy import BenchModel, dummy_picture, language_shapes, write_adapter, write_head
 from vlora.bench.timing import work_seconds
 from vlora.config import EngineConfig
 from vlora.engine import Engine
@@ -71,17 +70,7 @@ class Worker:
     def __init__(
         self, model: BenchModel, rank: int, device: torch.device, policy: str, picture_side: int, folder: Path | None
     ) -> None:
-        """Build the engine.
-
-        Args:
-            model: The model.
-            rank: Of the adapters.
-            device: The device to measure.
-            policy: The policy's name.
-            picture_side: Patches per side of each picture.
-            folder: Location of the adapters, existing or to be written, each with a task head; None for an engine with
-                text requests to the base model.
-        """
+        """Build the engine."""
         self.clock = WorkClock(work_seconds(device))
         self._plain = folder is None
         config = model.config()
@@ -105,7 +94,7 @@ class Worker:
                 path = folder / adapter_name(i)
                 if not path.exists():
                     write_adapter(path, shapes, rank, seed=i)
-                    _write_head(path, config.text_config.hidden_size)
+                    write_head(path, _HEAD, config.text_config.hidden_size, _LABELS, "action", "what happens ?")
                 self.engine.load_adapter(adapter_name(i), str(path))
 
     def add(self, number: int, arrival: Arrival) -> None:
@@ -138,23 +127,11 @@ class Worker:
         return waits
 
 
-def _write_head(folder: Path, hidden_size: int) -> None:
-    spec = HeadSpec(
-        name=_HEAD, task="action", labels=_LABELS, prompt="what happens ?", num_frames=1, hidden_size=hidden_size
-    )
-    weight = torch.randn(len(_LABELS), hidden_size, generator=torch.Generator().manual_seed(0)) * 0.02
-    save_heads(str(folder), {_HEAD: TaskHead(spec, weight, torch.zeros(len(_LABELS)))})
-
-
 def capacity(worker: Worker, traffic: Callable[[int], Sequence[Arrival]]) -> float:
     """Requests per second with a full batch: a new request replaces each finished one.
 
     The first batch is not counted. With more waiting requests, starving ones would alternate and all of them would end
     at about the same time.
-
-    Args:
-        worker: The engine.
-        traffic: Returns this many arrivals; their times are ignored.
     """
     size = worker.engine.config.max_batch_size
     upcoming = enumerate(itertools.cycle(traffic(4 * size)))
@@ -182,15 +159,10 @@ def capacity(worker: Worker, traffic: Callable[[int], Sequence[Arrival]]) -> flo
 
 
 class DriveResult(NamedTuple):
-    """The results of one worker.
+    """The results of one worker."""
 
-    Attributes:
-        finished: The last output of each request.
-        in_bound: Whether no request waited longer than the waiting bound.
-    """
-
-    finished: Sequence[RequestOutput]
-    in_bound: bool
+    finished: Sequence[RequestOutput]  # the last output of each request
+    in_bound: bool  # whether no request waited longer than the waiting bound
 
 
 class _DriveProgress:
@@ -229,11 +201,7 @@ class _DriveProgress:
 
 
 def drive(workers: Mapping[str, Worker], arrivals: Sequence[Arrival]) -> dict[str, DriveResult]:
-    """Run all workers through the same arrivals, the one with the earliest clock first.
-
-    Returns:
-        The workers' results, by name.
-    """
+    """Run all workers through the same arrivals, the one with the earliest clock first."""
     drives = {name: _DriveProgress(worker, arrivals) for name, worker in workers.items()}
     while left := [each for each in drives.values() if each.under_way]:
         min(left, key=lambda each: each.elapsed_s).step()

@@ -128,17 +128,7 @@ class _QuestionEngine:
         num_before: int = 8,
         question: int = _QUESTION,
     ) -> None:
-        """Load the model and the adapters.
-
-        Args:
-            config: The model's shapes.
-            prefix_cache: Whether KV is shared.
-            adapters: Folders by name; question n is for the n-th one. Without adapters the base model answers.
-            begin: The first tokens of each question.
-            side: Patches per side of a picture.
-            num_before: Words before the picture.
-            question: Tokens of a question, `begin` included.
-        """
+        """Load the model and the adapters."""
         settings = EngineConfig(
             model="dummy", arena_bytes=2**30, max_batch_size=16, max_step_tokens=512, prefix_cache=prefix_cache
         )

@@ -204,13 +204,7 @@ async def _run_clients(server: ServerProcess, seconds: float, num_phases: int) -
 
 
 async def run_until(work: Sequence[Coroutine[Any, Any, None]], deadline: float, soak: SoakResult) -> None:
-    """Run all coroutines concurrently.
-
-    Args:
-        work: The coroutines. The first error of any of them is raised immediately.
-        deadline: Time of the loop's clock at which unfinished ones are cancelled.
-        soak: Receives the number of cancelled ones.
-    """
+    """Run all coroutines concurrently."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         async with asyncio.timeout_at(deadline):
@@ -238,21 +232,13 @@ def _body(model: str, question: str, tokens: int = _ANSWER_TOKENS) -> dict[str, 
 
 
 async def _answer(web: HttpConnection, model: str, question: str) -> str:
-    """The text of a complete streamed answer.
-
-    Raises:
-        ValueError: The answer is incomplete.
-    """
+    """The text of a complete streamed answer."""
     async with asyncio.timeout(_ANSWER_S):
         return complete_text(*await web.post(_PATH, _body(model, question)))
 
 
 def complete_text(status: int, body: bytes) -> str:
-    """The text of the events of a streamed answer.
-
-    Raises:
-        ValueError: Events are missing or duplicate.
-    """
+    """The text of the events of a streamed answer."""
     text, num_tokens, finished, ids = "", 0, 0, set()
     if status != 200:
         raise ValueError(f"status {status}: {body[:200]!r}")

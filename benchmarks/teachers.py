@@ -69,11 +69,7 @@ _TIMES = "times"
 
 
 def cases(quick: bool) -> dict[str, tuple[str, int, bool]]:
-    """Method and seed; then times, which are of this commit and this machine. quick: one seed, few samples and steps.
-
-    Raises:
-        BadConfig: onnxruntime is not installed.
-    """
+    """Method and seed; then times, of this commit and this machine. quick: one seed, few samples and steps."""
     try:
         import onnxruntime  # noqa: F401
     except ImportError as error:

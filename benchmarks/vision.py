@@ -38,17 +38,11 @@ class _TimedStep(NamedTuple):
 
 
 class _DecodeTimes(NamedTuple):
-    """Times of decode steps without and with concurrent encoding of pictures.
+    """Times of decode steps without and with concurrent encoding of pictures."""
 
-    Attributes:
-        plain: Seconds of each step without encoding.
-        beside: Seconds of each step with encoding.
-        total_s: Seconds from the pictures' arrival to the last answer.
-    """
-
-    plain: list[float]
-    beside: list[float]
-    total_s: float
+    plain: list[float]  # seconds of each step without encoding
+    beside: list[float]  # seconds of each step with encoding
+    total_s: float  # seconds from the pictures' arrival to the last answer
 
 
 def measure(quick: bool) -> Measured:

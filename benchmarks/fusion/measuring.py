@@ -101,9 +101,6 @@ def score_small_model(splits: Splits, metric: str, epochs: int = 12) -> SmallSco
     """Train a small network from scratch on a domain's training part and score it.
 
     It sees all frames of a sample at once. For tasks in words it chooses among the answers in the training part.
-
-    Args:
-        metric: the domain's metric, of `heads` or an exact match.
     """
     labels = splits.labels or tuple(sorted({str(sample.target) for sample in splits.train}))
     targets = _numbers(splits.train, labels) if not splits.labels else [sample.target for sample in splits.train]

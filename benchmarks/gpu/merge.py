@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +16,7 @@ from atmm.fp8 import CAPABILITY, Fp8
 from atmm.quantized import Allocate, quantized_empty
 from benchmarks.merge import MergeableModel, drift_in_place
 from vlora.bench.gpu import models
-from vlora.bench.gpu.context import Context
-from vlora.bench.gpu.timing import copy_speed, device_seconds, repeats
+from vlora.bench.gpu.context import Context, copy_speed, device_seconds, elapsed, repeats
 from vlora.bench.report import Goal
 from vlora.lora.merge import merge_runs
 from vlora.lora.merge_in_place import MAX_DRIFT
@@ -88,15 +86,15 @@ def _switcher(context: Context, model: MergeableModel, eight_bits: Allocate | No
 
 def _switches(context: Context, switcher: ShadowSwitcher, keys: Sequence[str]) -> dict[str, float]:
     """Merge two adapters by turns. Times include the device."""
-    first = _seconds(context, lambda: switcher.switch(keys[1]))
+    first = elapsed(lambda: switcher.switch(keys[1]), context)
     merges: list[float] = []
     backs: list[float] = []
     again: list[float] = []
     for turn in range(repeats(context)):
         before, following = keys[1 - turn % 2], keys[turn % 2]
-        backs.append(_seconds(context, lambda: switcher.switch(None)))
-        again.append(_seconds(context, functools.partial(switcher.switch, before)))
-        merges.append(_seconds(context, functools.partial(switcher.switch, following)))
+        backs.append(elapsed(lambda: switcher.switch(None), context))
+        again.append(elapsed(functools.partial(switcher.switch, before), context))
+        merges.append(elapsed(functools.partial(switcher.switch, following), context))
     switcher.switch(None)
     return {
         "first ms": 1e3 * first,
@@ -109,14 +107,6 @@ def _switches(context: Context, switcher: ShadowSwitcher, keys: Sequence[str]) -
 def _against_copy(row: dict[str, float], model: MergeableModel, bytes_per_s: float) -> dict[str, float]:
     copy_ms = 1e3 * 2 * model.slabs.num_bytes / bytes_per_s
     return {**row, "copy ms": copy_ms, "merge / copy": row["merge ms"] / copy_ms}
-
-
-def _seconds(context: Context, call: Callable[[], object]) -> float:
-    context.synchronize()
-    started = time.perf_counter()
-    call()
-    context.synchronize()
-    return time.perf_counter() - started
 
 
 def _baddbmm(model: MergeableModel, key: str) -> Callable[[], None]:

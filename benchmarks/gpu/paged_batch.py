@@ -78,14 +78,7 @@ class PagedBatch:
         self._modules: list[Any] = [SimpleNamespace(layer_idx=layer) for layer in range(num_layers)]
 
     def attend(self, layer: int = 0) -> Tensor:
-        """Write the batch's KV and attend.
-
-        Args:
-            layer: Index of the layer.
-
-        Returns:
-            The results, [tokens, heads, head_dim].
-        """
+        """Write the batch's KV and attend."""
         out, _ = paged_attention(self._modules[layer], self.q, self.k, self.v, None, vlora_step=self._step)
         return out[0]
 

@@ -14,8 +14,7 @@ import torch
 
 from vlora.bench.dummy import dummy_picture
 from vlora.bench.gpu import models
-from vlora.bench.gpu.context import Context
-from vlora.bench.gpu.timing import host_seconds, repeats
+from vlora.bench.gpu.context import Context, host_seconds, repeats
 from vlora.bench.report import Goal
 from vlora.bench.timed_engine import FixedModePolicy, TimedEngine
 from vlora.models.vision.encoder import VisionTask
@@ -131,10 +130,6 @@ def prefill_flops(text_config: Any, num_tokens: int) -> int:
     """Floating-point operations of one prompt, up to the output of its last token, in any number of chunks.
 
     The last layer computes keys and values of all tokens, and the rest for the last token only.
-
-    Args:
-        text_config: Of the language model of a Qwen2-VL.
-        num_tokens: Tokens of the prompt.
     """
     hidden, inner = text_config.hidden_size, text_config.intermediate_size
     heads, layers = text_config.num_attention_heads, text_config.num_hidden_layers

@@ -17,19 +17,12 @@ _ROWS = 25
 
 
 class Profile(NamedTuple):
-    """One call.
+    """One call."""
 
-    Attributes:
-        launches: Kernels; on a CPU, where there are none, operators.
-        copies: Copies and fills of device memory; none on a CPU.
-        busy_s: Seconds with a kernel or a copy, or with several at once.
-        top: The most expensive kernels or operators: name, count, and microseconds of all calls.
-    """
-
-    launches: int
-    copies: int
-    busy_s: float
-    top: list[dict[str, Any]]
+    launches: int  # kernels; on a CPU, where there are none, operators
+    copies: int  # copies and fills of device memory; none on a CPU
+    busy_s: float  # seconds with a kernel or a copy, or with several at once
+    top: list[dict[str, Any]]  # the most expensive kernels or operators: name, count, and microseconds of all calls
 
 
 def profiled(context: Context, call: Callable[[], object]) -> Profile:

@@ -181,11 +181,7 @@ def _while_all_decode(run: LoadRun) -> tuple[float, float]:
 
 
 def _peer(context: Context, load: Load) -> LoadRun:
-    """Serve the burst's requests in batches, after a short warm-up.
-
-    Raises:
-        TimeoutError: It cannot end in time.
-    """
+    """Serve the burst's requests in batches, after a short warm-up."""
     model = models.built(context)
     model.generation_config.eos_token_id = None
     baseline = Baseline.random(model, load.adapters, _RANK)

@@ -17,8 +17,7 @@ import torch
 from atmm import fp8
 from benchmarks.gpu.profiling import memory_gib, profiled
 from vlora.bench.gpu import models
-from vlora.bench.gpu.context import Context
-from vlora.bench.gpu.timing import copy_speed, launch_seconds, loop_seconds
+from vlora.bench.gpu.context import Context, copy_speed, launch_seconds, loop_seconds
 from vlora.bench.report import Goal
 from vlora.bench.timed_engine import FixedModePolicy, Step
 from vlora.config import Quantize
@@ -156,13 +155,7 @@ def _rank_sum(adapters: set[str | None]) -> int:
 
 
 def goals_of(rows: Sequence[dict[str, Any]], capture_s: float | None) -> list[Goal]:
-    """The goals of the rows of a 7B model on a GPU.
-
-    Args:
-        rows: As `run` returns them.
-        capture_s: Seconds of the capture. None if no graph was captured; then a goal fails, and the others are those of
-            steps without graphs.
-    """
+    """The goals of the rows of a 7B model on a GPU."""
     captured = capture_s is not None
     rows = [row for row in rows if row["graph"] == captured]
     at = {row["kind"]: row for row in rows if row["batch"] == _GOAL_BATCH}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.split.processes import Process, run_together, running
 from benchmarks.split.rows import TRAIN, Size, row
 from vlora.bench.report import Goal
+from vlora.bench.timing import by_turns
 
 MEMORY, TRAINING, SERVING = (
     "memory of serving and a base for clients",
@@ -77,7 +79,8 @@ def _training(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
             cpu_s = executors[way].cpu_s() - before + answer["cpu_s"]
             return 1e3 * cpu_s / answer["tokens"], 1e3 * answer["wall_s"] / 2
 
-        times = _by_turns({way: _call(step, way, worker) for way, worker in zip(executors, workers, strict=True)}, size)
+        calls = {way: functools.partial(step, way, worker) for way, worker in zip(executors, workers, strict=True)}
+        times = by_turns(calls, size.rounds)
     return [
         row(
             TRAINING,
@@ -91,21 +94,6 @@ def _training(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
         )
         for way, values in times.items()
     ]
-
-
-def _call(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-    return lambda: function(*arguments)
-
-
-def _by_turns(ways: dict[str, Callable[[], Any]], size: Size) -> dict[str, list[Any]]:
-    """Results of each way in each round; a round before them does not count."""
-    found: dict[str, list[Any]] = {way: [] for way in ways}
-    for turn in range(size.rounds + 1):
-        for way, call in ways.items():
-            result = call()
-            if turn:
-                found[way].append(result)
-    return found
 
 
 def _serving(checkpoint: Path, size: Size) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ import argparse
 import itertools
 import json
 import queue
-import random
 import sys
 import threading
 import time
@@ -24,11 +23,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.training import request
 from vlora.config import EngineConfig, ServedBase
 from vlora.engine import Engine
-from vlora.types import Request, SamplingParams
-
-PROMPT, ANSWER = 32, 16  # tokens of a request
 
 
 class EngineClock:
@@ -97,7 +94,7 @@ class Server:
 
     def _serve(self, times: Sequence[float]) -> dict[str, Any]:
         began = self._clock()
-        due = deque((began + each, _request(number)) for number, each in enumerate(times))
+        due = deque((began + each, request(number)) for number, each in enumerate(times))
         arrived: dict[str, tuple[float, float, float]] = {}  # on the engine's clock, in wall time, and time of products
         latencies: list[tuple[float, float, float]] = []
         promise = self._engine.parts.trainings.promise
@@ -114,12 +111,6 @@ class Server:
             else:
                 self._idle(due[0][0] - self._clock())
         return {"latencies_s": latencies, "seconds": self._clock() - began}
-
-
-def _request(number: int) -> Request:
-    ids = tuple(random.Random(number).choices(range(5, 8000), k=PROMPT))
-    sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
-    return Request(request_id=f"r{number}", prompt_ids=ids, sampling=sampling)
 
 
 def main() -> None:

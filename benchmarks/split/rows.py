@@ -15,24 +15,15 @@ TRAIN = {"do": "train", "steps": 1, "rows": 2, "length": 64}
 
 
 class Mix(NamedTuple):
-    """Extent of the measurement of decoding beside training.
+    """Extent of the measurement of decoding beside training."""
 
-    Attributes:
-        layers: Of the model.
-        inference: Clients without training. training: of them are replaced by trainings.
-        prompt: Tokens of a prompt, and of a row of a training step.
-        answer: Tokens of an answer.
-        requests: Of each inference client in a window.
-        rounds: Windows of each way.
-    """
-
-    layers: int
-    inference: int
+    layers: int  # of the model
+    inference: int  # clients without training. training: of them are replaced by trainings
     training: int
-    prompt: int
-    answer: int
-    requests: int
-    rounds: int
+    prompt: int  # tokens of a prompt, and of a row of a training step
+    answer: int  # tokens of an answer
+    requests: int  # of each inference client in a window
+    rounds: int  # windows of each way
 
 
 class Size(NamedTuple):

@@ -24,6 +24,7 @@ from benchmarks.split.rows import FULL, QUICK, TRAIN, Size, row, write_checkpoin
 from vlora.bench.harness import Bench, Measured, Results
 from vlora.bench.plots import Plot
 from vlora.bench.report import Goal
+from vlora.bench.timing import by_turns
 
 WAYS = {
     "executor and clients, float32": ("float32", True),
@@ -145,12 +146,7 @@ def speed(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
 
 def _compared(what: str, ways: dict[str, Callable[[], float]], rounds: int) -> list[dict[str, Any]]:
     """Milliseconds of each way, and the median of the ratios to the first, by turns; one round does not count."""
-    found: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(rounds + 1):
-        for way, call in ways.items():
-            measured = call()
-            if turn:
-                found[way].append(measured)
+    found = by_turns(ways, rounds)
     first = next(iter(found.values()))
     return [
         row(

@@ -20,11 +20,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.streams.cameras import HEAD, Kind, Observed, Trial, adapter_name, observe, write_adapters
+from benchmarks.streams.cameras import Kind, Observed, Trial, adapter_name, observe, write_adapters
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.plots import Plot
 from vlora.bench.report import Goal
-from vlora.bench.serve.server_process import ServerProcess, launched_server
+from vlora.bench.serve.server_process import HEAD, ServerProcess, launched_server
 from vlora.client import AsyncClient
 from vlora.engine.host_resources import default_threads
 
@@ -33,30 +33,16 @@ _STEP = 1.25
 
 
 class Capacity(NamedTuple):
-    """The result of a search.
+    """The result of a search."""
 
-    Attributes:
-        cameras: The largest number that passed; 0 if one camera did not.
-        passed: Observations of these; None if `cameras` is 0.
-        above: The smallest number that did not pass; None if the largest possible number passed.
-        refused: Observations of that number.
-    """
-
-    cameras: int
-    passed: Observed | None
-    above: int | None
-    refused: Observed | None
+    cameras: int  # the largest number that passed; 0 if one camera did not
+    passed: Observed | None  # observations of these; None if `cameras` is 0
+    above: int | None  # the smallest number that did not pass; None if the largest possible number passed
+    refused: Observed | None  # observations of that number
 
 
 async def largest(attempt: Callable[[int], Awaitable[Observed]], fps: float, guess: int, most: int) -> Capacity:
-    """Find the largest number of cameras without a miss: from a guess in growing steps to a bracket, then by bisection.
-
-    Args:
-        attempt: Runs a number of cameras.
-        fps: Frames per second of each camera.
-        guess: The number to begin with.
-        most: The number at which the search ends.
-    """
+    """The largest number of cameras without a miss: from a guess in growing steps to a bracket, then by bisection."""
     low, high = 0, most + 1
     passed: Observed | None = None
     refused: Observed | None = None
@@ -142,12 +128,7 @@ def _serve(adapters: str, threads: int) -> list[str]:
 async def measure(
     server: ServerProcess, threads: int, quick: bool, totals: Observed, draws: Iterator[int]
 ) -> list[dict[str, Any]]:
-    """The rows of one number of threads.
-
-    Args:
-        totals: Receives the counts of all trials.
-        draws: Seeds of the frames.
-    """
+    """The rows of one number of threads."""
     rows = []
     async with AsyncClient(port=server.rpyc_port, timeout_s=60.0) as client:
         for tasks in _TASKS_QUICK if quick else TASKS:

@@ -8,28 +8,20 @@ import io
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-import torch
-from peft import LoraConfig, get_peft_model
 from PIL import Image
 
 from fusion.embedded import checkpoint_path
-from heads import HeadSpec, TaskHead, save_heads
 from vlora.bench.serve.measurements import percentile
+from vlora.bench.serve.server_process import write_embedded_adapter
 from vlora.client import AsyncClient, AsyncFrameStream
-from vlora.config import EngineConfig
 from vlora.errors import VLoraError
 from vlora.models import InputProcessor
-from vlora.models.loading import load_model
 
 Kind = Literal["ordinary", "activated"]
 
-NUM_ADAPTERS = 4
-HEAD = "kind"
-RANK = 8
-QUESTION = "what shape is shown ?"
 _INVOCATION = "what shape"  # the first words of the question: everything before it is shared
 
 
@@ -37,34 +29,14 @@ def adapter_name(kind: Kind, number: int) -> str:
     return f"{kind}-{number}"
 
 
-def write_adapters(folder: Path) -> None:
-    """Write `NUM_ADAPTERS` adapters of each kind with random factors, on every linear layer of the language model."""
+def write_adapters(folder: Path, number: int = 4) -> None:
+    """Write adapters of each kind with random factors, on every linear layer of the language model."""
     warnings.simplefilter("ignore")  # deprecation notes of third-party libraries
-    invocation = tuple(InputProcessor.from_pretrained(checkpoint_path()).tokenizer.encode(_INVOCATION))
-    for number in range(NUM_ADAPTERS):
-        for kind in ("ordinary", "activated"):
-            torch.manual_seed(number)
-            model = load_model(EngineConfig(model=str(checkpoint_path()), dtype="float32"))
-            config = LoraConfig(
-                r=RANK,
-                lora_alpha=RANK,
-                target_modules=r".*language_model.*\.(q|k|v|o|gate|up|down)_proj",
-                init_lora_weights=False,
-                task_type="CAUSAL_LM",
-                alora_invocation_tokens=[*invocation] if kind == "activated" else None,
-            )
-            path = folder / f"{kind}-{number}"
-            get_peft_model(model, config).save_pretrained(str(path))
-            hidden = model.config.text_config.hidden_size
-            spec = HeadSpec(
-                name=HEAD,
-                task="classification",
-                labels=("disc", "board", "rings"),
-                prompt=QUESTION,
-                num_frames=1,
-                hidden_size=hidden,
-            )
-            save_heads(path, {HEAD: TaskHead(spec, torch.randn(3, hidden), torch.zeros(3))})
+    invocation = InputProcessor.from_pretrained(checkpoint_path()).tokenizer.encode(_INVOCATION)
+    random: dict[str, Any] = {"init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    for place in range(number):
+        write_embedded_adapter(folder / f"ordinary-{place}", place, **random)
+        write_embedded_adapter(folder / f"activated-{place}", place, **random, alora_invocation_tokens=[*invocation])
 
 
 _WIDTH, _HEIGHT = 320, 240
@@ -74,19 +46,12 @@ _ANSWER_S, _ANSWER_DEADLINES = 2.0, 4  # to wait for the last results of a trial
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """Cameras of one trial.
+    """Cameras of one trial."""
 
-    Attributes:
-        cameras: Number of cameras.
-        fps: Frames per second of each.
-        frames: Frames that each sends.
-        heads: Adapter and head of each task.
-    """
-
-    cameras: int
-    fps: float
-    frames: int
-    heads: tuple[tuple[str, str], ...]
+    cameras: int  # number of cameras
+    fps: float  # frames per second of each
+    frames: int  # frames that each sends
+    heads: tuple[tuple[str, str], ...]  # adapter and head of each task
 
 
 @dataclasses.dataclass
@@ -136,12 +101,7 @@ class Observed:
 
 
 async def observe(client: AsyncClient, trial: Trial, draws: Iterator[int], patience_s: float | None = None) -> Observed:
-    """Run a trial. Frames of a camera are sent at equal distances, and those of all cameras in turn.
-
-    Args:
-        draws: Seeds. No two frames of the bench are equal: the server would not compute the second one.
-        patience_s: How long to wait for results after the last frame; None for some deadlines.
-    """
+    """Run a trial. Frames of a camera are sent at equal distances, and those of all cameras in turn."""
     pictures = [
         [_picture(camera, number, next(draws)) for number in range(trial.frames)] for camera in range(trial.cameras)
     ]
@@ -208,12 +168,7 @@ async def _watch(
 
 
 def num_lost(numbers: Sequence[int], expected: int) -> int:
-    """Frames without exactly one result in order, and results of no frame.
-
-    Args:
-        numbers: Of the results, in the order of their arrival.
-        expected: Number of frames, which are numbered from 0.
-    """
+    """Frames without exactly one result in order, and results of no frame."""
     right = sum(got == number for got, number in zip(numbers, range(expected), strict=False))
     return expected - right + max(0, len(numbers) - expected)
 

@@ -71,11 +71,7 @@ BENCH = Bench(name="costs", cases=cases, measure=measure, goals=goals, options=f
 
 
 def measure_costs(quick: bool, model: str, device: str) -> Fit:
-    """Fit the costs of a model's steps.
-
-    Raises:
-        BadConfig: The model is unknown, or the device is not available.
-    """
+    """Fit the costs of a model's steps."""
     return fit(model_named(model), device_of(EngineConfig(model=model, device=device), 0), 1 if quick else 3)
 
 
@@ -128,19 +124,12 @@ class StepSample(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Fitted costs, and the samples they are fitted to.
+    """Fitted costs, and the samples they are fitted to."""
 
-    Attributes:
-        costs: Of a step.
-        load_s: Seconds to load one adapter into memory.
-        error: Median of |predicted / measured - 1| over the samples.
-        samples: The measured steps.
-    """
-
-    costs: Costs
-    load_s: float
-    error: float
-    samples: tuple[StepSample, ...]
+    costs: Costs  # of a step
+    load_s: float  # seconds to load one adapter into memory
+    error: float  # median of |predicted / measured - 1| over the samples
+    samples: tuple[StepSample, ...]  # the measured steps
 
 
 def fit(
@@ -154,13 +143,6 @@ def fit(
 
     Every kind of step that a policy may choose is included: over W0 and over merged weights without a lane, unmerged
     with distinct and with shared adapters, mixed; prefill, decode, and prefill that joins running decodes.
-
-    Args:
-        model: The model.
-        device: The device to measure; a CPU computes with torch's current number of threads.
-        decode_steps: Decode steps of each batch.
-        batches: Requests of each batch, and prompt tokens of each.
-        sides: Patches per side of the pictures.
     """
     with tempfile.TemporaryDirectory() as folder:
         timer = _StepTimer(model, device, Path(folder), max(batches)[0])
@@ -227,14 +209,7 @@ class _StepTimer:
     """An engine that times individual steps."""
 
     def __init__(self, model: BenchModel, device: torch.device, folder: Path, max_requests: int) -> None:
-        """Build the engine and load its adapters.
-
-        Args:
-            model: The model.
-            device: The device to measure.
-            folder: Storage for adapters, which are read from it here.
-            max_requests: Requests of the largest batch.
-        """
+        """Build the engine and load its adapters."""
         self._config = model.config()
         built = dummy_model(self._config, "bfloat16", device, seed=0)
         settings = EngineConfig(
@@ -258,15 +233,8 @@ class _StepTimer:
     def steps(
         self, adapters: Sequence[str | None], prompt: int, num_decode: int, *, merging: bool, joining: int = 0
     ) -> list[StepSample]:
-        """Run a request for each adapter: one step with their prompts, then decode steps.
-
-        Args:
-            adapters: Of the requests; None for the base model.
-            prompt: Tokens of each prompt.
-            num_decode: Number of decode steps.
-            merging: Whether the first request's adapter is merged.
-            joining: Tokens of one more prompt like the last one, computed in a step of its own together with all
-                decoding requests; 0 for none.
+        """Run a request for each adapter: one step with their prompts, then decode steps; with `joining`, one
+        more prompt of that many tokens, computed in a step of its own with all decoding requests.
         """
         self._policy.merging = merging
         num_steps = 1 + num_decode + (joining > 0)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, Qwen2VLConfig
 
+from heads import HeadSpec, TaskHead, save_heads
 from vlora.errors import BadConfig
 from vlora.models.families import encode_patches, family_of, placeholder_count
 from vlora.models.processing import vision_input
@@ -26,18 +27,12 @@ _LAYERS = 24
 
 
 class _Tower(NamedTuple):
-    """Sizes of a vision tower.
+    """Sizes of a vision tower."""
 
-    Attributes:
-        depth: Number of blocks.
-        embed_dim: Width of a block.
-        mlp_ratio: Width of a block's MLP relative to `embed_dim`.
-    """
-
-    depth: int
-    embed_dim: int
+    depth: int  # number of blocks
+    embed_dim: int  # width of a block
     num_heads: int
-    mlp_ratio: int = 4
+    mlp_ratio: int = 4  # width of a block's MLP relative to `embed_dim`
 
 
 _QWEN_TOWER = _Tower(depth=32, embed_dim=1280, num_heads=16)
@@ -246,6 +241,26 @@ def write_adapter(
     return str(folder)
 
 
+def write_head(folder: Path | str, name: str, hidden_size: int, labels: Sequence[str], task: str, prompt: str) -> None:
+    """Add a random head of one frame to an adapter's folder."""
+    spec = HeadSpec(name=name, task=task, labels=tuple(labels), prompt=prompt, num_frames=1, hidden_size=hidden_size)
+    weight = torch.randn(len(labels), hidden_size, generator=torch.Generator().manual_seed(0)) * 0.02
+    save_heads(str(folder), {name: TaskHead(spec, weight, torch.zeros(len(labels)))})
+
+
+def random_peft(model: Any, rank: int, num_adapters: int = 1) -> Any:
+    """The model, which gets random adapters of PEFT, "a0", "a1", ..., on all linear layers of its language model."""
+    from peft import LoraConfig, get_peft_model  # only comparisons need it
+
+    kinds = sorted({name.rpartition(".")[2] for name in language_shapes(model)})
+    targets = rf".*language_model.*\.({'|'.join(kinds)})"
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, init_lora_weights=False)
+    peft: Any = get_peft_model(model, config, adapter_name="a0")
+    for number in range(1, num_adapters):
+        peft.add_adapter(f"a{number}", config)
+    return peft.to(next(model.parameters()).dtype).eval()
+
+
 def language_shapes(model: Any) -> dict[str, tuple[int, int]]:
     """Shapes [out, in] of all linear layers of the language model, by name."""
     return {
@@ -256,19 +271,12 @@ def language_shapes(model: Any) -> dict[str, tuple[int, int]]:
 
 
 class BenchModel(NamedTuple):
-    """A model to measure.
+    """A model to measure."""
 
-    Attributes:
-        name: Its name on the command line.
-        config: Creates its config.
-        arena_bytes: One half holds eight adapters of rank 64, the other half the KV of 128 short requests.
-        all_policies: Whether a machine has memory for an engine of every policy at once.
-    """
-
-    name: str
-    config: Callable[[], Any]
-    arena_bytes: int
-    all_policies: bool = False
+    name: str  # its name on the command line
+    config: Callable[[], Any]  # creates its config
+    arena_bytes: int  # one half holds eight adapters of rank 64, the other half the KV of 128 short requests
+    all_policies: bool = False  # whether a machine has memory for an engine of every policy at once
 
 
 def _qwen2_vl_7b() -> Qwen2VLConfig:

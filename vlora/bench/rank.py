@@ -41,64 +41,39 @@ Ledger = dict[tuple[str, Cause], Entry]
 
 @dataclasses.dataclass(frozen=True)
 class RankAdapter:
-    """One adapter to load.
+    """One adapter to load."""
 
-    Attributes:
-        path: Its folder.
-        sharding: The layout of its factors on ranks, if they are dense.
-    """
-
-    path: str
-    sharding: ShardingKind
+    path: str  # its folder
+    sharding: ShardingKind  # the layout of its factors on ranks, if they are dense
 
 
 @dataclasses.dataclass(frozen=True)
 class StepCell:
-    """Steps to compare.
+    """Steps to compare."""
 
-    Attributes:
-        phase: decode or prefill.
-        batch: Number of decoding requests.
-        num_tokens: Tokens of the one prompt of a prefill.
-        latency_s: Delay added to every collective of the forward.
-        adapters: The adapters to compare; None for steps without one.
-        rounds: Number of rounds.
-    """
-
-    phase: str
-    batch: int
-    num_tokens: int
-    latency_s: float
-    adapters: tuple[str | None, ...]
-    rounds: int
+    phase: str  # decode or prefill
+    batch: int  # number of decoding requests
+    num_tokens: int  # tokens of the one prompt of a prefill
+    latency_s: float  # delay added to every collective of the forward
+    adapters: tuple[str | None, ...]  # the adapters to compare; None for steps without one
+    rounds: int  # number of rounds
 
 
 @dataclasses.dataclass(frozen=True)
 class CellTimes:
-    """The times of a cell.
+    """The times of a cell."""
 
-    Attributes:
-        cell: The cell.
-        seconds: Of each adapter's steps, by round.
-    """
-
-    cell: StepCell
-    seconds: Mapping[str | None, Sequence[float]]
+    cell: StepCell  # the cell
+    seconds: Mapping[str | None, Sequence[float]]  # of each adapter's steps, by round
 
 
 @dataclasses.dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank.
+    """Bytes on one rank."""
 
-    Attributes:
-        weights: Of all weights.
-        kv_of_a_token: Rounded up to pages, which is significant for few layers.
-        adapters: Of each adapter.
-    """
-
-    weights: int
-    kv_of_a_token: int
-    adapters: Mapping[str, int]
+    weights: int  # of all weights
+    kv_of_a_token: int  # rounded up to pages, which is significant for few layers
+    adapters: Mapping[str, int]  # of each adapter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,14 +125,7 @@ class Rank:
     """Model, adapters and requests. All ranks construct it at once, and make every call at once."""
 
     def __init__(self, setup: RankSetup, rank: int, ends: RankSockets, store_file: str) -> None:
-        """Load the model and the adapters, and add the requests.
-
-        Args:
-            setup: The settings, equal on all ranks.
-            rank: This rank.
-            ends: As of `ProcessGroup`.
-            store_file: As of `ProcessGroup`.
-        """
+        """Load the model and the adapters, and add the requests."""
         config = setup.config
         set_threads(config)
         use_device(device_of(config, rank))
@@ -184,11 +152,7 @@ class Rank:
         self._tables["prefill"] = self._add("prefill", max(cell.num_tokens for cell in setup.cells))
 
     def _load(self, name: str, adapter: RankAdapter) -> int:
-        """Load an adapter.
-
-        Returns:
-            Its bytes on this rank.
-        """
+        """Load an adapter."""
         hf_model = self._hf_model
         header = read_header(Path(adapter.path), self._pool.sites, hf_model.hidden_size, adapter.sharding)
         host = load_adapter(name, header, hf_model.dtype, lambda _: 1.0)
@@ -199,11 +163,7 @@ class Rank:
         return host.run.nbytes
 
     def _add(self, request_id: str, num_tokens: int) -> tuple[int, ...]:
-        """Add a request with this many tokens.
-
-        Returns:
-            Its block table.
-        """
+        """Add a request with this many tokens."""
         prompt = torch.randint(3, 1000, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         self._runner.add(Request(request_id=request_id, prompt_ids=tuple(prompt), sampling=sampling), None)
@@ -273,10 +233,6 @@ def run_ranks(setup: RankSetup, store_file: str) -> Iterator[Rank]:
     """Run rank 0 in this process and the others in processes of their own until the end of the block.
 
     Call `record_collectives` first, then iterate over `measure`.
-
-    Args:
-        setup: The settings of all ranks.
-        store_file: A new file, for NCCL.
     """
     context = fork_server()
     mine, *theirs = connect(setup.config.tensor_parallel)

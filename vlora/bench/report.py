@@ -39,21 +39,13 @@ class Goal(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The results of a bench.
+    """The results of a bench."""
 
-    Attributes:
-        bench: The bench's name.
-        rows: One mapping per measurement, all with the same keys.
-        goals: The goals, with their values.
-        title: The command, if it is not `vlora bench NAME`.
-        found: Further values for the JSON, by name.
-    """
-
-    bench: str
-    rows: Sequence[Row]
-    goals: Sequence[Goal]
-    title: str | None = None
-    found: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    bench: str  # the bench's name
+    rows: Sequence[Row]  # one mapping per measurement, all with the same keys
+    goals: Sequence[Goal]  # the goals, with their values
+    title: str | None = None  # the command, if it is not `vlora bench NAME`
+    found: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # further values for the JSON, by name
 
     def print(self, *, only_json: bool = False) -> None:
         if not only_json:

@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
 import atmm
 from atmm import matmul
 from atmm.processor import multiplies_bfloat16
-from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
+from vlora.bench.dummy import half_billion_config, language_shapes, random_peft, write_adapter
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
 from vlora.bench.timed_engine import Step, TimedEngine
@@ -317,21 +316,8 @@ def _transformers_step(model: Any, batch: int, context: int, **extra: Any) -> St
 
 def _peft_step(plain: Any, batch: int, rank: int, context: int) -> Step:
     """PEFT's own mixed batch: one adapter per row through `adapter_names`."""
-    targets = sorted({name.rpartition(".")[2] for name in language_shapes(plain)})
-    peft = None
-    for i in range(batch):
-        settings = LoraConfig(r=rank, lora_alpha=rank, target_modules=_language_only(targets), init_lora_weights=False)
-        if peft is None:
-            peft = get_peft_model(plain, settings, adapter_name=f"a{i}")
-        else:
-            peft.add_adapter(f"a{i}", settings)
-    assert peft is not None
-    peft = peft.to(getattr(torch, _DTYPE)).eval()
+    peft = random_peft(plain, rank, batch)
     return _transformers_step(peft, batch, context, adapter_names=[f"a{i}" for i in range(batch)])
-
-
-def _language_only(leaves: Sequence[str]) -> str:
-    return rf".*language_model.*\.({'|'.join(leaves)})"
 
 
 # -- the floor --------------------------------------------------------------------------------------------------------
@@ -374,17 +360,11 @@ class DecodeWork:
 
 
 class FloorTimes(NamedTuple):
-    """Measured times of a step's work, for each round of a comparison.
+    """Measured times of a step's work, for each round of a comparison."""
 
-    Attributes:
-        work: The work that was measured.
-        reading: Seconds to read as many bytes.
-        computing: Seconds of as many operations.
-    """
-
-    work: StepWork
-    reading: Sequence[float]
-    computing: Sequence[float]
+    work: StepWork  # the work that was measured
+    reading: Sequence[float]  # seconds to read as many bytes
+    computing: Sequence[float]  # seconds of as many operations
 
     def floor(self) -> list[float]:
         """Seconds of a step that computes while it reads: the larger of both times."""

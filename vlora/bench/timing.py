@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
 from vlora.engine.host_resources import default_threads
+
+T = TypeVar("T")
 
 
 def work_seconds(device: torch.device) -> Callable[[], float]:
@@ -71,18 +75,41 @@ def interleaved(
     Returns:
         Seconds of each round, by candidate.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    began = clock()
-    for turn in range(warmup + rounds):
-        late = clock() - began > limit_s
-        if late and all(seconds.values()):
-            break
-        for name, call in candidates.items():
+
+    def timed(call: Callable[[], object]) -> Callable[[], float]:
+        def seconds() -> float:
             started = clock()
             call()
+            return clock() - started
+
+        return seconds
+
+    return by_turns({name: timed(call) for name, call in candidates.items()}, rounds, warmup, clock, limit_s)
+
+
+def by_turns(
+    calls: Mapping[str, Callable[[], T]],
+    rounds: int,
+    warmup: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+    limit_s: float = math.inf,
+    *,
+    shuffled: bool = False,
+) -> dict[str, list[T]]:
+    """What each call returns, as in `interleaved`; shuffled: in a new random order each round."""
+    found: dict[str, list[T]] = {name: [] for name in calls}
+    began, order, draw = clock(), list(calls), random.Random(0)
+    for turn in range(warmup + rounds):
+        late = clock() - began > limit_s
+        if late and all(found.values()):
+            break
+        if shuffled:
+            draw.shuffle(order)
+        for name in order:
+            result = calls[name]()
             if late or turn >= warmup:
-                seconds[name].append(clock() - started)
-    return seconds
+                found[name].append(result)
+    return found
 
 
 def median_ms(seconds: Sequence[float]) -> float:

@@ -51,11 +51,7 @@ def cases(quick: bool, latencies_us: Sequence[int] = ()) -> dict[str, tuple[bool
 
 
 def measure(case: tuple[bool, Sequence[int]]) -> Measured:
-    """Compare layouts of adapters on ranks.
-
-    Raises:
-        BadConfig: There are several GPUs, and latencies are given.
-    """
+    """Compare layouts of adapters on ranks."""
     quick, latencies_us = case
     num_gpus = torch.cuda.device_count()
     on_gpu = num_gpus > 1
@@ -215,15 +211,6 @@ def formula(
 
     The base model: two all-reduces per layer. Replicated and block-diagonal adapters: none in addition. S-LoRA's: two
     gathers (of five layers' products) and two all-reduces per layer, for any number of adapters (section 6.2).
-
-    Args:
-        adapters: Of the batch's requests in turn, named KIND-RANK; None for the base model.
-        batch: Number of requests.
-        size: Number of ranks.
-        num_layers: Layers of the language model.
-        hidden: Width of its hidden states.
-        dtype: Of the hidden states.
-        travels: The dtype in which the hidden values x a^T are exchanged.
     """
     values = sum(
         int(name.rpartition("-")[2])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from benchmarks.paper import drawing
 from benchmarks.paper.figure import Code, Found, Panel
@@ -13,31 +13,6 @@ from benchmarks.paper.measuring import Measuring
 from benchmarks.split import mixed, split
 from benchmarks.split.rows import FULL, QUICK, Size
 from vlora.bench.report import Goal
-
-Row = Mapping[str, Any]
-
-
-class Batching(NamedTuple):
-    """A line of table 5. calls: computed together on average."""
-
-    tokens_per_s: float
-    latency_s: float
-    calls: float
-
-
-TABLE_5 = {
-    "no lockstep": Batching(94, 1.02, 1),
-    "lockstep": Batching(88, 1.6, 8),
-    "opportunistic": Batching(103, 0.77, 3.7),
-}
-"""Eight clients that decode with batch sizes from 2 to 256 (section 4.5)."""
-
-TOKEN_S = 1.4
-"""Seconds of a token of inference clients, with and without training clients (section 4.4)."""
-
-_COLORS = ("#1f6f9f", "#8fbcd9", "#2f9e63", "#c8a415")
-_KIND_COLORS = {"decode": "#1f6f9f", "prefill": "#8fbcd9", "train": "#2f9e63"}
-_KIND_NAMES = {"decode": "generation", "prefill": "prefill", "train": "training"}
 
 _SIZE = FULL._replace(clients=(1, 4, 8), rounds=5, mix=FULL.mix._replace(rounds=2))
 """Fewer numbers of clients and rounds than in the bench, so that all figures together take less than two hours."""
@@ -76,7 +51,12 @@ _FITTING = "trainings in the memory of copies, of the copies"
 
 
 def _memory_panels(found: Found) -> list[Panel]:
-    return [lambda axis: _memory(axis, found["rows"])]
+    shown = [row for row in found["rows"] if row["what"] == "memory"]
+    numbers = sorted({row["clients"] for row in shown})
+    series: dict[str, list[float]] = {}
+    for row in shown:
+        series.setdefault(row["way"], []).append(row["all MiB"])
+    return [drawing.bars([str(number) for number in numbers], series, xlabel="trainings", ylabel="MiB (PSS)")]
 
 
 def _memory_here(found: Found) -> dict[str, float | None]:
@@ -94,8 +74,26 @@ def _memory_here(found: Found) -> dict[str, float | None]:
 # -- batching: table 5 ------------------------------------------------------------------------------------------------
 
 
+_TABLE_5 = {
+    "no lockstep": (94, 1.02, 1),
+    "lockstep": (88, 1.6, 8),
+    "opportunistic": (103, 0.77, 3.7),
+}
+"""Tokens a second, latency in seconds, calls computed together on average; eight clients that decode with batch sizes
+from 2 to 256 (section 4.5)."""
+
+
 def _table_panels(found: Found) -> list[Panel]:
-    return [*_table_5(found["rows"])]
+    """The columns of the table, the paper's and ours, the first two relative to no lockstep."""
+    ways, panels = _ways(found, "table 5"), []
+    for place, name in enumerate(("tokens a second", "latency ms", "calls a product")):
+        series = {"the paper": [row[place] for row in _TABLE_5.values()], "here": [ways[way][name] for way in _TABLE_5]}
+        absolute = name == "calls a product"
+        if not absolute:
+            series = {who: [value / values[0] for value in values] for who, values in series.items()}
+        label = "" if absolute else "relative to no lockstep"
+        panels.append(drawing.bars(list(_TABLE_5), series, title=name.removesuffix(" ms"), ylabel=label))
+    return panels
 
 
 def _table_here(found: Found) -> dict[str, float | None]:
@@ -113,12 +111,35 @@ def _table_here(found: Found) -> dict[str, float | None]:
 # -- inference and training: figures 22 and 23 ------------------------------------------------------------------------
 
 
+_TOKEN_S = 1.4
+"""Seconds of a token of inference clients, with and without training clients (section 4.4)."""
+_KINDS = {"decode": ("generation", "#1f6f9f"), "train": ("training", "#2f9e63"), "prefill": ("prefill", "#8fbcd9")}
+
+
+def _throughput(found: Found, way: str) -> Panel:
+    """Tokens a second over time, in one window of a way."""
+
+    def draw(axis: Any) -> None:
+        row = _ways(found, mixed.WHAT)[way]
+        curves = dict(zip(mixed.KINDS, row["curves"], strict=True))
+        order = [kind for kind in _KINDS if any(curves[kind])]
+        names, colors = zip(*(_KINDS[kind] for kind in order), strict=True)
+        times = [mixed.BIN_S * (place + 0.5) for place in range(len(curves["decode"]))]
+        axis.stackplot(times, [curves[kind] for kind in order], colors=colors, labels=names, step="mid")
+        mean = row["tokens a second"]
+        axis.axhline(mean, color="#c0504d", linewidth=1.2, linestyle="--", label=f"all windows: {mean:.0f}")
+        axis.set(xlabel="seconds", ylabel="tokens a second", title=way)
+        axis.legend(fontsize=8)
+
+    return draw
+
+
 def _inference_panels(found: Found) -> list[Panel]:
     row = _ways(found, mixed.WHAT)[mixed.ALL]
     phases = {"inference": [row["prefill"], row["generation"]]}
     groups = ["a client in prefill", "generation only"]
     return [
-        lambda axis: _throughput(axis, found["rows"], mixed.ALL),
+        _throughput(found, mixed.ALL),
         drawing.bars(groups, phases, ylabel="tokens a second", title="phases"),
     ]
 
@@ -132,141 +153,21 @@ _RATIO = "latency of a token, mixed to inference only"
 
 
 def _mix_panels(found: Found) -> list[Panel]:
-    rows = found["rows"]
+    ways = _ways(found, mixed.WHAT)
+    groups = [*map(drawing.wrapped, mixed.WAYS)]
+    latencies = [ways[way]["latency ms"] / 1e3 for way in mixed.WAYS]
+    papers = [_TOKEN_S if way in (mixed.ALL, mixed.MIXED) else None for way in mixed.WAYS]  # none of the others
+    trained = [ways[way]["training"] for way in mixed.WAYS]
+    inferred = [ways[way]["tokens a second"] - part for way, part in zip(mixed.WAYS, trained, strict=True)]
     return [
-        lambda axis: _throughput(axis, rows, mixed.MIXED),
-        lambda axis: _latency(axis, rows),
-        lambda axis: _tokens(axis, rows),
+        _throughput(found, mixed.MIXED),
+        drawing.bars(groups, {"the paper": papers, "here": latencies}, title="latency of a token", ylabel="s"),
+        drawing.bars(groups, {"inference": inferred, "training": trained}, title="tokens a second"),
     ]
 
 
 def _mix_here(found: Found) -> dict[str, float | None]:
     return {_RATIO: _ways(found, mixed.WHAT)[mixed.MIXED]["ratio"]}
-
-
-# -- panels ----------------------------------------------------------------------------------------------------------
-
-
-def _of(rows: Sequence[Row], what: str) -> list[Row]:
-    return [row for row in rows if row["what"].startswith(what)]
-
-
-def _memory(axis: Any, rows: Sequence[Row]) -> None:
-    """Memory of all processes by the number of trainings; the executor's part hatched."""
-    shown = _of(rows, "memory")
-    numbers = sorted({row["clients"] for row in shown})
-    ways = list(dict.fromkeys(row["way"] for row in shown))
-    for place, way in enumerate(ways):
-        of_way = {row["clients"]: row for row in shown if row["way"] == way}
-        at = [number + 0.2 * (place - (len(ways) - 1) / 2) for number in range(len(numbers))]
-        whole = [of_way[number]["all MiB"] for number in numbers]
-        executor = [of_way[number]["executor MiB"] for number in numbers]
-        drawn = axis.bar(at, whole, 0.19, color=_COLORS[place], label=way)
-        axis.bar(at, executor, 0.19, color="none", edgecolor="#333", hatch="///", linewidth=0)
-        axis.bar_label(drawn, [f"{value:,.0f}" for value in whole], fontsize=7, padding=1)
-    axis.bar([0], [0], color="none", edgecolor="#333", hatch="///", linewidth=0, label="of it the executor")
-    axis.set_xticks(range(len(numbers)), [str(number) for number in numbers])
-    axis.set(xlabel="trainings", ylabel="MiB (PSS)")
-    _finish(axis)
-
-
-_COLUMNS = {
-    "tokens a second": ("tokens a second", "tokens_per_s"),
-    "latency (s; here ms)": ("latency ms", "latency_s"),
-    "calls a product": ("calls a product", "calls"),
-}
-"""Columns of table 5: those of a row, and of the paper's."""
-
-
-def _table_5(rows: Sequence[Row]) -> list[Callable[[Any], None]]:
-    """A panel for each column of the table: the paper's values and ours, each relative to no lockstep."""
-    here = {row["way"]: row for row in _of(rows, "table 5")}
-
-    def draw(title: str, column: str, field: str, axis: Any) -> None:
-        absolute = column == "calls a product"
-        ours, papers = [here[way][column] for way in TABLE_5], [getattr(each, field) for each in TABLE_5.values()]
-        for values, color, label, offset in (
-            (papers, drawing.PAPER, "the paper", -0.2),
-            (ours, drawing.HERE, "here", 0.2),
-        ):
-            heights = values if absolute else [value / values[0] for value in values]
-            drawn = axis.bar([place + offset for place in range(3)], heights, 0.38, color=color, label=label)
-            axis.bar_label(drawn, [f"{value:.3g}" for value in values], fontsize=8, padding=1)
-        axis.set_xticks(range(3), list(TABLE_5), fontsize=8)
-        axis.set(title=title, ylabel="" if absolute else "relative to no lockstep")
-        _finish(axis)
-
-    return [functools.partial(draw, title, *names) for title, names in _COLUMNS.items()]
-
-
-def _throughput(axis: Any, rows: Sequence[Row], way: str) -> None:
-    """Tokens a second over time, in one window of a way."""
-    ways = {row["way"]: row for row in _of(rows, mixed.WHAT)}
-    curves = dict(zip(mixed.KINDS, ways[way]["curves"], strict=True))
-    times = [mixed.BIN_S * (place + 0.5) for place in range(len(curves["decode"]))]
-    order = [kind for kind in ("decode", "train", "prefill") if any(curves[kind])]
-    axis.stackplot(
-        times,
-        [curves[kind] for kind in order],
-        colors=[_KIND_COLORS[kind] for kind in order],
-        labels=[_KIND_NAMES[kind] for kind in order],
-        step="mid",
-    )
-    mean = ways[way]["tokens a second"]
-    axis.axhline(mean, color="#c0504d", linewidth=1.2, linestyle="--", label=f"all windows: {mean:.0f}")
-    axis.set(xlabel="seconds", ylabel="tokens a second", title=_clients(ways, way))
-    _finish(axis)
-
-
-def _clients(ways: Mapping[str, Row], way: str) -> str:
-    inference, of_mix = ways[mixed.ALL]["clients"], ways[mixed.FEWER]["clients"]
-    if way == mixed.ALL:
-        return f"{inference} inference clients"
-    return f"{of_mix} inference and {inference - of_mix} training clients"
-
-
-def _latency(axis: Any, rows: Sequence[Row]) -> None:
-    """Latency of a token in each way beside the paper's, relative to inference only."""
-    ways = {row["way"]: row for row in _of(rows, mixed.WHAT)}
-    papers = {0: TOKEN_S, 2: TOKEN_S}  # it has no number of the others
-    ours = {place: ways[way]["latency ms"] / 1e3 for place, way in enumerate(mixed.WAYS)}
-    names = _names(ways)
-    for values, color, label, offset in ((papers, drawing.PAPER, "the paper", -0.2), (ours, drawing.HERE, "here", 0.2)):
-        heights = [value / values[0] for value in values.values()]
-        drawn = axis.bar([place + offset for place in values], heights, 0.38, color=color, label=label)
-        axis.bar_label(drawn, [f"{value:.2g} s" for value in values.values()], fontsize=7)
-    axis.axhline(1.0, color="#888", linewidth=0.8)
-    axis.set(title="latency of a token", ylabel="relative to inference only")
-    axis.set_xticks(range(len(names)), names, fontsize=8)
-    _finish(axis)
-
-
-def _tokens(axis: Any, rows: Sequence[Row]) -> None:
-    """Tokens a second of each way."""
-    ways = {row["way"]: row for row in _of(rows, mixed.WHAT)}
-    names, trained = _names(ways), [ways[way]["training"] for way in mixed.WAYS]
-    whole = [ways[way]["tokens a second"] for way in mixed.WAYS]
-    rest = [each - training for each, training in zip(whole, trained, strict=True)]
-    axis.bar(range(len(names)), rest, 0.6, color=_KIND_COLORS["decode"], label="inference")
-    drawn = axis.bar(range(len(names)), trained, 0.6, bottom=rest, color=_KIND_COLORS["train"], label="training")
-    axis.bar_label(drawn, [f"{value:.0f}" for value in whole], fontsize=7)
-    axis.set(title="tokens a second", xlabel="clients: inference + training")
-    axis.set_xticks(range(len(names)), names, fontsize=8)
-    _finish(axis)
-
-
-def _names(ways: Mapping[str, Row]) -> list[str]:
-    """The ways by their numbers of clients."""
-    inference, of_mix = ways[mixed.ALL]["clients"], ways[mixed.FEWER]["clients"]
-    mixture = f"{of_mix} + {inference - of_mix}"
-    return [str(inference), str(of_mix), mixture, f"{mixture},\nwhole calls"]
-
-
-def _finish(axis: Any) -> None:
-    axis.grid(alpha=0.3, axis="y")
-    axis.set_axisbelow(True)
-    axis.margins(y=0.18)
-    axis.legend(fontsize=8)
 
 
 CODE = {

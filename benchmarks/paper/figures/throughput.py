@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 
 from benchmarks.paper import drawing
 from benchmarks.paper.figure import Code, Found, Panel
 from benchmarks.paper.figures.punica_operator import segments
 from benchmarks.paper.measured.engine_steps import adapter_folders, engine_in_mode
 from benchmarks.paper.measuring import LIMIT_S, QUICK_MODEL, Measuring, Setting
-from vlora.bench.dummy import language_shapes, write_adapter
+from vlora.bench.dummy import language_shapes, random_peft, write_adapter
 from vlora.bench.report import Goal
 from vlora.bench.timing import interleaved, median_ms, work_seconds
 from vlora.config import EngineConfig
@@ -80,14 +79,7 @@ def peft_rate(setting: Setting, requests: Sequence[int], rank: int) -> float:
     batch, and a batch ends with its last token (S-LoRA 7.1; Punica 7 without the cost of switching).
     """
     model = dummy_model(setting.model.config(), setting.baseline_dtype, setting.device, seed=0)
-    kinds = sorted({name.rpartition(".")[2] for name in language_shapes(model)})
-    adapted = LoraConfig(
-        r=rank, lora_alpha=rank, target_modules=rf".*language_model.*\.({'|'.join(kinds)})", init_lora_weights=False
-    )
-    peft: Any = get_peft_model(model, adapted, adapter_name="a0")  # type: ignore[arg-type]
-    for adapter in sorted(set(requests) - {0}):
-        peft.add_adapter(f"a{adapter}", adapted)
-    peft = peft.to(getattr(torch, setting.baseline_dtype)).eval()
+    peft = random_peft(model, rank, max(requests) + 1)
     clock = work_seconds(setting.device)
     _answer(peft, 1)
     queue = list(requests)

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.adapters import base_of, cut, plan_of, trainer_of
 from benchmarks.paper import drawing
 from benchmarks.paper.figure import Code, Found, Panel
 from benchmarks.paper.measuring import Measuring
 from benchmarks.rivals import RIVALS, SmallModel, export
 from fusion.data.samples import Splits
-from fusion.embedded import checkpoint_path
-from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
+from fusion.plan.schema import LoraPlan
 from fusion.synthetic.sources import load_source
 from fusion.teachers.built_in import TEACHERS
-from fusion.training.domain import Domain
-from fusion.training.frozen_base import FrozenBase
 from fusion.training.objectives import objective_of
 from fusion.training.trainer import LoraTrainer
 from fusion.training.zero_shot import score_before_training
 from vlora.bench.report import Goal
-from vlora.config import EngineConfig
-from vlora.models import InputProcessor
-from vlora.models.loading import load_model
 
 _QUESTIONS = {
     "sklearn-digits": "what digit is shown ?",
@@ -58,33 +51,16 @@ _FAMILIES = {
 }
 
 
-def _base() -> FrozenBase:
-    warnings.simplefilter("ignore")  # deprecation notes of third-party libraries
-    path = checkpoint_path()
-    return FrozenBase(load_model(EngineConfig(model=path, dtype="float32")), InputProcessor.from_pretrained(path))
-
-
-def _plan(sources: Sequence[str], steps: int, batch_size: int = 32) -> Plan:
-    return Plan(
-        lora=LoraPlan(rank=8, alpha=16),
-        training=TrainingPlan(steps=steps, batch_size=batch_size),
-        domains=tuple(
-            DomainPlan(name=source, source=source, question=_QUESTIONS[source], threshold=0.5) for source in sources
-        ),
-    )
-
-
-def _domains(plan: Plan, base: FrozenBase, quick: bool) -> dict[str, Domain]:
-    return {own.name: Domain(own, _splits(own.name, plan.seed, quick), base) for own in plan.domains}
+def _trainer(sources: Sequence[str], steps: int, batch: int, quick: bool) -> LoraTrainer:
+    questions = {source: (source, _QUESTIONS[source]) for source in sources}
+    plan = plan_of(questions, 0, steps, batch, lora=LoraPlan(rank=8, alpha=16))
+    return trainer_of(plan, base_of(), {source: _splits(source, plan.seed, quick) for source in sources})
 
 
 def _splits(source: str, seed: int, quick: bool) -> Splits:
     """A source's samples; quick: the first of each part."""
     splits = load_source(source, seed)
-    if not quick:
-        return splits
-    train, validation, test = splits.train[:300], splits.validation[:100], splits.test[:120]
-    return dataclasses.replace(splits, train=train, validation=validation, test=test)
+    return cut(splits, 300, 100, 120) if quick else splits
 
 
 # -- Figures 4 and 15 -------------------------------------------------------------------------------------------------
@@ -97,11 +73,9 @@ def _shared_tasks(measuring: Measuring) -> dict[str, Any]:
 
 def _measure_tasks(quick: bool) -> dict[str, Any]:
     """Test scores by task, of the model before training and with an adapter."""
-    base = _base()
-    plan = _plan(list(_TASKS.values()), 40 if quick else 160, batch_size=32 if quick else 16)
-    domains = _domains(plan, base, quick)
+    trainer = _trainer(list(_TASKS.values()), 40 if quick else 160, 32 if quick else 16, quick)
+    domains = trainer.domains
     before = {name: score_before_training(domain) for name, domain in domains.items()}
-    trainer = LoraTrainer(base, domains, plan)
     rows: dict[str, dict[str, float]] = {}
     for task, source in _TASKS.items():
         trainer.adapter.reset()
@@ -179,11 +153,8 @@ def _measure_fused(measuring: Measuring) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for family, sources in _FAMILIES.items():
         own = sources[:3] if quick else sources
-        base = _base()
         # 21 single-domain trainings: with larger batches they would take most of a whole run's time.
-        plan = _plan(own, 30 if quick else 120, batch_size=16)
-        domains = _domains(plan, base, quick)
-        trainer = LoraTrainer(base, domains, plan)
+        trainer = _trainer(own, 30 if quick else 120, 16, quick)
         fused = []
         for count in range(1, len(own) + 1):
             fused.append(_trained(trainer, own[:count]))

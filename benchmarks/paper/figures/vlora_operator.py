@@ -14,7 +14,7 @@ import atmm
 from atmm.segments import SegmentPlan
 from atmm.tuning.cold_cache import DeviceCaches, factors_of
 from atmm.tuning.search import Case, Shape
-from benchmarks.atmm import timed_rounds, with_cold_caches
+from benchmarks.atmm import with_cold_caches
 from benchmarks.paper import drawing
 from benchmarks.paper.figure import Code, Found, Panel
 from benchmarks.paper.measured.engine_steps import adapter_folders, engine_in_mode
@@ -35,7 +35,7 @@ from benchmarks.paper.measured.operators import (
 )
 from benchmarks.paper.measuring import LIMIT_S, RANK, Measuring, Setting
 from vlora.bench.report import Goal
-from vlora.bench.timing import interleaved, median_ms, work_seconds
+from vlora.bench.timing import by_turns, interleaved, median_ms, work_seconds
 from vlora.models.loading import dummy_model
 
 # -- Figure 6 ---------------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def _strategy_ms(setting: Setting, case: Case) -> dict[str, float]:
         for name, plan in plans.items()
     }
     rounds = setting.rounds if case.num_tokens <= _FEW_TOKENS else 3  # of long calls, which vary less
-    return {name: 1e3 * value for name, value in medians(timed_rounds(calls, rounds)).items()}
+    return {name: 1e3 * value for name, value in medians(by_turns(calls, rounds, shuffled=True)).items()}
 
 
 def _tile_panels(found: Found) -> list[Panel]:

@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 
 from atmm.tuning.search import Shape
 from benchmarks.merge import MergeableModel
 from benchmarks.paper.measured.operators import EINSUM, medians, operator_seconds
 from benchmarks.paper.measuring import RANK, Measuring, Setting
 from vlora.bench.costs import costs_as_dict, fit
+from vlora.bench.dummy import random_peft
 from vlora.bench.timing import interleaved, median_ms, work_seconds
 from vlora.lora.merge_shadow import ShadowSwitcher
 from vlora.models.loading import dummy_model
@@ -88,15 +88,7 @@ def _switch_times(setting: Setting) -> dict[str, float]:
     model = MergeableModel(config, setting.device, setting.model.arena_bytes)
     keys = model.load((RANK, RANK))
     shadow = ShadowSwitcher(model.slabs, model.pool)
-    kinds = sorted({name.rpartition(".")[2] for name in model.shapes})
-    adapted = LoraConfig(
-        r=RANK,
-        lora_alpha=RANK,
-        target_modules=rf".*language_model.*\.({'|'.join(kinds)})",
-        init_lora_weights=False,
-    )
-    plain = dummy_model(config, setting.baseline_dtype, setting.device, seed=0)
-    peft = get_peft_model(plain, adapted).to(getattr(torch, setting.baseline_dtype))
+    peft = random_peft(dummy_model(config, setting.baseline_dtype, setting.device, seed=0), RANK)
     turn = [0]
 
     def merge() -> None:

@@ -18,9 +18,10 @@ from atmm.segments import Lane, SegmentPlan
 from atmm.strategies.registry import comes_transposed
 from atmm.tuning.cold_cache import DeviceCaches, factors_of
 from atmm.tuning.search import Case, Shape
-from benchmarks.atmm import baselines, timed_rounds, with_cold_caches
+from benchmarks.atmm import baselines, with_cold_caches
 from benchmarks.paper.measuring import Setting
 from benchmarks.plain_baselines import lane_factors, padded_einsum
+from vlora.bench.timing import by_turns
 
 OURS = "this project"
 EINSUM = "einsum, padded (dLoRA)"
@@ -66,11 +67,11 @@ def operator_seconds(
         calls, read = _on_gpu(case, segments) if on_gpu else _on_cpu(case, segments, setting.baseline_dtype)
         chosen = {name: call for name, call in calls.items() if name == OURS or not only or name in only}
         if on_gpu:
-            return timed_rounds({name: _replayed(call) for name, call in chosen.items()}, rounds)
+            return by_turns({name: _replayed(call) for name, call in chosen.items()}, rounds, shuffled=True)
         clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         caches = DeviceCaches("cpu", getattr(torch, _DTYPE))
-        return timed_rounds(
-            {name: with_cold_caches(call, caches, read, clock) for name, call in chosen.items()}, rounds
+        return by_turns(
+            {name: with_cold_caches(call, caches, read, clock) for name, call in chosen.items()}, rounds, shuffled=True
         )
 
 

@@ -22,7 +22,8 @@ from benchmarks.gpu.paged_batch import Chunk, Heads, PagedBatch
 from benchmarks.gpu.serve import Load
 from benchmarks.gpu.step import KINDS, goals_of
 from vlora.bench.dummy import small_config
-from vlora.bench.gpu import models, timing
+from vlora.bench.gpu import context as timing
+from vlora.bench.gpu import models
 from vlora.bench.gpu.context import Context
 from vlora.bench.gpu.stages.smoke import checked, difference
 from vlora.bench.report import Goal

@@ -1,14 +1,20 @@
-"""The conditions under which a stage runs: its device, its folder, and its time."""
+"""The conditions under which a stage runs: its device, its folder, and its time; and the time of calls on that device:
+replays of CUDA graphs or host-timed calls on a GPU, the call itself on a CPU.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from atmm.tuning.replays import Replays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,3 +54,64 @@ class Context:
         """Wait for the device."""
         if self.on_gpu:
             torch.cuda.synchronize()
+
+
+REPEATS, _SMALL_REPEATS = 20, 3
+
+
+def device_seconds(context: Context, call: Callable[[], object], parts: int = 1) -> float:
+    """Median seconds of a call that can be captured, divided by `parts`.
+
+    On a GPU these are replays of a graph, so launches by the host do not count.
+    """
+    timed = Replays(call) if context.on_gpu else lambda: elapsed(call, context)
+    timed()
+    return statistics.median(timed() for _ in range(repeats(context))) / parts
+
+
+def host_seconds(context: Context, call: Callable[[], object], warmup: int = 1) -> list[float]:
+    """Seconds of each call until the device has finished it."""
+    for _ in range(warmup):
+        call()
+    return [elapsed(call, context) for _ in range(repeats(context))]
+
+
+def loop_seconds(context: Context, call: Callable[[], object], warmup: int) -> list[float]:
+    """Seconds of each call in a loop, as a server runs its steps: a call returns while the device still works."""
+    for _ in range(warmup):
+        call()
+    marks = [time.perf_counter()]
+    for _ in range(repeats(context)):
+        call()
+        marks.append(time.perf_counter())
+    return [stop - start for start, stop in itertools.pairwise(marks)]
+
+
+def launch_seconds(context: Context, call: Callable[[], object]) -> list[float]:
+    """Seconds of the host in each call on a GPU: the device is idle before it and is not waited for after it."""
+    found = []
+    for _ in range(repeats(context)):
+        context.synchronize()
+        started = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - started)
+    return found
+
+
+def repeats(context: Context) -> int:
+    return REPEATS if context.on_gpu else _SMALL_REPEATS
+
+
+def copy_speed(context: Context) -> float:
+    """Bytes read and written per second by a large copy."""
+    source = torch.empty(2**30 if context.on_gpu else 2**22, dtype=torch.uint8, device=context.device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / device_seconds(context, lambda: target.copy_(source))
+
+
+def elapsed(call: Callable[[], object], context: Context) -> float:
+    context.synchronize()
+    started = time.perf_counter()
+    call()
+    context.synchronize()
+    return time.perf_counter() - started

@@ -20,17 +20,11 @@ ARENA_BYTES, _SMALL_ARENA_BYTES = 12 * 2**30, 2**28
 
 
 class Sizes(NamedTuple):
-    """Bytes that a decode step reads.
+    """Bytes that a decode step reads."""
 
-    Attributes:
-        weights: Of the language model, with its output head and without its embeddings.
-        kv_token: KV of one token, all layers.
-        adapter_rank: One rank of one adapter, all layers.
-    """
-
-    weights: int
-    kv_token: int
-    adapter_rank: int
+    weights: int  # of the language model, with its output head and without its embeddings
+    kv_token: int  # KV of one token, all layers
+    adapter_rank: int  # one rank of one adapter, all layers
 
 
 def config_of(context: Context) -> Any:

@@ -9,21 +9,13 @@ from vlora.errors import BadConfig
 
 
 class Stage(NamedTuple):
-    """One stage.
+    """One stage."""
 
-    Attributes:
-        number: Place in the order, from 0.
-        name: Its name in `--stages`, and of its module in `vlora.bench.gpu.stages` or in `benchmarks.gpu`.
-        needs_s: A stage starts only if the box has this much time left; an estimate for an H100.
-        limit_s: The process is ended after this time.
-        shows: Its subject, for the documentation and `--help`.
-    """
-
-    number: int
-    name: str
-    needs_s: float
-    limit_s: float
-    shows: str
+    number: int  # place in the order, from 0
+    name: str  # its name in `--stages`, and of its module in `vlora.bench.gpu.stages` or in `benchmarks.gpu`
+    needs_s: float  # a stage starts only if the box has this much time left; an estimate for an H100
+    limit_s: float  # the process is ended after this time
+    shows: str  # its subject, for the documentation and `--help`
 
     @property
     def file_name(self) -> str:
@@ -63,14 +55,7 @@ SMALL_NEEDS_S = 5.0
 
 
 def chosen(names: Sequence[str]) -> list[Stage]:
-    """The stages with these names in the order of value.
-
-    Args:
-        names: Names of stages; none for all of them.
-
-    Raises:
-        BadConfig: A name is unknown.
-    """
+    """The stages with these names in the order of value."""
     known = {stage.name: stage for stage in STAGES}
     unknown = [name for name in names if name not in known]
     if unknown:

@@ -20,17 +20,7 @@ _TRACE_LINES = 30
 
 
 def main(name: str, device: str, folder: str, seconds: str) -> int:
-    """Run the stage with this name in this process.
-
-    Args:
-        name: Of the stage.
-        device: The device to measure.
-        folder: The folder of the results.
-        seconds: The limit, which the caller enforces.
-
-    Returns:
-        The exit code: 0 if the stage succeeded.
-    """
+    """Run the stage with this name in this process."""
     (stage,) = (each for each in STAGES if each.name == name)
     return run(stage, device, Path(folder), float(seconds))
 
@@ -81,11 +71,7 @@ def run(stage: Stage, device: str, folder: Path, seconds: float) -> int:
 
 
 def _prepare(device: str) -> dict[str, Any]:
-    """Apply the settings under which results are comparable.
-
-    Returns:
-        The machine and the versions.
-    """
+    """Apply the settings under which results are comparable."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():

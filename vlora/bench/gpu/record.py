@@ -16,15 +16,10 @@ _SUFFIXES = {".py", ".cpp", ".cu", ".h"}
 
 
 class Code(NamedTuple):
-    """The measured code.
+    """The measured code."""
 
-    Attributes:
-        commit: The checkout's commit; None outside a git repository.
-        digest: Of the source files, so that changes after the commit count, and checkouts without git are known.
-    """
-
-    commit: str | None
-    digest: str
+    commit: str | None  # the checkout's commit; None outside a git repository
+    digest: str  # of the source files, so that changes after the commit count, and checkouts without git are known
 
     @classmethod
     def here(cls) -> Code:

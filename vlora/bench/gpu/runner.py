@@ -39,15 +39,10 @@ class Outcome(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """The records in a folder after a call.
+    """The records in a folder after a call."""
 
-    Attributes:
-        records: By stage, in order; None for a stage that has not run.
-        outcome: Of this call.
-    """
-
-    records: dict[Stage, dict[str, Any] | None]
-    outcome: Outcome
+    records: dict[Stage, dict[str, Any] | None]  # by stage, in order; None for a stage that has not run
+    outcome: Outcome  # of this call
 
     @property
     def succeeded(self) -> bool:
@@ -64,18 +59,7 @@ class Checked(NamedTuple):
 
 
 def check(out: Path, device: str, minutes: float, stages: Sequence[Stage], say: Callable[[str], None]) -> Checked:
-    """Run stages within `minutes`.
-
-    Args:
-        out: Folder of the results; created if it does not exist.
-        device: cuda or cpu.
-        minutes: Size of the box, from now.
-        stages: In order.
-        say: Called with a line before and after each stage, and for those that are left.
-
-    Raises:
-        BadConfig: The folder cannot be written.
-    """
+    """Run stages within `minutes`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         outcome = run(out, device, minutes, stages, say, in_own_process)
@@ -89,16 +73,7 @@ def check(out: Path, device: str, minutes: float, stages: Sequence[Stage], say: 
 def run(
     out: Path, device: str, minutes: float, stages: Sequence[Stage], say: Callable[[str], None], process: Process
 ) -> Outcome:
-    """Run the stages that have not succeeded with this code, within the time box.
-
-    Args:
-        out: The folder of the results.
-        device: The device to measure.
-        minutes: The time box of this call.
-        stages: The stages to run, in order.
-        say: Called with each line of progress.
-        process: Runs one stage for at most a number of seconds.
-    """
+    """Run the stages that have not succeeded with this code, within the time box."""
     ends_s = time.monotonic() + 60 * minutes - _RESERVE_S
     code = record.Code.here()
     ran: list[Stage] = []
@@ -125,17 +100,7 @@ def run(
 
 
 def in_own_process(stage: Stage, device: str, out: Path, limit_s: float) -> tuple[int | None, str]:
-    """Run a stage in a process.
-
-    Args:
-        stage: The stage.
-        device: The device to measure.
-        out: The folder of the results.
-        limit_s: The process is ended after this many seconds.
-
-    Returns:
-        The exit code, None if the process was ended at the limit, and the output.
-    """
+    """Run a stage in a process."""
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(record.ROOT), os.environ.get("PYTHONPATH")))),

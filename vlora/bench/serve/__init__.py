@@ -69,23 +69,7 @@ def _measure(
     adapter_names: Sequence[str] = (),
     **settings: Any,
 ) -> Measured:
-    """Measure a 0.5 B-parameter Qwen2-VL with a vision tower of 98 million parameters and random weights.
-
-    Args:
-        quick: A model of 11 million parameters, short answers and the default number of threads only.
-        surfaces: Any of http and rpyc.
-        threads: Numbers of threads to measure with; if empty, the server's default and 1.
-        cases: Any of `CASES`.
-        rounds: Of the server and the baselines in turn; 3 if None, 2 with quick.
-        dtype: Of the server's weights.
-        url: Of another server's API, with its path.
-        model: Name of the base model at `url`.
-        adapter_names: Names of adapters at `url`.
-        settings: Fields of `Workload`; the goals are defined for its defaults.
-
-    Raises:
-        BadConfig: A value is invalid, or the server does not start.
-    """
+    """Measure a 0.5 B-parameter Qwen2-VL with a vision tower of 98 million parameters and random weights."""
     if quick:
         settings = {"answer_tokens": 8, **settings}
     if "duration_s" in settings:

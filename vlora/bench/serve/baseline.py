@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
-from vlora.bench.dummy import language_shapes
+from vlora.bench.dummy import random_peft
 from vlora.bench.serve.measurements import LoadRun, ObservedAnswer
 from vlora.bench.serve.workload import WorkloadRequest
 from vlora.models.pretrained import from_pretrained
@@ -84,18 +84,7 @@ class Baseline:
     @classmethod
     def random(cls, plain: Any, num_adapters: int, rank: int) -> Baseline:
         """The model, which gets PEFT's layers, with random adapters on all linear layers of its language model."""
-        kinds = sorted({name.rpartition(".")[2] for name in language_shapes(plain)})
-        config = LoraConfig(
-            r=rank,
-            lora_alpha=rank,
-            target_modules=rf".*language_model.*\.({'|'.join(kinds)})",
-            init_lora_weights=False,
-        )
-        names = [f"a{index}" for index in range(num_adapters)]
-        peft: Any = get_peft_model(plain, config, adapter_name=names[0])
-        for name in names[1:]:
-            peft.add_adapter(name, config)
-        return cls(plain, peft.to(plain.dtype).eval(), names)
+        return cls(plain, random_peft(plain, rank, num_adapters), [f"a{index}" for index in range(num_adapters)])
 
     def run(self, requests: Sequence[PreparedRequest], batch: int) -> LoadRun:
         """Answer requests in batches of at most `batch`, adapters mixed within a batch (`adapter_names`)."""

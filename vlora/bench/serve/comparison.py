@@ -28,17 +28,11 @@ NEAR_TIE = 1e-3
 
 
 class Agreement(NamedTuple):
-    """Comparison of one answer.
+    """Comparison of one answer."""
 
-    Attributes:
-        words: Number of compared, equal words.
-        wrong: The difference, or None.
-        tie: Whether the difference is at two equally likely words, which is no error; the rest is then not compared.
-    """
-
-    words: int
-    wrong: str | None
-    tie: bool
+    words: int  # number of compared, equal words
+    wrong: str | None  # the difference, or None
+    tie: bool  # whether the difference is at two equally likely words, which is no error; the rest is then not compared
 
 
 def compare(expected: Sequence[str], margins: Sequence[float], got: str) -> Agreement:

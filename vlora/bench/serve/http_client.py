@@ -32,11 +32,7 @@ class HttpProtocol:
         self._headers = tuple(headers.items())
 
     def post(self, path: str, body: dict[str, Any]) -> bytes:
-        """The bytes of a request.
-
-        Raises:
-            EOFError: The server announced the end of the connection.
-        """
+        """The bytes of a request."""
         if self._http.our_state is h11.MUST_CLOSE:
             raise EOFError("the server's last answer was the connection's last")
         if self._http.our_state is h11.DONE:
@@ -48,12 +44,7 @@ class HttpProtocol:
         return b"".join(self._http.send(each) or b"" for each in (request, h11.Data(data), h11.EndOfMessage()))
 
     def receive(self, data: bytes) -> bool:
-        """Whether the answer is complete after these bytes.
-
-        Raises:
-            EOFError: The connection ended early.
-            ValueError: The bytes are not valid HTTP.
-        """
+        """Whether the answer is complete after these bytes."""
         if not data:
             raise EOFError(f"the server ended in the middle of {self.body!r}")
         self._http.receive_data(data)
@@ -86,11 +77,7 @@ class HttpConnection:
         self._writer.write(self._protocol.post(path, body))
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        """Status and body of the answer.
-
-        Raises:
-            OSError, EOFError, ValueError: The answer is incomplete.
-        """
+        """Status and body of the answer."""
         self.send(path, body)
         while not self._protocol.receive(await self.reader.read(_READ_BYTES)):
             pass
@@ -103,12 +90,7 @@ class HttpConnection:
 
 @contextlib.asynccontextmanager
 async def connected(port: int, limit: int = _READ_BYTES) -> AsyncIterator[HttpConnection]:
-    """A connection, aborted at the end.
-
-    Args:
-        port: Of the server on this machine.
-        limit: At most twice this many bytes are buffered if they are not read.
-    """
+    """A connection, aborted at the end."""
     connection = HttpConnection(*await asyncio.open_connection("127.0.0.1", port, limit=limit))
     try:
         yield connection

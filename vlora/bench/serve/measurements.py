@@ -12,37 +12,24 @@ PERCENTILES = (50, 95, 99)
 
 @dataclasses.dataclass
 class ObservedAnswer:
-    """One request as observed by its client. Times are seconds of one clock.
+    """One request as observed by its client. Times are seconds of one clock."""
 
-    Attributes:
-        due_s: When it was due; in a closed loop, when it was sent.
-        pieces_s: When each piece of text arrived.
-        end_s: When the answer, or the error, was complete.
-        error: The cause of an incomplete answer, or None.
-    """
-
-    due_s: float
-    pieces_s: list[float] = dataclasses.field(default_factory=list)
-    end_s: float = math.nan
+    due_s: float  # when it was due; in a closed loop, when it was sent
+    pieces_s: list[float] = dataclasses.field(default_factory=list)  # when each piece of text arrived
+    end_s: float = math.nan  # when the answer, or the error, was complete
     text: str = ""
     prompt_tokens: int = 0
     answer_tokens: int = 0
-    error: str | None = None
+    error: str | None = None  # the cause of an incomplete answer, or None
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadRun:
-    """A run of requests.
+    """A run of requests."""
 
-    Attributes:
-        answers: In order of their due times.
-        started_s: The first request's due time.
-        ended_s: The last request's end.
-    """
-
-    answers: Sequence[ObservedAnswer]
-    started_s: float
-    ended_s: float
+    answers: Sequence[ObservedAnswer]  # in order of their due times
+    started_s: float  # the first request's due time
+    ended_s: float  # the last request's end
 
     @property
     def seconds(self) -> float:

@@ -25,9 +25,6 @@ _CHAT_TEMPLATE = (
 def write_model(config: Any, folder: Path, seed: int = 0) -> dict[str, tuple[int, int]]:
     """Write a Qwen2-VL of this config into a folder: weights in bfloat16, tokenizer, image processor. No token ends an
     answer.
-
-    Returns:
-        Shapes [out, in] of the language model's linear layers by name, as adapters need them.
     """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # needs Pillow
 

@@ -10,21 +10,21 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 from peft import LoraConfig, get_peft_model
 
 from fusion.embedded import checkpoint_path
-from heads import HeadSpec, TaskHead, save_heads
+from vlora.bench.dummy import write_head
 from vlora.bench.harness import module_command
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
 from vlora.models.loading import load_model
 
 ADAPTERS = ("north", "south", "east", "west")
-HEAD = "kind"
+HEAD, QUESTION = "kind", "what shape is shown ?"
 _ENDING_S = 20.0
 
 
@@ -42,17 +42,10 @@ class ServerProcess(NamedTuple):
 
 @contextlib.contextmanager
 def embedded_model_server(*flags: str, threads: int = 1) -> Iterator[ServerProcess]:
-    """Run the embedded model in float32 with `ADAPTERS` on loopback until the end of the block.
-
-    Args:
-        flags: Further flags of `serve`.
-        threads: Of the engine.
-
-    Raises:
-        BadConfig: The server does not start; its own output is on stderr.
-    """
+    """Run the embedded model in float32 with `ADAPTERS` on loopback until the end of the block."""
     with tempfile.TemporaryDirectory() as folder:
-        _write_adapters(Path(folder))
+        for seed, name in enumerate(ADAPTERS):
+            write_embedded_adapter(Path(folder) / name, seed)
         arguments = ["--adapters", folder, "--rpyc-port", "0", "--http-port", "0", "--threads", str(threads)]
         with launched_server("vlora.cli", "serve", "--dtype", "float32", *arguments, *flags) as server:
             yield server
@@ -60,15 +53,7 @@ def embedded_model_server(*flags: str, threads: int = 1) -> Iterator[ServerProce
 
 @contextlib.contextmanager
 def launched_server(module: str, *arguments: str) -> Iterator[ServerProcess]:
-    """Run the server of a module until the end of the block.
-
-    Args:
-        module: The module to run.
-        arguments: Its arguments.
-
-    Raises:
-        BadConfig: The server does not start; its own output is on stderr.
-    """
+    """Run the server of a module until the end of the block."""
     command, environment = module_command(module, *arguments)
     own = {name: value for name, value in environment.items() if not name.startswith("VLORA_")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own)
@@ -90,26 +75,18 @@ def launched_server(module: str, *arguments: str) -> Iterator[ServerProcess]:
             process.wait()
 
 
-def _write_adapters(folder: Path) -> None:
-    """Adapters of rank 8 on every language layer, each with a head of one frame; PEFT's initial factors change no
-    answer.
+def write_embedded_adapter(folder: Path, seed: int, **settings: Any) -> None:
+    """An adapter of rank 8 on every language layer of the embedded model, with a head of one frame. PEFT's initial
+    factors change no answer; settings: further ones of `LoraConfig`.
     """
+    torch.manual_seed(seed)
+    model = load_model(EngineConfig(model=str(checkpoint_path()), dtype="float32"))
     linears = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
-    for seed, name in enumerate(ADAPTERS):
-        torch.manual_seed(seed)
-        model = load_model(EngineConfig(model=str(checkpoint_path()), dtype="float32"))
-        config = LoraConfig(r=8, lora_alpha=8, target_modules=linears)
-        get_peft_model(model, config).save_pretrained(str(folder / name))
-        hidden = model.config.text_config.hidden_size
-        spec = HeadSpec(
-            name=HEAD,
-            task="classification",
-            labels=("disc", "board", "rings"),
-            prompt="what shape is shown ?",
-            num_frames=1,
-            hidden_size=hidden,
-        )
-        save_heads(folder / name, {HEAD: TaskHead(spec, torch.randn(3, hidden), torch.zeros(3))})
+    get_peft_model(model, LoraConfig(r=8, lora_alpha=8, target_modules=linears, **settings)).save_pretrained(
+        str(folder)
+    )
+    hidden = model.config.text_config.hidden_size
+    write_head(folder, HEAD, hidden, ("disc", "board", "rings"), "classification", QUESTION)
 
 
 def resident_mib(process: psutil.Process) -> float:

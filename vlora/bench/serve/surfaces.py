@@ -28,14 +28,7 @@ class EventReader:
         self.done = False
 
     def new_events(self, body: bytes) -> Iterator[dict[str, Any]]:
-        """New complete events.
-
-        Args:
-            body: All bytes so far.
-
-        Raises:
-            ValueError: An event is not JSON.
-        """
+        """New complete events."""
         while (end := body.find(b"\n", self._taken)) >= 0:
             line = body[self._taken : end].strip()
             self._taken = end + 1
@@ -76,11 +69,7 @@ class ChatCompletions:
         self._idle: list[tuple[HttpProtocol, asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def __call__(self, request: WorkloadRequest, answer: ObservedAnswer) -> None:
-        """As `load.Send`.
-
-        Raises:
-            OSError, EOFError, ValueError: The answer is incomplete, or an error.
-        """
+        """As `load.Send`."""
         body = self._body(request)
         protocol, reader, writer = self._idle.pop() if self._idle else await self._connect()
         try:
@@ -133,11 +122,7 @@ class ChatCompletions:
 
 
 def _note(event: dict[str, Any], answer: ObservedAnswer, now: float) -> None:
-    """Record an event.
-
-    Raises:
-        ValueError: The event is an error.
-    """
+    """Record an event."""
     if "error" in event:
         raise ValueError(f"error in the stream: {str(event['error'])[:200]}")
     if usage := event.get("usage"):
@@ -158,11 +143,7 @@ class RpycClient:
         self._adapters = adapters
 
     async def __call__(self, request: WorkloadRequest, answer: ObservedAnswer) -> None:
-        """As `load.Send`.
-
-        Raises:
-            VLoraError: The server refused the request, or is gone.
-        """
+        """As `load.Send`."""
         adapter = None if request.adapter is None else self._adapters[request.adapter]
         async for part in self._client.stream(
             request.text, request.pictures, adapter, max_tokens=request.answer_tokens

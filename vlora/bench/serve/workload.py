@@ -96,28 +96,16 @@ class Workload:
 
 
 class WorkloadRequest(NamedTuple):
-    """One request.
+    """One request."""
 
-    Attributes:
-        adapter: Its index, or None for the base model.
-        text: Of the prompt.
-        pictures: JPEG files.
-        answer_tokens: Tokens of the answer.
-    """
-
-    adapter: int | None
-    text: str
-    pictures: tuple[bytes, ...]
-    answer_tokens: int
+    adapter: int | None  # its index, or None for the base model
+    text: str  # of the prompt
+    pictures: tuple[bytes, ...]  # JPEG files
+    answer_tokens: int  # tokens of the answer
 
 
 def workload_requests(workload: Workload, *, adapted: bool) -> Iterator[WorkloadRequest]:
-    """Requests without end, identical for the same workload.
-
-    Args:
-        workload: The traffic.
-        adapted: With adapters, or all of the base model.
-    """
+    """Requests without end, identical for the same workload."""
     chosen = _adapters(workload) if adapted else itertools.repeat(None)
     for number, adapter in enumerate(chosen):
         draws = random.Random(f"{workload.seed} {number}")

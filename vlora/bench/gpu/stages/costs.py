@@ -20,11 +20,7 @@ _SMALL_BATCHES = ((1, 16), (2, 32), (4, 8))
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Fit the costs of steps for the simulator.
-
-    Raises:
-        ModuleNotFoundError: scipy, which fits the costs, is not installed.
-    """
+    """Fit the costs of steps for the simulator."""
     import scipy  # noqa: F401  (before the steps are timed)
 
     if context.on_gpu:

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from vlora.bench.gpu.context import Context
-from vlora.bench.gpu.timing import copy_speed, device_seconds, host_seconds
+from vlora.bench.gpu.context import Context, copy_speed, device_seconds, host_seconds
 
 # Packages beyond torch, transformers and PEFT, and what needs them.
 _PACKAGES = {

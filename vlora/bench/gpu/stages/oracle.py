@@ -34,11 +34,7 @@ _RESERVE_S = 5.0
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Run the tests marked `gpu` on the device.
-
-    Raises:
-        RuntimeError: Tests fail or cannot run; the counts are then in the results.
-    """
+    """Run the tests marked `gpu` on the device."""
     for module in ("pytest", "hypothesis"):
         if importlib.util.find_spec(module) is None:
             raise RuntimeError(f"{module} is not installed; pip install {module}, or leave out the stage oracle")

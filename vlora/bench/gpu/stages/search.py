@@ -27,11 +27,7 @@ TABLE = "atmm-table.json"
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Measure strategies until all cases are measured or the time is up.
-
-    Raises:
-        ValueError: A chosen strategy is wrong.
-    """
+    """Measure strategies until all cases are measured or the time is up."""
     seconds = context.left_s - _RESERVE_S if context.on_gpu else _SMALL_S
     shapes: Sequence[Shape] = _SMALL_SHAPES
     if context.on_gpu:

@@ -36,16 +36,11 @@ Scores = dict[str, list[TokenScore]]
 
 
 class _Mode(NamedTuple):
-    """A mode of the engine, and the requests that lead to it.
-
-    Attributes:
-        adapters: Of the requests.
-        merging: Whether the first request's adapter is merged.
-    """
+    """A mode of the engine, and the requests that lead to it."""
 
     name: str
-    adapters: Sequence[str | None]
-    merging: bool
+    adapters: Sequence[str | None]  # of the requests
+    merging: bool  # whether the first request's adapter is merged
 
 
 _MODES = (
@@ -56,11 +51,7 @@ _MODES = (
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Compare the engine on this device with transformers and PEFT.
-
-    Raises:
-        ValueError: A result differs, in which case later figures would mean nothing.
-    """
+    """Compare the engine on this device with transformers and PEFT."""
     found: dict[str, Any] = {"kernels": {}, "models": {}}
     with torch.inference_mode():
         found["kernels"] = _kernels(context)
