@@ -288,11 +288,12 @@ def _expected(plan: Plan, domain: DomainSummary) -> str:
         f"F1 {of_photos:.2f} was measured with {photos} training pictures of one user's photographs; on rendered "
         f"streets {reached} (docs/decisions/0070); there are {count}"
     )
-    likely = of_photos if count <= photos else max(_F1_OF_DRAWINGS.values())
+    on_drawings = max((score for number, score in _F1_OF_DRAWINGS.items() if number <= count), default=0.0)
+    likely = of_photos if domain.real_or_synthetic == "real" else on_drawings
     if domain.metric != "f1" or domain.threshold is None or domain.threshold <= likely:
         return text
     return (
-        f"{text} (warning: the threshold is probably out of reach; let a detector label more pictures, with `format: "
+        f"{text} (warning: the threshold is above that; let a detector label more pictures, with `format: "
         "unlabelled` and `teacher: {kind: onnx_detector}`, or serve a small detector itself: on rendered streets it "
         "reached 1.00 and this head 0.92, docs/decisions/0069)"
     )

@@ -37,6 +37,7 @@ from fusion.training.text_metrics import token_f1
 from fusion.training.zero_shot import score_texts
 from heads import Box, detection
 from tests.families import VOCAB, build_model, make_prompt
+from tests.fusion.small import boxes as pictures_with_boxes
 from tests.fusion.small import color_splits, plan_of, trainer_of
 from vlora.models.hf_model import HFModel, Positions
 from vlora.plan_files.errors import PlanText
@@ -445,3 +446,20 @@ def test_the_margin_of_a_relative_threshold_is_the_plans(minus: float, power: st
     estimate = Estimate(1.0, 2.0, 1.0, 0.1, 32, 1, 32, "cpu", 1, 10**9, 10**7)
     print_summary(PlanChecked(plan, PlanText(), data, LoraSize(1, 1)), estimate, Console(file=printed))
     assert f"power     {power}" in printed.getvalue()
+
+
+@pytest.mark.parametrize(("real", "threshold", "warned"), [(True, 0.4, True), (True, 0.3, False), (False, 0.4, False)])
+def test_a_detection_domain_is_said_what_to_expect(real: bool, threshold: float, warned: bool) -> None:
+    """On photographs less than on rendered streets."""
+    plan = Plan(domains=(DomainPlan(name="a", source="made", question="what?", threshold=threshold),))
+    train, validation, test = map(pictures_with_boxes, (70, 2, 2), range(3))
+    splits = Splits("detection", ("square",), train, validation, test, real=real)
+    printed = io.StringIO()
+    checked = PlanChecked(plan, PlanText(), {"a": DomainData(splits, notes=("of a reader",))}, LoraSize(1, 10**6))
+    estimate = Estimate(1.0, 2.0, 1.0, 0.1, 32, 1, 32, "cpu", 1, 3 * 2**29, 74 * 10**6)
+    print_summary(checked, estimate, Console(file=printed))
+    shown = printed.getvalue()
+    assert "expected  F1 0.39 was measured with 349" in shown and "; there are 70" in shown
+    assert ("warning: the threshold is above that; let a detector label more" in shown) == warned
+    assert "note 1    of a reader" in shown and "about 1.5 GiB" in shown
+    assert "74 MB for image features (1000 kB a picture), and 4.0 MB for each finished training" in shown
