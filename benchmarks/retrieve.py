@@ -1,8 +1,8 @@
-"""`vlora bench retrieve`: recall of `vlora retrieve` with an adapter for rendered streets, which is trained here, on
-held-back videos with queries about them.
+"""`vlora bench retrieve`: recall of `vlora retrieve` by each of its signals and by all, with an adapter that is trained
+here, on held-back videos and pictures with queries about them.
 
-The adapter answers "is there DESCRIPTION?" and captions pictures and clips in words. It has no head: the log
-probability of "yes" ranks.
+The adapter answers "is there DESCRIPTION?" about rendered streets and captions them in words; its heads read digits and
+signs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from apps.retrieval.measuring import goals_of
 from apps.retrieval.measuring import measure as measure_recall
 from apps.server_process import serving
-from benchmarks.adapters import base_of, plan_of, trainer_of
+from benchmarks.adapters import base_of, cut, plan_of, trainer_of
 from benchmarks.searched_videos import (
     PASSING_CAPTION,
     QUESTION,
@@ -32,10 +32,12 @@ from benchmarks.searched_videos import (
     caption_street,
     render_passing,
     render_streets,
+    write_pictures,
 )
 from fusion.data.samples import Sample, Splits
 from fusion.embedded import checkpoint_path
 from fusion.plan.schema import LoraPlan
+from fusion.synthetic.sources import load_source
 from vlora.bench.harness import Bench, Measured, Results, Store, say
 from vlora.bench.report import Goal
 
@@ -48,19 +50,22 @@ _DRAWN: dict[str, tuple[str, str, Callable[[np.random.Generator], Sample]]] = {
     "passing-captions": ("captioning", PASSING_CAPTION, caption_passing),
 }
 """Domain -> task, question, and the function that draws a sample."""
+_READ = {"digits": ("sklearn-digits", "what digit is shown ?"), "signs": ("drawn-signs", "what sign is shown ?")}
+"""Domain of a head -> source and question."""
 
 
 class Collection(NamedTuple):
-    """Videos of a folder that are searched together. num_frames: of the clip that the model reads. base_caption,
-    caption: the questions that are asked of each clip for the index, of the base model and of the adapter.
+    """Files of a folder that are searched together. num_frames: of the clip that the model reads. base_caption,
+    caption: the questions that are asked of each clip for the index, of the base model and of the adapter. heads: of
+    the adapter, asked as well. queries: by the name of their group.
     """
 
-    name: str
     folder: str
     num_frames: int
     base_caption: str
     caption: str
-    queries: list[Query]
+    heads: list[str]
+    queries: dict[str, list[Query]]
 
 
 class Prepared(NamedTuple):
@@ -73,34 +78,35 @@ class Prepared(NamedTuple):
 
 
 def prepare(quick: bool, folder: Path, seed: int = 0) -> dict[str, Any]:
-    """Train one adapter on all four domains at once, and render the collections; a `Prepared` as JSON."""
+    """Train one adapter on all domains at once, and render the collections; a `Prepared` as JSON."""
     sizes, steps = ((60, 20, 20), 2) if quick else ((3000, 20, 200), 200)
-    questions = {name: ("made", question) for name, (_, question, _) in _DRAWN.items()}
+    questions = {name: ("made", question) for name, (_, question, _) in _DRAWN.items()} | _READ
     plan = plan_of(questions, seed, steps, 32, lora=LoraPlan(rank=16, alpha=32))
-    trainer = trainer_of(plan, base_of(), {name: _splits(name, seed, sizes) for name in _DRAWN})
+    trainer = trainer_of(plan, base_of(), {name: _splits(name, seed, sizes) for name in questions})
     trainer.adapter.reset()
     began = time.process_time()
-    trainer.train_together(tuple(_DRAWN))
+    trainer.train_together(tuple(questions))
     seconds = time.process_time() - began
     scores = {name: trainer.evaluator.score(name, domain.test) for name, domain in trainer.domains.items()}
     adapters = folder / f"adapters-{seed}"
     trainer.save(adapters / ADAPTER, trainer.adapter.snapshot())
     say(f"trained in {seconds:.0f} s of processor time: " + ", ".join(f"{k} {v:.3f}" for k, v in scores.items()))
-    num_videos = 2 if quick else 12
-    collections = []
-    for name, num_frames, base_caption, caption, render in (
-        ("streets", 1, "describe the image.", STREET_CAPTION, render_streets),
-        ("passing", 4, "describe the video.", PASSING_CAPTION, render_passing),
-    ):
-        videos = folder / f"{name}-{seed}"
-        queries = render(videos, seed, num_videos)
-        collections.append(Collection(name, str(videos), num_frames, base_caption, caption, queries))
-        say(f"{name}: {num_videos} videos, {len(collections[-1].queries)} queries")
+    num_videos, num_pictures = (2, 8) if quick else (12, 60)
+    streets, passing, pictures = (folder / f"{name}-{seed}" for name in ("streets", "passing", "pictures"))
+    digits, signs = (load_source(source, seed) for source, _ in _READ.values())
+    image, video = "describe the image.", "describe the video."
+    collections = [
+        Collection(str(streets), 1, image, STREET_CAPTION, [], render_streets(streets, seed, num_videos)),
+        Collection(str(passing), 4, video, PASSING_CAPTION, [], render_passing(passing, seed, num_videos)),
+        Collection(str(pictures), 1, image, image, [*_READ], write_pictures(pictures, digits, signs, num_pictures)),
+    ]
     made = Prepared(str(adapters), collections, scores, seconds)
     return dict(msgspec.to_builtins(made._asdict()))
 
 
 def _splits(name: str, seed: int, sizes: tuple[int, int, int]) -> Splits:
+    if name in _READ:
+        return cut(load_source(_READ[name][0], seed), *sizes)
     task, _, draw = _DRAWN[name]
     rng = np.random.default_rng([seed, *name.encode()])
     train, validation, test = ([draw(rng) for _ in range(count)] for count in sizes)
@@ -127,14 +133,14 @@ def measure(quick: bool, store: Store) -> Measured:
                 Path(collection.folder),
                 store.folder,
                 collection.queries,
-                name=collection.name,
                 adapter=ADAPTER,
+                heads=collection.heads,
                 num_frames=collection.num_frames,
                 base_caption=collection.base_caption,
                 caption=collection.caption,
                 question=QUESTION,
                 say=say,
-                sheet=store.folder / f"{collection.name}.png",
+                sheet=store.folder / f"{Path(collection.folder).name}.png",
             )
     trained = {"test scores": prepared.scores, "training CPU s": prepared.training_cpu_s}
     return Measured(rows, {"adapter": trained}, [] if quick else [Goal(*goal) for goal in goals_of(rows)])

@@ -1,7 +1,7 @@
-"""Rendered street videos for retrieval: the content of each second is known, and a query describes exactly one.
+"""Videos and pictures for retrieval, and queries with all that they describe.
 
-Two collections: `streets`, in which every second is another still street with one to five objects, and `passing`, in
-which every second is a clip of one object that drives, waits or crosses.
+`streets`: every second is another still street with one to five objects. `passing`: every second is a clip of one
+object that drives, waits or crosses. `pictures`: scanned digits and drawn signs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from fusion.data.samples import Sample
+from fusion.data.samples import Sample, Splits
 from fusion.embedded.drawing import COLORS, SIZE, add_noise, chance, pick
 from fusion.embedded.object_names import article
 from fusion.synthetic.road_signs import ACTIONS, CLIP_FRAMES, Passing, draw_passing
@@ -32,18 +32,20 @@ _MOST_THINGS = 5
 
 
 class Query(NamedTuple):
-    """A text that is true of one second of a collection only. video: its file's name. second: in the video, from 0."""
+    """A text, and all that it is true of: the names of files, each with a second, from 0; a picture has second 0."""
 
     text: str
-    video: str
-    second: int
+    clips: tuple[tuple[str, int], ...]
 
 
 class Described(NamedTuple):
-    """One second. frames: RGB, at FPS. texts: descriptions that are true of it."""
+    """One second. frames: RGB, at FPS. texts: descriptions that are true of it. objects: simpler ones, such as "a red
+    bus", that may be true of many.
+    """
 
     frames: list[np.ndarray]
     texts: frozenset[str]
+    objects: frozenset[str] = frozenset()
 
 
 def describe_street(street: Street) -> tuple[list[str], str]:
@@ -116,8 +118,10 @@ def caption_passing(rng: np.random.Generator) -> Sample:
 # -- collections -------------------------------------------------------------------------------------------------------
 
 
-def render_streets(folder: Path, seed: int, num_videos: int) -> list[Query]:
-    """Write `num_videos` videos of SECONDS still streets each; return queries for one object, and for two."""
+def render_streets(folder: Path, seed: int, num_videos: int) -> dict[str, list[Query]]:
+    """Write `num_videos` videos of SECONDS still streets each; return queries for one object or two with their sides,
+    which describe one second each, and for all seconds with an object.
+    """
     rng = np.random.default_rng([seed, 101])
 
     def draw() -> Described:
@@ -125,12 +129,14 @@ def render_streets(folder: Path, seed: int, num_videos: int) -> list[Query]:
         things, _ = describe_street(street)
         pairs = {f"{first} and {second}" for first, second in itertools.combinations(things, 2)}
         frames = [add_noise(rng, street.frame.astype(np.int16), 3) for _ in range(FPS)]
-        return Described(frames, frozenset({*things, *pairs}))
+        objects = frozenset(article(f"{thing.color} {thing.kind}") for thing in street.things)
+        return Described(frames, frozenset({*things, *pairs}), objects)
 
-    return _render(folder, [[draw() for _ in range(SECONDS)] for _ in range(num_videos)])
+    videos = [[draw() for _ in range(SECONDS)] for _ in range(num_videos)]
+    return {"streets": _render(folder, videos), "streets, one object": _object_queries(videos)}
 
 
-def render_passing(folder: Path, seed: int, num_videos: int) -> list[Query]:
+def render_passing(folder: Path, seed: int, num_videos: int) -> dict[str, list[Query]]:
     """Write `num_videos` videos of SECONDS clips of one action each; return queries for object and action."""
     rng = np.random.default_rng([seed, 202])
 
@@ -138,7 +144,22 @@ def render_passing(folder: Path, seed: int, num_videos: int) -> list[Query]:
         passing = draw_passing(pick(rng, ACTIONS), rng, FPS)
         return Described(passing.frames, frozenset({describe_passing(passing)}))
 
-    return _render(folder, [[draw() for _ in range(SECONDS)] for _ in range(num_videos)])
+    return {"passing": _render(folder, [[draw() for _ in range(SECONDS)] for _ in range(num_videos)])}
+
+
+def write_pictures(folder: Path, digits: Splits, signs: Splits, count: int) -> dict[str, list[Query]]:
+    """Write `count` test pictures of each; return a query for each label, and for each digit in figures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found: dict[str, list[tuple[str, int]]] = {}
+    for text, splits in (("a digit {}", digits), ("a {} sign", signs)):
+        for number, sample in enumerate(splits.test[:count]):
+            assert isinstance(sample.target, int)
+            name = f"{'digit' if splits is digits else 'sign'}-{number:02}.png"
+            cv2.imwrite(str(folder / name), cv2.cvtColor(sample.frames[0], cv2.COLOR_RGB2BGR))
+            found.setdefault(text.format(splits.labels[sample.target]), []).append((name, 0))
+            if splits is digits:
+                found.setdefault(f"the digit {sample.target}", []).append((name, 0))
+    return {"pictures": [Query(text, tuple(clips)) for text, clips in sorted(found.items())]}
 
 
 def _video_name(number: int) -> str:
@@ -166,4 +187,13 @@ def _unique_queries(videos: Sequence[Sequence[Described]]) -> Iterator[Query]:
         for place, second in enumerate(seconds):
             own = sorted((text for text in second.texts if counts[text] == 1), key=lambda text: (len(text), text))
             if own:
-                yield Query(own[0], _video_name(number), place)
+                yield Query(own[0], ((_video_name(number), place),))
+
+
+def _object_queries(videos: Sequence[Sequence[Described]]) -> list[Query]:
+    found: dict[str, list[tuple[str, int]]] = {}
+    for number, seconds in enumerate(videos):
+        for place, second in enumerate(seconds):
+            for text in second.objects:
+                found.setdefault(text, []).append((_video_name(number), place))
+    return [Query(text, tuple(clips)) for text, clips in sorted(found.items())]

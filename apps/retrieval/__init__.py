@@ -1,4 +1,4 @@
-"""Retrieval: an index of videos and pictures, searched in words and ranked by the model.
+"""Retrieval: an index of videos and pictures, searched in words and ranked by words, heads and the model.
 
 ::
 
@@ -8,7 +8,7 @@
     with Client() as client, RetrievalIndex(Path("index.sqlite"), make_settings(client)) as index:
         update_index(client, index, ["videos/"])
         for hit in search(client, index, "a white car turning left", adapter="traffic")[:10]:
-            print(hit.score, hit.source, hit.start_s)
+            print(hit.score, hit.source, hit.start_s, hit.why())
 """
 
 from apps.retrieval.contact_sheet import check_sheet, clock, write_sheet

@@ -1,4 +1,4 @@
-"""A contact sheet of the best clips, as a PNG: each with its rank, score, file and time."""
+"""A contact sheet of the best clips, as a PNG: each with its rank, score, time, file and reasons."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def draw_sheet(query: str, hits: Sequence[Hit], frames: Sequence[Sequence[bytes]
     """The sheet, BGR."""
     columns = max(1, min(_COLUMNS, len(hits)))
     rows = math.ceil(len(hits) / columns)
-    width, height = _CELL_WIDTH + _MARGIN, _CELL_HEIGHT + 2 * _LINE + _MARGIN
+    width, height = _CELL_WIDTH + _MARGIN, _CELL_HEIGHT + 3 * _LINE + _MARGIN
     sheet = np.full((rows * height + _LINE + 2 * _MARGIN, columns * width + _MARGIN, 3), _PAPER, np.uint8)
     _write(sheet, query, (_MARGIN, _MARGIN), sheet.shape[1] - 2 * _MARGIN, _INK, 0.65)
     for place, (hit, own) in enumerate(zip(hits, frames, strict=True)):
@@ -65,8 +65,9 @@ def draw_sheet(query: str, hits: Sequence[Hit], frames: Sequence[Sequence[bytes]
         below = top + _CELL_HEIGHT
         cv2.rectangle(sheet, (left, below), (left + round(_CELL_WIDTH * hit.score), below + 3), _BAR, -1)
         time = "" if not hit.seconds else f"   {clock(hit.start_s)} - {clock(hit.start_s + hit.seconds)}"
-        _write(sheet, f"{hit.rank}   {hit.score:.3f}{time}", (left, below + 5), _CELL_WIDTH, _INK)
-        _write(sheet, Path(hit.source).name, (left, below + 5 + _LINE - 4), _CELL_WIDTH, _FAINT)
+        lines = f"{hit.rank}   {hit.score:.2f}{time}", Path(hit.source).name, hit.why()
+        for number, (line, ink) in enumerate(zip(lines, (_INK, _FAINT, _INK), strict=True)):
+            _write(sheet, line, (left, below + 5 + number * (_LINE - 4)), _CELL_WIDTH, ink)
     return sheet
 
 

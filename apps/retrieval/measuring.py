@@ -1,4 +1,4 @@
-"""Recall of retrieval on videos with queries that describe exactly one of their seconds each."""
+"""Recall of retrieval, by each of its signals and by all together, on files with queries whose answers are known."""
 
 from __future__ import annotations
 
@@ -10,48 +10,47 @@ from typing import Any, NamedTuple, Protocol
 from apps.retrieval.contact_sheet import write_sheet
 from apps.retrieval.indexing import make_settings, update_index
 from apps.retrieval.ranking import Hit, search
-from apps.retrieval.store import RetrievalIndex, StoredClip
+from apps.retrieval.store import RetrievalIndex
 from vlora.client import Client
 
 AT = (1, 5, 10)
 """The k of recall at k."""
 NUM_FEW = 20
-"""Candidates of the method that ranks few of the clips."""
-RANDOM = "random"
-BASE_WORDS, BASE = "base model, words of captions", "base model, VQAScore"
-WORDS, ADAPTER = "adapter, words of captions", "adapter, VQAScore"
-FEW = f"adapter, VQAScore of {NUM_FEW} by words"
+"""Candidates of the method with which the model reads few of the clips."""
+RANDOM, TOGETHER, FEW = "random", "together", f"together, {NUM_FEW} read"
+SIGNALS: Mapping[str, Callable[[Hit], float | None]] = {
+    "words": lambda hit: hit.words,
+    "heads": lambda hit: hit.heads,
+    "yes": lambda hit: hit.yes,
+}
+"""What ranks alone, and its value; a clip for which that is 0 or None is not found."""
+BASE, ADAPTER = "base model", "adapter"
 
 
 class Query(Protocol):
-    """A text, and the only second that it describes, by the name of its file."""
+    """A text, and all clips that it describes: names of files, each with a second."""
 
     @property
     def text(self) -> str: ...
     @property
-    def video(self) -> str: ...
-    @property
-    def second(self) -> int: ...
+    def clips(self) -> tuple[tuple[str, int], ...]: ...
 
 
 class Ranking(NamedTuple):
-    """Of one query. rank: of the second that it describes, from 1; None if it is not among the results. own, others:
-    its score, and the mean score of the other results; None where the method has no probability.
-    """
+    """Of one query. places: of the clips found that it describes, from 1, increasing. wanted: all that it describes."""
 
-    rank: int | None
-    own: float | None = None
-    others: float | None = None
+    places: tuple[float, ...]
+    wanted: int
 
 
 def measure(
     client: Client,
     folder: Path,
     work: Path,
-    queries: Sequence[Query],
+    queries: Mapping[str, Sequence[Query]],
     *,
-    name: str,
     adapter: str,
+    heads: Sequence[str],
     num_frames: int,
     base_caption: str,
     caption: str,
@@ -59,66 +58,86 @@ def measure(
     say: Callable[[str], None],
     sheet: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Rank a folder's videos for every query by every method; a row per method.
+    """Rank a folder's files for every query by every method; a row per group of queries and method.
 
     Args:
         work: folder for the indexes.
-        name: of the videos, in the rows.
+        queries: by the name of their group.
+        heads: of the adapter, for its index.
         num_frames, question: as for `search`. base_caption, caption: questions for the words of the base model's and
             the adapter's index.
         sheet: the contact sheet to write, of the first query's results.
     """
     rows: list[dict[str, Any]] = []
 
-    def add(method: str, rankings: Sequence[Ranking]) -> None:
-        rows.append({"videos": name, "method": method, **summary(rankings), "queries": len(queries)})
+    def add(group: str, method: str, scores: Mapping[str, float | None]) -> None:
+        rows.append({"videos": group, "method": method, **scores, "queries": len(queries[group])})
         say(", ".join(f"{column} {value}" for column, value in rows[-1].items()))
 
-    for asked, owner, words, scores in ((base_caption, None, BASE_WORDS, BASE), (caption, adapter, WORDS, ADAPTER)):
-        path = work / f"{name}-{owner or 'base'}.sqlite"
+    for owner, asked, owners in ((BASE, base_caption, ()), (ADAPTER, caption, (adapter,))):
+        path = work / f"{folder.name}-{owner}.sqlite"
         path.unlink(missing_ok=True)
-        owners = () if owner is None else (owner,)
-        settings = make_settings(client, adapters=owners, questions=(asked,), num_frames=num_frames)
+        settings = make_settings(
+            client, adapters=owners, heads=heads if owners else (), questions=(asked,), num_frames=num_frames
+        )
         with RetrievalIndex(path, settings) as index:
             update_index(client, index, [folder])
-            clips = index.clips()
+            num_clips = len(index.clips())
 
-            def find(query: str, most: int, index: RetrievalIndex = index, owner: str | None = owner) -> list[Hit]:
+            def find(query: str, most: int, index: RetrievalIndex = index, owner: str = owner) -> list[Hit]:
                 options: dict[str, Any] = {"question": question, "num_frames": num_frames, "num_candidates": most}
-                return search(client, index, query, adapter=owner, **options)
+                return search(client, index, query, adapter=adapter if owner == ADAPTER else None, **options)
 
-            if not rows:
-                rows.append(
-                    {"videos": name, "method": RANDOM, **expected_by_chance(len(clips)), "queries": len(queries)}
-                )
-            add(words, [_by_words(clips, index.match(query.text), query) for query in queries])
-            add(scores, [_of_hits(find(query.text, len(clips)), query) for query in queries])
-            if owner is not None:
-                add(FEW, [_of_hits(find(query.text, NUM_FEW), query) for query in queries])
-                if sheet is not None:
-                    hits = find(queries[0].text, NUM_FEW)[:10]
-                    write_sheet(sheet, queries[0].text, hits, [index.frames(hit.clip) for hit in hits])
+            for group, own in queries.items():
+                if owner == BASE:
+                    add(group, RANDOM, expected_by_chance(num_clips, [len(query.clips) for query in own]))
+                found = [(find(query.text, num_clips), query) for query in own]
+                for signal, value in SIGNALS.items():
+                    if signal != "heads" or settings.heads:
+                        add(group, f"{owner}, {signal}", summary([ranked(hits, query, value) for hits, query in found]))
+                add(group, f"{owner}, {TOGETHER}", summary([ranked(hits, query) for hits, query in found]))
+                few = [ranked(find(query.text, NUM_FEW), query) for query in own]
+                add(group, f"{owner}, {FEW}", summary(few))
+            if sheet is not None and owner == ADAPTER:
+                first = next(iter(queries.values()))[0].text
+                hits = find(first, NUM_FEW)[:10]
+                write_sheet(sheet, first, hits, [index.frames(hit.clip) for hit in hits])
     return rows
 
 
+def ranked(hits: Sequence[Hit], query: Query, value: Callable[[Hit], float | None] = lambda hit: hit.score) -> Ranking:
+    """The places of the described clips in the order of a value; among equal ones they are evenly spread."""
+    places: list[float] = []
+    values = {(Path(hit.source).name, int(hit.start_s)): found for hit in hits if (found := value(hit))}
+    wanted = [values[clip] for clip in query.clips if clip in values]
+    for one in sorted(set(wanted), reverse=True):
+        above, equal = (sum(other > one for other in values.values()), sum(other == one for other in values.values()))
+        step = (equal + 1) / (wanted.count(one) + 1)
+        places += [above + step * number for number in range(1, wanted.count(one) + 1)]
+    return Ranking(tuple(places), len(query.clips))
+
+
 def summary(rankings: Sequence[Ranking]) -> dict[str, float | None]:
-    """Recall at k and mean reciprocal rank; mean scores of the described seconds and of the others."""
-    recalls = {f"recall at {k}": mean(each.rank is not None and each.rank <= k for each in rankings) for k in AT}
-    own = [each.own for each in rankings if each.own is not None]
-    others = [each.others for each in rankings if each.others is not None]
-    return {
-        **{name: float(value) for name, value in recalls.items()},
-        "MRR": mean(0.0 if each.rank is None else 1 / each.rank for each in rankings),
-        "vqa-score": mean(own) if own else None,
-        "of others": mean(others) if others else None,
+    """Recall at k, of the described clips that fit into k, and mean average precision."""
+    recalls = {
+        f"recall at {k}": mean(sum(place <= k for place in each.places) / min(k, each.wanted) for each in rankings)
+        for k in AT
     }
+    precisions = [sum(n / place for n, place in enumerate(each.places, 1)) / each.wanted for each in rankings]
+    return {**recalls, "mAP": mean(precisions)}
 
 
-def expected_by_chance(num_clips: int) -> dict[str, float | None]:
-    """The expected values of `summary` for an order at random, in which every rank is equally likely."""
-    recalls: dict[str, float | None] = {f"recall at {k}": min(1.0, k / num_clips) for k in AT}
-    reciprocal = mean(1 / rank for rank in range(1, num_clips + 1))
-    return recalls | {"MRR": reciprocal, "vqa-score": None, "of others": None}
+def expected_by_chance(num_clips: int, wanted: Sequence[int]) -> dict[str, float | None]:
+    """The expected values of `summary` for an order at random. wanted: the number of described clips, by query."""
+    recalls = {
+        f"recall at {k}": mean(min(k, num_clips) * each / num_clips / min(k, each) for each in wanted) for k in AT
+    }
+    others = max(1, num_clips - 1)
+    precisions = [
+        sum((1 + (place - 1) * (each - 1) / others) / place for place in range(1, num_clips + 1)) / num_clips
+        for each in wanted
+    ]
+    return {**recalls, "mAP": mean(precisions)}
 
 
 class RecallGoal(NamedTuple):
@@ -131,36 +150,20 @@ class RecallGoal(NamedTuple):
 
 
 def goals_of(rows: Sequence[Mapping[str, Any]]) -> list[RecallGoal]:
-    """For each folder of videos: the adapter finds more than the base model, and few candidates lose little."""
+    """For each group of queries: the signals together find what the best one does, the adapter no less than the base
+    model, and few candidates nearly as much as all.
+    """
     found = {(row["videos"], row["method"]): row for row in rows}
     goals = []
     for videos in dict.fromkeys(row["videos"] for row in rows):
-        base, adapter, few = (found[videos, method] for method in (BASE, ADAPTER, FEW))
-        more = adapter["recall at 5"] - base["recall at 5"]
-        lost = few["recall at 10"] - adapter["recall at 10"]
-        goals += [
-            RecallGoal(f"{videos}: recall at 5, adapter less base model", more, 0.1),
-            RecallGoal(f"{videos}: recall at 10, few candidates less all clips", lost, -0.05),
-        ]
+        for owner in (BASE, ADAPTER):
+            alone = [found[key]["mAP"] for name in SIGNALS if (key := (videos, f"{owner}, {name}")) in found]
+            together, few = found[videos, f"{owner}, {TOGETHER}"], found[videos, f"{owner}, {FEW}"]
+            lost = few["recall at 10"] - together["recall at 10"]
+            goals += [
+                RecallGoal(f"{videos}, {owner}: mAP, together less best signal", together["mAP"] - max(alone), -0.05),
+                RecallGoal(f"{videos}, {owner}: recall at 10, few candidates less all clips", lost, -0.05),
+            ]
+        base, more = (found[videos, f"{owner}, {TOGETHER}"]["recall at 5"] for owner in (BASE, ADAPTER))
+        goals.append(RecallGoal(f"{videos}: recall at 5, adapter less base model", more - base, -0.05))
     return goals
-
-
-def _by_words(clips: Sequence[StoredClip], matched: dict[int, float], query: Query) -> Ranking:
-    """Rank by words alone. Among clips with equal scores the described one has the mean place."""
-    described = next(clip for clip in clips if _is_described(clip.path, clip.start_s, query))
-    if (score := matched.get(described.id)) is None:
-        return Ranking(None)
-    above = sum(other > score for other in matched.values())
-    equal = sum(other == score for other in matched.values())
-    return Ranking(above + (equal + 1) // 2)
-
-
-def _of_hits(hits: Sequence[Hit], query: Query) -> Ranking:
-    described = next((hit for hit in hits if _is_described(hit.source, hit.start_s, query)), None)
-    others = [hit.score for hit in hits if hit is not described]
-    average = mean(others) if others else None
-    return Ranking(None, None, average) if described is None else Ranking(described.rank, described.score, average)
-
-
-def _is_described(path: str, start_s: float, query: Query) -> bool:
-    return Path(path).name == query.video and int(start_s) == query.second

@@ -1,18 +1,20 @@
-"""Ranks the clips of an index by VQAScore: the probability that the model answers "yes" if asked for the query.
+"""Ranks the clips of an index by what it says in words, by its heads' answers, and by VQAScore.
 
 VQAScore (Lin et al., https://arxiv.org/abs/2404.01291, section 3) is P("Yes" | image, question). The model reads only
-the clips that the index's words select.
+the clips that words and heads select.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -29,17 +31,130 @@ QUESTION = "Is there {}?"
 NUM_CANDIDATES = 100
 
 
+_TO_TWELVE = "zero one two three four five six seven eight nine ten eleven twelve"
+_FIGURES = {name: str(number) for number, name in enumerate(re.findall(r"\w+", _TO_TWELVE))}
+_NAMES = {figures: name for name, figures in _FIGURES.items()}
+_GRAMMAR = frozenset(re.findall(r"\w+", "a an and are at in is it of on or that the there to with"))
+_DOUBTS = 0.1, 0.01, 0.0001  # of words, heads and the model: values that differ less are about equal
+_LONGEST_RUN = 3  # words
+
+
+class Match(msgspec.Struct, frozen=True, kw_only=True):
+    """A statement of the index that speaks for a clip. words: those of the query that it contains."""
+
+    by: Literal["words", "heads"]
+    asked: str
+    text: str
+    confidence: float
+    words: tuple[str, ...]
+
+
+class Evidence(NamedTuple):
+    """What the index says about a clip, from 0 to 1. words: the share of the query's terms in answers to questions,
+    times their confidence, squared because half of a query is little evidence. heads: the same for answers of heads.
+    """
+
+    words: float
+    heads: float
+    matches: tuple[Match, ...]
+
+
+NO_EVIDENCE = Evidence(0.0, 0.0, ())
+
+
+def find_evidence(index: RetrievalIndex, query: str) -> dict[int, Evidence]:
+    """The evidence of the index for a query, by clip.
+
+    A term is a word, or two or three in a row: "a red car" differs from "a red bus and a blue car". It weighs the
+    logarithm of all clips by those that have it; words of grammar count in rows only. Numbers match in words and
+    figures. The name of a head whose answer matches is a part of the answer.
+    """
+    words = re.findall(r"\w+", query.lower())
+    runs = [
+        " ".join(words[first : first + length])
+        for length in range(2, _LONGEST_RUN + 1)
+        for first in range(len(words) - length + 1)
+    ]
+    single = list(dict.fromkeys(word for word in words if word not in _GRAMMAR)) or words
+    found = {term: index.match(_spellings(term)) for term in dict.fromkeys([*single, *runs])}
+    num_clips, heads = len(index.clips()), frozenset(index.settings.heads)
+    counts = {term: len({clip for clip, _ in rows}) for term, rows in found.items()}
+    weights = {
+        term: math.log((num_clips + 1) / max(1, count)) for term, count in counts.items() if count or term in single
+    }
+    terms: dict[int, dict[Statement, list[str]]] = {}
+    for term, rows in found.items():
+        for clip, statement in rows:
+            terms.setdefault(clip, {}).setdefault(statement, []).append(term)
+    return {clip: _evidence(own, single, weights, heads) for clip, own in terms.items()}
+
+
+def _evidence(
+    terms: Mapping[Statement, Sequence[str]],
+    single: Sequence[str],
+    weights: Mapping[str, float],
+    heads: Collection[str],
+) -> Evidence:
+    best: dict[str, dict[str, float]] = {"words": {}, "heads": {}}
+    matches = []
+    for statement, contained in terms.items():
+        by: Literal["words", "heads"] = "heads" if statement.asked in heads else "words"
+        if by == "heads":
+            name = {_singular(word) for word in re.findall(r"[^\W_]+", statement.asked.rpartition("/")[2].lower())}
+            contained = [word for word in single if word in contained or _singular(word) in name]
+        for term in contained:
+            best[by][term] = max(best[by].get(term, 0.0), statement.confidence)
+        if said := tuple(word for word in single if word in contained):
+            matches.append(Match(by=by, words=said, **statement._asdict()))
+    only_single = {word: weights[word] for word in single}
+    return Evidence(_share(best["words"], weights), _share(best["heads"], only_single), tuple(matches))
+
+
+def _share(best: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    return (sum(weights[term] * confidence for term, confidence in best.items()) / sum(weights.values())) ** 2
+
+
+def _spellings(term: str) -> list[str]:
+    """The term, with numbers in words and in figures."""
+    words = term.split()
+    return list(dict.fromkeys(" ".join(table.get(word, word) for word in words) for table in ({}, _NAMES, _FIGURES)))
+
+
+def _singular(word: str) -> str:
+    return word.removesuffix("s")
+
+
 class Hit(msgspec.Struct, frozen=True, kw_only=True):
-    """A clip and its score. score: P("yes"). matched: BM25 of its statements, 0 if no word of the query is in them."""
+    """A clip and its score, see `combine`. words, heads, matches: see `Evidence`. yes: the model's P("yes"); None if it
+    has not read the clip.
+    """
 
     rank: int
     source: str
     start_s: float
     seconds: float
     score: float
-    matched: float
+    words: float
+    heads: float
+    yes: float | None
+    matches: tuple[Match, ...]
     statements: tuple[Statement, ...]
     clip: int
+
+    def why(self, longest: int = 48) -> str:
+        """What speaks for the clip, in one line; what describes it, if no statement does. longest: of a text."""
+        reasons = [] if self.yes is None else [f"yes {self.yes:.2f}"]
+        for match in sorted(self.matches, key=lambda match: (match.by, -len(match.words))):
+            source = f"{match.asked.rpartition('/')[2]}: " if match.by == "heads" else ""
+            reasons.append(f"{source}{_shortened(match.text, longest)} {match.confidence:.2f}")
+        if not self.matches:
+            reasons.append(f"({_shortened('; '.join(each.text for each in self.statements), longest)})")
+        return "; ".join(reasons)
+
+
+def _shortened(text: str, longest: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 def search(
@@ -52,19 +167,23 @@ def search(
     num_frames: int | None = None,
     num_candidates: int = NUM_CANDIDATES,
     inside: Sequence[str | Path] = (),
+    top: int | None = None,
     stop: threading.Event | None = None,
     on_scored: Callable[[], None] = lambda: None,
 ) -> list[Hit]:
-    """Rank the clips of an index for a query, best first; clips that are no candidate are left out, and those that an
-    update removes meanwhile.
+    """Rank the clips of an index for a query, best first, by words, heads and the model together (`combine`).
+
+    The model reads the candidates. Other clips are ranked without it if words or heads speak for them, and left out
+    otherwise, as are those that an update removes meanwhile.
 
     Args:
         adapter: that answers; None is the base model.
         question: with `{}` in the place of the query.
         num_frames: frames of a clip that the model reads; by default as many as the adapter's heads do at most, or 1,
             and no more than the index has.
-        num_candidates: clips that the model reads; see `select_candidates`.
+        num_candidates: clips that the model reads, selected by words and heads; see `select_candidates`.
         inside: files, and folders of files, to search; empty is the whole index.
+        top: the number of clips to return; None returns all.
         stop: when set, no more clips are sent, and those already answered are ranked.
 
     Raises:
@@ -83,14 +202,26 @@ def search(
             f"index {str(index.path)!r} contains no clip{' of these files' if inside else ''}; index videos"
         )
     reads = num_frames or _frames_read(client, adapter, index.settings.num_frames)
-    matched = index.match(query)
-    scores = _scores(client, index, select_candidates(clips, matched, num_candidates), asked, adapter, reads, stop)
-    scored: list[tuple[float, StoredClip]] = []
-    for clip, score in scores:
-        scored.append((score, clip))
+    found = find_evidence(index, query)
+    evidence = {clip.id: found.get(clip.id, NO_EVIDENCE) for clip in clips}
+    words, heads = [each.words for each in evidence.values()], [each.heads for each in evidence.values()]
+    cheap = combine(words, heads, [None] * len(clips))
+    said = {clip.id: score for clip, score in zip(clips, cheap, strict=True) if found.get(clip.id)}
+    yes: dict[int, float] = {}
+    candidates = select_candidates(clips, said, num_candidates)
+    for clip, probability in _scores(client, index, candidates, asked, adapter, reads, stop):
+        yes[clip.id] = probability
         on_scored()
-    # Equal scores keep the order of the candidates: words first, then time.
-    ordered = sorted(scored, key=lambda each: -each[0])
+    scores = combine(words, heads, [yes.get(clip.id) for clip in clips])
+    unread = {clip.id for clip in candidates} - yes.keys()  # removed by an update
+    ordered = sorted(
+        (
+            (score, clip)
+            for score, clip in zip(scores, clips, strict=True)
+            if clip.id in yes or (clip.id in said and clip.id not in unread)
+        ),
+        key=lambda each: -each[0],
+    )
     return [
         Hit(
             rank=rank,
@@ -98,12 +229,39 @@ def search(
             start_s=clip.start_s,
             seconds=clip.seconds,
             score=score,
-            matched=matched.get(clip.id, 0.0),
+            yes=yes.get(clip.id),
             statements=tuple(index.statements(clip.id)),
             clip=clip.id,
+            **evidence[clip.id]._asdict(),
         )
-        for rank, (score, clip) in enumerate(ordered, 1)
+        for rank, (score, clip) in enumerate(ordered[:top], 1)
     ]
+
+
+def combine(words: Sequence[float], heads: Sequence[float], yes: Sequence[float | None]) -> list[float]:
+    """The probability that each clip fits, from signals between 0 and 1 about all clips; None where one is unknown.
+
+    Bayes' rule, with the index as its own reference: the log odds of a clip are those of the mean of the signals that
+    are not 0 everywhere, and for each signal its log odds less those of its mean, times its largest value. A model that
+    affirms nothing may know nothing: its small probabilities differ as much as where it knows the answer. _DOUBTS
+    bounds the odds.
+    """
+    known = [[value for value in signal if value is not None] or [0.0] for signal in (words, heads, yes)]
+    means = [sum(values) / len(values) for values in known]
+    prior = _log_odds(sum(means) / (sum(mean > 0 for mean in means) or 1), _DOUBTS[0])
+    added = [
+        sum(
+            max(values) * (_log_odds(value, doubt) - _log_odds(mean, doubt))
+            for value, values, mean, doubt in zip(of_clip, known, means, _DOUBTS, strict=True)
+            if value is not None
+        )
+        for of_clip in zip(words, heads, yes, strict=True)
+    ]
+    return [1 / (1 + math.exp(-prior - each)) for each in added]
+
+
+def _log_odds(probability: float, doubt: float) -> float:
+    return math.log((probability + doubt) / (1 - probability + doubt))
 
 
 def ask_for(query: str, question: str) -> str:
@@ -115,10 +273,10 @@ def ask_for(query: str, question: str) -> str:
     return question.replace("{}", " ".join(query.split()))
 
 
-def select_candidates(clips: Sequence[StoredClip], matched: dict[int, float], most: int) -> list[StoredClip]:
-    """At most `most` clips: those that match the query's words, best first, then others evenly over all files."""
-    found = sorted((clip for clip in clips if matched.get(clip.id)), key=lambda clip: -matched[clip.id])[:most]
-    others = [clip for clip in clips if not matched.get(clip.id)]
+def select_candidates(clips: Sequence[StoredClip], scores: Mapping[int, float], most: int) -> list[StoredClip]:
+    """At most `most` clips: those with a score, best first, then others evenly over all files."""
+    found = sorted((clip for clip in clips if clip.id in scores), key=lambda clip: -scores[clip.id])[:most]
+    others = [clip for clip in clips if clip.id not in scores]
     free = min(most - len(found), len(others))
     return found + ([others[place] for place in sorted(set(spread(free, len(others))))] if free else [])
 

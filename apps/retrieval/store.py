@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,8 +17,6 @@ from vlora.plan_files.run_lock import lock_file
 from vlora.writing import NotWritten
 
 FORMAT_VERSION = 1
-_COMMON = 1e-5  # BM25 of one term; FTS5 gives terms of more than half of the statements a weight of 1e-6
-_LONGEST_RUN = 3  # words
 _APPLICATION_ID = 0x764C5278  # distinguishes an index from other databases
 _MAGIC, _HEADER_BYTES = b"SQLite format 3\0", 100
 _SCHEMA = """
@@ -259,31 +256,17 @@ class RetrievalIndex:
             rows = self._database.execute("SELECT jpeg FROM frames WHERE clip = ? ORDER BY number", (clip,))
             return tuple(row[0] for row in rows)
 
-    def match(self, query: str) -> dict[int, float]:
-        """Clips with a word of the query in a statement, by id: the sum of BM25 times confidence over statements.
-
-        Two and three words in a row count as terms too, so that "a red car" differs from "a red bus and a blue car".
-        Terms of more than half of all statements, such as articles, do not count.
+    def match(self, phrases: Iterable[str]) -> list[tuple[int, Statement]]:
+        """Statements that contain one of the phrases, each with its clip's id. Words match in all of their forms, such
+        as plurals (FTS5's Porter stemmer).
         """
-        words = re.findall(r"\w+", query)
-        if not words:
-            return {}
-        runs = [
-            " ".join(words[first : first + length])
-            for length in range(1, _LONGEST_RUN + 1)
-            for first in range(len(words) - length + 1)
-        ]
-        matched: dict[int, float] = {}
         with self._errors():
             rows = self._database.execute(
-                "SELECT statements.clip, statements.confidence, words.rank FROM words "
-                "JOIN statements ON statements.id = words.rowid WHERE words MATCH ?",
-                (" OR ".join(f'"{run}"' for run in dict.fromkeys(runs)),),
+                "SELECT clip, asked, statements.text, confidence FROM words "
+                "JOIN statements ON statements.id = words.rowid WHERE words MATCH ? ORDER BY statements.id",
+                (" OR ".join(f'"{phrase}"' for phrase in phrases),),
             )
-            for clip, confidence, rank in rows:  # FTS5 gives BM25 with a negative sign
-                if -rank > _COMMON * len(runs):
-                    matched[clip] = matched.get(clip, 0.0) - rank * confidence
-        return matched
+            return [(clip, Statement(*rest)) for clip, *rest in rows]
 
     # -- errors --------------------------------------------------------------------------------------------------------
 

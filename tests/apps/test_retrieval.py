@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sqlite3
 import subprocess
@@ -15,24 +16,13 @@ from typing import Any, NamedTuple, cast
 import cv2
 import numpy as np
 import pytest
+from sklearn.metrics import average_precision_score
 
 from apps.retrieval import RetrievalIndex, ask_for, clock, make_settings, search, update_index, vqa_score, write_sheet
 from apps.retrieval.indexing import statements_of_head
-from apps.retrieval.measuring import (
-    ADAPTER,
-    BASE,
-    BASE_WORDS,
-    FEW,
-    RANDOM,
-    WORDS,
-    Ranking,
-    expected_by_chance,
-    goals_of,
-    measure,
-    summary,
-)
+from apps.retrieval.measuring import Ranking, expected_by_chance, goals_of, measure, ranked, summary
 from apps.retrieval.media import Clip, Fingerprint, Media, find_media
-from apps.retrieval.ranking import select_candidates
+from apps.retrieval.ranking import NO_EVIDENCE, Hit, Match, combine, find_evidence, select_candidates
 from apps.retrieval.store import FORMAT_VERSION, Statement, StoredClip
 from tests.apps.scripted import SHADES, ScriptedClient, answer_of, box_of, head_result, refuse_to_list
 from tests.server.running import png
@@ -137,7 +127,7 @@ def test_a_second_run_reads_new_and_changed_files_only(here: Indexed, videos: Pa
     assert [name for name, _ in here.texts()] == ["a.mp4"] * 4 + ["b.mp4"] * 2 + ["d.mp4"]
     assert here.texts()["b.mp4", 1.0] == ["a bright picture"]
     clips = here.index.clips()
-    assert here.index.match("dark").keys() == {clips[2].id}, "words of removed clips are not found"
+    assert [clip for clip, _ in here.index.match(["dark"])] == [clips[2].id], "words of removed clips are not found"
     assert here.update(videos) == (0, 0, 3, 0, 0)
     before = here.path.read_bytes()
     with RetrievalIndex(here.path) as index:
@@ -314,13 +304,18 @@ def test_clips_are_ranked_by_the_probability_of_yes_and_shown_in_that_order(
     hits = here.search("grey")
     assert places(hits)[:3] == [("a.mp4", 3.0), ("a.mp4", 0.0), ("a.mp4", 1.0)]
     assert [hit.rank for hit in hits] == [1, 2, 3, 4, 5, 6]
-    assert hits[0].score == pytest.approx(0.9, abs=0.02), "spellings of yes are added"
-    assert hits[0].matched > 0 == hits[1].matched
+    assert hits[0].yes == pytest.approx(0.9, abs=0.02), "spellings of yes are added"
+    assert hits[0].words > 0 == hits[1].words and hits[0].why() == f"yes {hits[0].yes:.2f}; a grey picture 0.50"
+    assert hits[1].why() == f"yes {hits[1].yes:.2f}; (a dim picture)", "without a word of the query"
     few = here.search("grey", inside=[videos / "b.mp4", videos / "pictures"])
     assert sorted(Path(hit.source).name for hit in few) == ["b.mp4", "c.png"] and few[0].score >= few[1].score
     here.scripted.asked.clear()
     assert places(here.search("dark", num_candidates=2)) == [("a.mp4", 2.0), ("b.mp4", 0.0)]
     assert len(here.scripted.asked) == 2, "the model reads only the candidates of the words"
+    for most, read in ((1, 1), (3, 3)):
+        found = here.search("dark", num_candidates=most)
+        assert [hit.yes is not None for hit in found].count(True) == read and len(found) == max(most, 2)
+    assert len(here.search("dark", top=1)) == 1
 
     path, hits = tmp_path / "sheet.png", here.search("bright", inside=[videos / "a.mp4"])
     write_sheet(path, "bright caf\u00e9", hits, [here.index.frames(hit.clip) for hit in hits])
@@ -338,7 +333,7 @@ def test_clips_are_ranked_by_the_probability_of_yes_and_shown_in_that_order(
 
 def test_candidates_are_matches_and_then_clips_spread_evenly() -> None:
     clips = [StoredClip(number, "a.mp4", "video", float(number), 1.0) for number in range(100)]
-    matched = {70: 1.0, 5: 3.0, 40: 2.0}
+    matched = {70: 0.1, 5: 0.3, 40: 0.2}
     assert [clip.id for clip in select_candidates(clips, matched, 2)] == [5, 40]
     chosen = [clip.id for clip in select_candidates(clips, matched, 8)]
     assert chosen[:4] == [5, 40, 70, 0] and chosen[-1] == 99 and len(chosen) == 8
@@ -347,21 +342,92 @@ def test_candidates_are_matches_and_then_clips_spread_evenly() -> None:
     assert len(select_candidates(clips, {}, 1)) == 1
 
 
-def test_a_statement_counts_by_its_confidence(here: Indexed) -> None:
-    low, high, *others = here.say(("two red cars", 0.3), ("two red cars", 0.9), *[("a tree", 1.0)] * 6)
-    matched = here.index.match('a "red" car* OR NOT-')
-    assert matched.keys() == {low, high}, "the article is in most statements"
-    assert matched[high] == pytest.approx(3 * matched[low]) and matched[low] > 0, "plurals match too"
-    assert here.index.match("?!") == {} == here.index.match("trees") and len(others) == 6
+@pytest.mark.parametrize(
+    ("query", "text", "share"),
+    [
+        ("a digit 3", "a white digit three", 1.0),
+        ("digit three", "digits: 3", 1.0),
+        ("two red cars", "a red car", 3 / 4),  # two, red, cars, "red cars"
+        ("two red cars", "2 red car", 1.0),
+        ("stop sign", "a stop", 1 / 2),
+        ('"red" car* NOT-', "red or car", 2 / 3),
+        ("the", "the end", 1.0),
+        ("?!", "what ?!", 0.0),
+        ("trees", "a digit", 0.0),
+    ],
+)
+def test_words_match_in_all_their_forms_and_spellings(here: Indexed, query: str, text: str, share: float) -> None:
+    """Of a clip among two, so that all terms weigh the same. share: the terms found by all terms."""
+    first, _ = here.say((text, 0.8), ("nothing", 1.0))
+    assert find_evidence(here.index, query).get(first, NO_EVIDENCE).words == pytest.approx((0.8 * share) ** 2)
 
 
-def test_words_in_a_row_count_more_than_the_same_words_apart(here: Indexed) -> None:
+@pytest.mark.parametrize("here", [{"adapters": ["cam"], "heads": ["cam/night"]}], indirect=True, ids=["heads"])
+def test_an_answer_of_a_head_counts_with_its_confidence_and_the_name_of_the_head(here: Indexed) -> None:
+    here.say(("a night", 0.5), *[("a day", 0.5)] * 6)
+    media = here.index.begin(Media(here.path.with_name("b.png"), "picture"), Fingerprint(1, 1, "y"))
+    for number, (label, confidence) in enumerate((("stop", 0.9), ("stop", 0.3), ("yield", 0.9))):
+        here.index.add(media, Clip(number, 0.0, 0.0, ()), [Statement("cam/night", label, confidence)])
+    found = find_evidence(here.index, "a stop at nights")
+    stop, doubtful, other = (found.get(clip.id) for clip in here.index.clips()[-3:])
+    assert stop is not None and doubtful is not None and other is None
+    assert (stop.heads, doubtful.heads, stop.words) == (pytest.approx(0.81), pytest.approx(0.09), 0.0)
+    assert stop.matches == (
+        Match(by="heads", asked="cam/night", text="stop", confidence=0.9, words=("stop", "nights")),
+    )
+
+
+def test_rare_words_and_words_in_a_row_weigh_more(here: Indexed) -> None:
     others = ("a tree", "a dog", "a cat", "a house", "a sign")
     captions = ("a red bus and a blue car", "a blue bus and a red car", *others)
     first, second, *_ = here.say(*((caption, 1.0) for caption in captions))
     for query, best, other in (("a red car", second, first), ("a blue car", first, second)):
-        matched = here.index.match(query)
-        assert matched[best] > 1.2 * matched[other] > 0
+        found = find_evidence(here.index, query)
+        assert found[best].words > 1.2 * found[other].words > 0
+        assert found.keys() == {first, second}, "an article is no evidence"
+    rare, common = (find_evidence(here.index, query)[first].words for query in ("bus tree", "house car"))
+    assert rare == common < 0.5, "a word of two clips weighs less than a word of one"
+
+
+def test_signals_are_combined_as_written_down() -> None:
+    """Against a transcription in float64: Bayes' rule, with odds that doubt bounds, relative to the clips' mean."""
+    draws = np.random.default_rng(0)
+    words, heads, yes = draws.beta(0.3, 0.9, (3, 50))
+    heads *= draws.random(50) < 0.1
+    unread = draws.random(50) < 0.5
+    means, posterior = [words.mean(), heads.mean(), yes[~unread].mean()], np.ones(50)
+    for value, mean, doubt in zip((words, heads, yes), means, (0.1, 0.01, 0.0001), strict=True):
+        seen = ~unread if value is yes else np.ones(50, bool)
+        ratio = (value + doubt) / (1 + doubt - value) / ((mean + doubt) / (1 + doubt - mean))
+        posterior *= np.where(seen, ratio ** value[seen].max(), 1.0)
+    posterior *= (np.mean(means) + 0.1) / (1.1 - np.mean(means))
+    given = [None if skipped else float(one) for one, skipped in zip(yes, unread, strict=True)]
+    assert combine(words.tolist(), heads.tolist(), given) == pytest.approx(posterior / (1 + posterior), rel=1e-9)
+    assert combine([1.0, 0.0], [0.0, 0.0], [None, None]) == pytest.approx([1.1 / 1.2, 0.1 / 1.2]), "one signal, alone"
+    assert combine([0.0], [0.0], [None]) == pytest.approx([0.1 / 1.2])
+    doubtful, sure = combine([0.0] * 2, [0.0] * 2, [1e-4, 0.02]), combine([0.0] * 2, [0.0] * 2, [1e-4, 0.98])
+    assert max(doubtful) < 0.2 and sure[1] > 0.95 and sure[0] < 0.2, "a model that says no to all has found nothing"
+
+
+NO = [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("words", "heads", "yes", "order"),
+    [
+        ([0.9, 0.3, 0.0, 0.0], NO, [1e-4, 1e-3, 4e-3, 2e-3], [0, 1, 2, 3]),  # a model that says no to all
+        ([0.9, 0.3, 0.0, 0.0], NO, [0.97, 0.98, 0.99, 0.99], [0, 1, 2, 3]),  # or yes
+        ([0.2, 0.2, 0.2, 0.1], [0.0, 0.95, 0.3, 0.0], [0.5, 0.5, 0.5, 0.5], [1, 2, 0, 3]),
+        ([0.5, 0.4, 0.4, 0.1], NO, [0.99, 0.02, 0.97, 0.02], [0, 2, 1, 3]),  # one that tells the same clips apart
+        ([0.9, 0.0, 0.8, 0.1], NO, [0.99, 0.1, None, 0.01], [0, 2, 1, 3]),  # that has not read one
+        (NO, NO, [0.001, 0.003, 0.002, 0.0], [1, 2, 0, 3]),  # only the model says something
+    ],
+)
+def test_the_signal_that_tells_clips_apart_decides(
+    words: list[float], heads: list[float], yes: list[float | None], order: list[int]
+) -> None:
+    scores = combine(words, heads, yes)
+    assert sorted(range(4), key=lambda place: -scores[place]) == order
 
 
 @with_adapter
@@ -406,48 +472,71 @@ def test_the_score_is_the_probability_of_yes_and_head_answers_become_words() -> 
 
 class Described(NamedTuple):
     text: str
-    video: str
-    second: int
+    clips: tuple[tuple[str, int], ...]
 
 
-def test_recall_counts_ranks_up_to_k_and_chance_has_every_rank_equally_often() -> None:
-    found = summary([Ranking(1, 0.9, 0.1), Ranking(5, 0.5, 0.3), Ranking(10), Ranking(None)])
-    recalls = {"recall at 1": 0.25, "recall at 5": 0.5, "recall at 10": 0.75}
-    scores = {"MRR": (1 + 1 / 5 + 1 / 10) / 4, "vqa-score": 0.7, "of others": 0.2}
-    assert found == {name: pytest.approx(value) for name, value in (recalls | scores).items()}
-    every = summary([Ranking(rank) for rank in range(1, 21)])
-    assert {name: pytest.approx(value) for name, value in expected_by_chance(20).items()} == every
+def hits_of(values: list[float]) -> list[Hit]:
+    """A hit for each second of a video, best first in the order of the values."""
+    plain: dict[str, Any] = {"seconds": 1.0, "words": 0.0, "heads": 0.0, "yes": None, "matches": (), "statements": ()}
+    made = [
+        Hit(rank=0, source="a.mp4", start_s=float(second), score=value, clip=second, **plain)
+        for second, value in enumerate(values)
+    ]
+    return sorted(made, key=lambda hit: -hit.score)
+
+
+def test_recall_and_precision_are_those_of_scikit_learn_and_of_all_orders() -> None:
+    draws = np.random.default_rng(0)
+    values, wanted = draws.random(30).tolist(), draws.permutation(30)[:4].tolist()
+    ranking = ranked(hits_of(values), Described("x", tuple(("a.mp4", second) for second in wanted)))
+    found = summary([ranking])
+    relevant = np.isin(np.arange(30), wanted)
+    assert found["mAP"] == pytest.approx(average_precision_score(relevant, values))
+    best = np.argsort(values)[::-1]
+    assert found["recall at 5"] == pytest.approx(relevant[best[:5]].sum() / 4)
+    # Clips that were not found, and equal values.
+    assert ranked(hits_of([0.5, 0.0]), Described("x", (("a.mp4", 0), ("a.mp4", 1)))) == Ranking((1.0,), 2)
+    assert ranked(hits_of([0.5] * 3), Described("x", (("a.mp4", 1),))) == Ranking((2.0,), 1)
+    # By chance: the mean over all orders.
+    orders = [hits_of(list(order)) for order in itertools.permutations((0.1, 0.2, 0.3, 0.4, 0.5, 0.6))]
+    query = Described("x", (("a.mp4", 0), ("a.mp4", 3)))
+    every = summary([ranked(hits, query) for hits in orders])
+    assert {name: pytest.approx(value) for name, value in expected_by_chance(6, [2]).items()} == every
 
 
 def test_every_method_is_measured_on_the_same_queries(tmp_path: Path) -> None:
     (tmp_path / "shades").mkdir()
     write_video(tmp_path / "shades" / "a.mp4", [SHADES[name] for name in ORDER])
-    queries = [Described(name, "a.mp4", second) for second, name in enumerate(ORDER)]
     said: list[str] = []
 
-    def rows_of(queries: list[Described], **options: Any) -> list[dict[str, Any]]:
-        plain: dict[str, Any] = {"name": "shades", "adapter": "cam", "num_frames": 1, "say": said.append}
+    def rows_of(shift: int, **options: Any) -> dict[str, dict[str, Any]]:
+        queries = [Described(name, (("a.mp4", (second + shift) % 4),)) for second, name in enumerate(ORDER)]
+        plain: dict[str, Any] = {"adapter": "cam", "heads": ["night"], "num_frames": 1, "say": said.append}
         plain |= {"base_caption": "describe the image.", "caption": "describe the image.", "question": "Is there {}?"}
         client = cast(Client, ScriptedClient())
-        return measure(client, tmp_path / "shades", tmp_path, queries, **plain, **options)
+        rows = measure(client, tmp_path / "shades", tmp_path, {"shades": queries}, **plain, **options)
+        assert all(row["queries"] == 4 and row["videos"] == "shades" for row in rows)
+        return {row["method"]: row for row in rows}
 
-    rows = rows_of(queries, sheet=tmp_path / "sheet.png")
-    assert [row["method"] for row in rows] == [RANDOM, BASE_WORDS, BASE, WORDS, ADAPTER, FEW]
-    assert rows[0]["recall at 1"] == 0.25 and all(row["queries"] == 4 for row in rows)
-    assert all(row["recall at 1"] == row["MRR"] == 1.0 for row in rows[1:])
-    assert rows[2]["vqa-score"] > 0.85 > 0.75 > rows[2]["of others"]
-    assert len(said) == 5 and (tmp_path / "sheet.png").exists()
-    rows = rows_of([query._replace(second=(query.second + 1) % 4) for query in queries])
-    assert all(row["recall at 1"] == 0.0 for row in rows[1:]), "the figures do not come from the order of the clips"
-    assert rows[1]["recall at 10"] == 0.0 and rows[2]["recall at 10"] == 1.0, "words find no other second"
+    rows = rows_of(0, sheet=tmp_path / "sheet.png")
+    assert rows["random"]["recall at 1"] == 0.25 and len(rows) == len(said) == 10
+    heads = rows.pop("adapter, heads")
+    assert heads["recall at 10"] == 0.0, "no query names night or day"
+    assert all(row["recall at 1"] == row["mAP"] == 1.0 for name, row in rows.items() if name != "random")
+    assert (tmp_path / "sheet.png").exists()
+    rows = rows_of(1)
+    assert all(row["recall at 1"] == 0.0 for name, row in rows.items() if name != "random")
+    words, yes = (rows[f"base model, {name}"]["recall at 10"] for name in ("words", "yes"))
+    assert (words, yes) == (0.0, 1.0), "words find no other second"
 
 
-def test_goals_compare_the_adapter_with_the_base_and_few_with_all() -> None:
-    def row(videos: str, method: str, at_5: float, at_10: float) -> dict[str, Any]:
-        return {"videos": videos, "method": method, "recall at 5": at_5, "recall at 10": at_10}
+def test_goals_compare_signals_models_and_numbers_of_candidates() -> None:
+    def row(method: str, precision: float, at_5: float, at_10: float) -> dict[str, Any]:
+        return {"videos": "a", "method": method, "mAP": precision, "recall at 5": at_5, "recall at 10": at_10}
 
-    rows = [row("a", method, 0.5, 0.75) for method in (RANDOM, BASE_WORDS, WORDS)]
-    rows += [row("a", BASE, 0.25, 0.5), row("a", ADAPTER, 0.75, 1.0), row("a", FEW, 0.0, 0.5)]
-    rows += [row("b", BASE, 0.5, 0.5), row("b", ADAPTER, 0.25, 0.5), row("b", FEW, 0.0, 0.75)]
-    found = [(goal.name[:1], goal.value, goal.at_most) for goal in goals_of(rows)]
-    assert found == [("a", 0.5, False), ("a", -0.5, False), ("b", -0.25, False), ("b", 0.25, False)]
+    rows = [row("random", 0.0, 0.0, 0.0)]
+    for owner, more in (("base model", 0.0), ("adapter", 0.25)):
+        rows += [row(f"{owner}, words", 0.25 + more, 0.5, 0.5), row(f"{owner}, yes", 0.5, 0.5, 0.5)]
+        rows += [row(f"{owner}, together", 0.5, 0.5 + more, 0.75), row(f"{owner}, together, 20 read", 0.5, 0.5, 0.5)]
+    rows.append(row("adapter, heads", 0.75, 0.0, 0.0))
+    assert [goal.value for goal in goals_of(rows)] == [0.0, -0.25, -0.25, -0.25, 0.25]

@@ -255,12 +255,12 @@ def test_mean_and_spread_of_blocks_are_over_seeds_and_a_gap_misses_the_goal(tmp_
 
 
 def test_a_prepared_collection_is_read_as_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    query = Query("a red car", "a.mp4", 2)
-    made = Prepared("adapters", [Collection("streets", "videos", 1, "?", "!", [query])], {"x": 0.5}, 2.0)
+    own = {"streets": [Query("a red car", (("a.mp4", 2),))]}
+    made = Prepared("adapters", [Collection("videos", 1, "?", "!", ["signs"], own)], {"x": 0.5}, 2.0)
     found = Measured([], {"prepared": msgspec.to_builtins(made._asdict())})
     asked: list[Any] = []
 
-    def measure(client: object, folder: Path, work: Path, queries: list[Query], **_: object) -> list[dict[str, Any]]:
+    def measure(client: object, folder: Path, work: Path, queries: object, **_: object) -> list[dict[str, Any]]:
         asked.extend((folder, queries))
         return [{"method": "adapter"}]
 
@@ -268,5 +268,5 @@ def test_a_prepared_collection_is_read_as_it_was_made(tmp_path: Path, monkeypatc
     monkeypatch.setattr(retrieve, "measure_recall", measure)
     Store(tmp_path, {}).write("prepared-0", found._asdict())
     recall = retrieve.measure(True, Store(tmp_path, {}))
-    assert asked == [Path("videos"), [query]] and recall.rows == [{"method": "adapter"}]
+    assert asked == [Path("videos"), own] and recall.rows == [{"method": "adapter"}]
     assert recall.found == {"adapter": {"test scores": {"x": 0.5}, "training CPU s": 2.0}}

@@ -26,7 +26,9 @@ from benchmarks.searched_videos import (
     describe_street,
     render_passing,
     render_streets,
+    write_pictures,
 )
+from fusion.data.samples import Sample, Splits
 from fusion.embedded import checkpoint_path, object_names, world
 from fusion.embedded.drawing import SIZE
 from fusion.embedded.evaluate import as_pixels
@@ -319,14 +321,34 @@ def test_answers_are_true_of_what_is_drawn(kind: str, count: int, least: float) 
     assert least < np.mean(answers) < 1 - least
 
 
-@pytest.mark.parametrize("render", [render_streets, render_passing])
-def test_each_query_is_of_one_second_of_a_video_on_disk(render: object, tmp_path: Path) -> None:
-    queries = render(tmp_path, 5, 3)  # type: ignore[operator]
+@pytest.mark.parametrize(("render", "group"), [(render_streets, "streets"), (render_passing, "passing")])
+def test_each_query_is_of_one_second_of_a_video_on_disk(render: object, group: str, tmp_path: Path) -> None:
+    found = render(tmp_path, 5, 3)  # type: ignore[operator]
+    queries = found[group]
     assert len(queries) > 5
-    assert len({query.text for query in queries}) == len(queries) == len({query[1:] for query in queries})
-    assert {query.second for query in queries} <= set(range(SECONDS))
-    for name in {query.video for query in queries}:
+    assert len({query.text for query in queries}) == len(queries) == len({query.clips for query in queries})
+    assert all(len(query.clips) == 1 for query in queries)
+    clips = {clip for own in found.values() for query in own for clip in query.clips}
+    assert {second for _, second in clips} <= set(range(SECONDS))
+    for name in {name for name, _ in clips}:
         capture = cv2.VideoCapture(str(tmp_path / name))
         assert capture.get(cv2.CAP_PROP_FPS) == FPS and capture.get(cv2.CAP_PROP_FRAME_COUNT) == SECONDS * FPS
         capture.release()
-    assert [query.text for query in render(tmp_path, 6, 3)] != [query.text for query in queries]  # type: ignore[operator]
+    other = render(tmp_path, 6, 3)[group]  # type: ignore[operator]
+    assert [query.text for query in other] != [query.text for query in queries]
+
+
+def test_simple_queries_name_everything_that_they_describe(tmp_path: Path) -> None:
+    objects = {query.text: query.clips for query in render_streets(tmp_path, 5, 3)["streets, one object"]}
+    assert sum(map(len, objects.values())) > 3 * SECONDS, "a street has several objects"
+    black = np.zeros((SIZE, SIZE, 3), np.uint8)
+    digits, signs = [
+        Splits("classification", labels, [], [], [Sample((black,), target) for target in (0, 2, 2)], real=True)
+        for labels in (NUMBERS, ("stop", "no entry", "yield"))
+    ]
+    found = write_pictures(tmp_path, digits, signs, 3)["pictures"]
+    assert {query.text: len(query.clips) for query in found} == {
+        **{"a digit zero": 1, "the digit 0": 1, "a digit two": 2, "the digit 2": 2},
+        **{"a stop sign": 1, "a yield sign": 2},
+    }
+    assert all((tmp_path / name).exists() for query in found for name, _ in query.clips)

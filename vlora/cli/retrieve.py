@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from vlora.errors import VLoraError
 
 _SETTINGS = ("adapters", "heads", "questions", "num_frames", "fps", "max_tokens", "max_side")
-_WORDS_SHOWN = 48
 
 
 @cli.command()
@@ -171,7 +170,7 @@ def _update(
     "--question",
     default="Is there {}?",
     show_default=True,
-    help="Asked about each candidate; {} is the query. The score is the probability of the answer yes.",
+    help="Asked about each candidate; {} is the query. The probability of the answer yes counts in the score.",
 )
 @click.option(
     "--frames",
@@ -184,7 +183,7 @@ def _update(
     type=click.IntRange(min=1),
     default=100,
     show_default=True,
-    help="Clips that the model reads, selected by the words of the index.",
+    help="Clips that the model reads, selected by the words and heads' answers of the index.",
 )
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Results to print.")
 @click.option(
@@ -206,15 +205,16 @@ def retrieve(
     client: Client,
     as_json: bool,
 ) -> None:
-    """Search videos and pictures in words: rank, file, time and score of the best clips.
+    """Search videos and pictures in words: rank, score, file, time and reasons of the best clips.
 
     \b
         vlora retrieve "a white car turning left" videos/ --adapter traffic
         vlora retrieve "a red bus" --index traffic.sqlite --adapter traffic --sheet buses.png
 
     With VIDEOS, the index is created or updated first, as `vlora index` does, and only they are searched; without, the
-    whole index is. The words of the index select the candidates, and the model ranks them by the probability that it
-    answers yes. A file that cannot be read is reported, and the others are searched; the exit code is then 1. If it is
+    whole index is. Words and heads' answers of the index select the candidates, which the model reads. The score from 0
+    to 1 combines words, heads and the probability that the model answers yes; the output names what speaks for each
+    clip. A file that cannot be read is reported, and the others are searched; the exit code is then 1. If it is
     the only one given, the command ends with its error.
     """
     from apps.retrieval import ask_for, check_sheet, clips_inside, search, write_sheet
@@ -237,9 +237,10 @@ def retrieve(
                     num_frames=num_frames,
                     num_candidates=candidates,
                     inside=videos,
+                    top=top,
                     stop=stop,
                     on_scored=advance,
-                )[:top]
+                )
             _print_hits(hits, as_json)
             if sheet is not None:
                 write_sheet(sheet, query, hits, [opened.frames(hit.clip) for hit in hits])
@@ -273,8 +274,6 @@ def _print_hits(hits: Sequence[Hit], as_json: bool) -> None:
         return
     width = max((len(Path(hit.source).name) for hit in hits), default=0)
     for hit in hits:
-        words = "; ".join(statement.text for statement in hit.statements)
-        words = " ".join(words.split())
-        shown = words if len(words) <= _WORDS_SHOWN else words[: _WORDS_SHOWN - 3] + "..."
         time = clock(hit.start_s) if hit.seconds else ""
-        click.echo(f"{hit.rank:3}  {hit.score:.3f}  {Path(hit.source).name:<{width}}  {time:>9}  {shown}".rstrip())
+        name = Path(hit.source).name
+        click.echo(f"{hit.rank:3}  {hit.score:.2f}  {name:<{width}}  {time:>9}  {hit.why()}".rstrip())
