@@ -14,8 +14,10 @@ from pathlib import Path
 import vlora.cli
 
 
-def fuse(plan: Path, out: Path, **options: object) -> None:
+def fuse(plan: Path, out: Path, *, dry_run: bool, **options: object) -> None:
     """Write the small plan's adapter, some test pictures and its video."""
+    if dry_run:
+        return
     from tests.server.running import png
     from tests.server.scripted import write_adapter
     from tests.video_files import write_video
