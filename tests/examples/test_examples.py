@@ -16,9 +16,18 @@ from PIL import Image
 
 from apps.video_analytics.plan.plan_file import check_server, read_plan
 from apps.video_analytics.plan.run_plan import summarize
-from examples import ask_over_http, minimal_engine, stream_camera, train_adapter_with_peft, two_adapters_one_image
+from examples import (
+    ask_over_http,
+    minimal_engine,
+    own_pictures,
+    stream_camera,
+    train_adapter_with_peft,
+    two_adapters_one_image,
+)
 from fusion.embedded import checkpoint_path
 from tests.apps.scripted import adapter_status
+from tests.fusion.made import load_plan
+from tests.processes import until
 from tests.server.api import running_api
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
@@ -107,6 +116,35 @@ def test_openai_s_client_asks_base_model_and_adapter(tmp_path: Path) -> None:
         with client:
             answers = ask_over_http.ask(client, picture, "say:hello", ["signs"])
     assert answers == {"base": "hello", "signs": "hello"}
+
+
+def test_a_domain_of_own_pictures_is_asked_in_every_way(tmp_path: Path) -> None:
+    own_pictures.draw_folders(tmp_path, 6)
+    (tmp_path / "plan.yaml").write_text(own_pictures.plan(("lights", "shapes"), steps=5))
+    splits = load_plan(tmp_path / "plan.yaml")
+    assert {name: data.splits.labels for name, data in splits.items()} == {
+        name: tuple(sorted(labels)) for name, labels in own_pictures.LABELS.items()
+    }
+    picture = tmp_path / "lights" / "red" / "0.png"
+    with running_api() as api:
+        api.on_loop(api.front_end.adapters.load("fused-1", write_adapter(tmp_path / "fused-1", {"lights": 1})))
+        address = f"127.0.0.1:{api.rpyc_port}"
+        answers = own_pictures.ask_in_every_way(api.url, address, "lights", picture)
+        assert answers == dict.fromkeys(("HTTP", "RPyC", "stream", "command line"), "dark")
+        with own_pictures.asking(lambda: own_pictures.over_http(api.url, "lights", picture)) as meanwhile:
+            until(lambda: len(meanwhile) > 2)
+            api.on_loop(api.front_end.adapters.unload("fused-1"))
+            until(lambda: "404" in meanwhile[-1])
+    assert meanwhile[0] == "dark"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # two runs of `vlora fuse`
+def test_a_domain_is_added_to_a_server_without_a_lost_request(tmp_path: Path) -> None:
+    answers = own_pictures.run(tmp_path, steps=12, count=24)
+    assert set(answers) == {"lights", "shapes"} and {len(set(found.values())) for found in answers.values()} == {1}
+    assert set(answers["lights"].values()) == {"red"}
 
 
 def test_the_plan_of_cameras_asks_what_its_server_has() -> None:
