@@ -47,6 +47,7 @@ from vlora.errors import (
     PromptTooLong,
     StepFailed,
     UnknownAdapter,
+    UnknownHead,
     VLoraError,
 )
 from vlora.models.vision.images import Region
@@ -254,6 +255,8 @@ class ScriptedEngine:
         for part in () if request.adapter is None else composed_of(request.adapter):
             if part.adapter not in self._adapters:
                 raise UnknownAdapter(f"no adapter named {part.adapter!r}")
+            if request.head not in (None, *(head.name for head in self._adapters[part.adapter].heads)):
+                raise UnknownHead(f"adapter {part.adapter!r} has no head {request.head!r}")
         if "trip" in text:
             raise ValueError("tripped over the request")
         if "overloaded" in text:

@@ -15,6 +15,7 @@ import vlora.cli
 from tests.server.api import Api, data_url, events, image_part, running_api
 from tests.server.running import png
 from tests.server.scripted import write_adapter
+from vlora.cli.adapters import replacing_served
 from vlora.client import Answer, AsyncClient, Client, TextQuestion
 from vlora.errors import BadConfig
 
@@ -186,6 +187,18 @@ def test_a_domain_s_name_stands_for_its_adapter_also_after_it_moved(
     assert ask() == ("bright", "head", "fused-2")
 
 
+@pytest.mark.parametrize("name", [name for name in ENTRANCES if name != "frames"])  # which ask for words, too
+def test_a_request_that_a_domain_leaves_meanwhile_is_answered_by_its_new_adapter(
+    api: Api, tmp_path: Path, name: str
+) -> None:
+    """The front end's list of adapters is that of before the change, as of a request that is being prepared."""
+    assert ENTRANCES[name](api).adapter == "fused-1"
+    for adapter, domains in (("fused-2", (OTHERS, DIGITS)), ("fused-1", (SCENES,))):
+        heads = {each["head"]: 1 for each in domains if "head" in each}
+        api.engine.engine.load_adapter(adapter, write_adapter(tmp_path / f"new-{adapter}", heads, domains))
+    assert ENTRANCES[name](api) == ("bright", "head", "fused-2")
+
+
 STOP = {"type": "function", "function": {"name": "stop"}}
 HEADED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "without a question": ("", 1, {}),
@@ -291,3 +304,15 @@ def test_the_client_reads_the_server_s_address(api: Api, monkeypatch: pytest.Mon
         Client()
     with api.client() as client:
         assert client.generate("say:x").text == "x", "an address that is given goes before the environment"
+
+
+def test_replaced_adapters_are_loaded_before_those_that_lose_a_domain(api: Api, tmp_path: Path) -> None:
+    contents = {"fused-1": (LETTERS, SCENES), "fused-2": (OTHERS, DIGITS), "fused-3": ()}
+    loaded: list[str] = []
+    with api.client() as client, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "load_adapter", lambda name, path: loaded.append(name))
+        with replacing_served(client, tmp_path / "adapters"):
+            for name, domains in contents.items():
+                folder = Path(write_adapter(tmp_path / "adapters" / name, {}, domains))
+                (folder / "domains.json").write_text(json.dumps({"domains": domains}))
+    assert loaded == ["fused-2", "fused-3", "fused-1"], "digits move from fused-1 to fused-2"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from vlora.adapter_files import CONFIG_FILE, content_hash
+from vlora.adapter_files import CONFIG_FILE, DOMAINS_FILE, HEAD_FILES, content_hash
 from vlora.cli.group import cli
 from vlora.cli.options import long_flag
 from vlora.cli.progress import waiting
@@ -142,8 +143,12 @@ def replacing_served(client: Client, folder: Path) -> Iterator[None]:
             del former[name]  # another folder's adapter
     yield
     new = _in(folder)
-    for name, path in new.items():
-        status = served.get(name)
+
+    def num_lost(name: str) -> int:
+        return len({each.name for each in served[name].domains} - _domains(new[name])) if name in served else 0
+
+    for name in sorted(new, key=num_lost):  # adapters that domains move to before those that lose them
+        path, status = new[name], served.get(name)
         if status is not None and (former.get(name) or status.version) == content_hash(path):
             continue
         if status is not None and status.pinned:
@@ -159,6 +164,14 @@ def replacing_served(client: Client, folder: Path) -> Iterator[None]:
 
 def _in(folder: Path) -> dict[str, Path]:
     return {file.parent.name: file.parent for file in sorted(folder.glob(f"[!.]*/{CONFIG_FILE}"))}
+
+
+def _domains(folder: Path) -> set[str]:
+    """The names of the domains, or of the heads, that an adapter's folder has."""
+    for file, field in ((folder / DOMAINS_FILE, "domains"), (folder / HEAD_FILES[0], "heads")):
+        if file.exists():
+            return {one["name"] for one in json.loads(file.read_bytes())[field]}
+    return set()
 
 
 def _list(client: Client, *, as_json: bool) -> None:

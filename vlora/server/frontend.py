@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -24,7 +24,7 @@ from vlora.config import ServerConfig
 from vlora.engine.interface import EngineInterface
 from vlora.engine.ipc.supervisor import RestartedEngine
 from vlora.engine.snapshot import EngineSnapshot
-from vlora.errors import BadRequest, EngineDead
+from vlora.errors import BadRequest, EngineDead, UnknownAdapter, UnknownHead, VLoraError
 from vlora.server.active_requests import ActiveRequests, RequestClock
 from vlora.server.adapter_catalog import AdapterCatalog
 from vlora.server.cluster_metrics import ClusterCollector
@@ -188,14 +188,14 @@ class FrontEnd:
         sampling = sampling or SamplingParams()
         with self._requests.admit(tenant, num_choices) as clock:
             check_text(prompt, sampling, self.config)
-            target = None if adapter is None else await self.adapters.resolve(adapter)
+            asked, target = adapter, None if adapter is None else await self.adapters.resolve(adapter)
             adapter = None if target is None else target.adapter
             clock.adapter = adapter or BASE
             domain, head = answering(target, prompt, images, sampling, num_choices, answer)
             if head is not None:
-                assert adapter is not None and domain is not None
+                assert asked is not None and domain is not None
                 levels = {"max_latency_s": max_latency_s, "max_ttft_s": max_ttft_s, "priority": priority}
-                result = await self._execution.head(images, adapter, head, clock, request_id, tenant=tenant, **levels)
+                result = await self._by_head(images, asked, head.name, clock, request_id, tenant, **levels)
                 if result.label:
                     yield 0, Piece(result.label, num_prompt_tokens=result.timings.num_prompt_tokens)
                 yield 0, as_answer(result, request_id, domain.name)
@@ -252,13 +252,8 @@ class FrontEnd:
             BadRequest: The number of images differs from the head's; other errors as in `generate`.
         """
         with self._requests.admit(tenant) as clock:
-            target = await self.adapters.resolve(adapter)
-            clock.adapter = target.adapter
-            summary = self.adapters.head_of(target, head)
             levels = {"max_latency_s": max_latency_s, "priority": priority}
-            return await self._execution.head(
-                images, target.adapter, summary, clock, uuid.uuid4().hex, tenant=tenant, **levels
-            )
+            return await self._by_head(images, adapter, head, clock, uuid.uuid4().hex, tenant, **levels)
 
     async def ask_heads(
         self,
@@ -351,6 +346,34 @@ class FrontEnd:
         await self._encoder.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    async def _by_head(
+        self,
+        images: Images,
+        name: str,
+        head: str | None,
+        clock: RequestClock,
+        request_id: str,
+        tenant: str | None,
+        **levels: Any,
+    ) -> HeadResult:
+        """As `Execution.head`, by the adapter that a name stands for, or by the one to which the domain moves."""
+        before: str | None = None
+        error: VLoraError | None = None
+        while True:
+            target = await self.adapters.resolve(name)
+            if before == target.adapter:
+                assert error is not None
+                raise error
+            clock.adapter = before = target.adapter
+            summary = self.adapters.head_of(target, head)
+            try:
+                return await self._execution.head(
+                    images, target.adapter, summary, clock, request_id, tenant=tenant, **levels
+                )
+            except (UnknownAdapter, UnknownHead) as caught:
+                error = caught
+                self.adapters.invalidate()
 
     async def _encode(
         self, prompt: Prompt, images: Images, target: Target | None, clock: RequestClock

@@ -72,6 +72,11 @@ class ConsoleRoutes:
                     {"name": head.name, "task": head.task, "num_frames": head.num_frames, "prompt": head.prompt}
                     for head in status.heads
                 ],
+                "domains": [
+                    {"name": domain.name, "question": domain.question}
+                    for domain in status.domains
+                    if domain.name != status.name
+                ],
             }
             for status in await self._front_end.adapters.list_cached()
         ]

@@ -437,12 +437,14 @@ at("arena-map").addEventListener("pointerleave", hideTip);
 
 // -- adapters -------------------------------------------------------------------------------------------------------
 
-const known = { count: -1, adapters: [] };
+const known = { count: -1, adapters: [], asked: [] };
 
 async function readAdapters(count) {
   known.count = count;
   try {
     known.adapters = await (await call("/console/adapters")).json();
+    const domains = known.adapters.flatMap(({ domains }) => domains.map((domain) => ({ ...domain, heads: [], domain: true })));
+    known.asked = [...known.adapters, ...domains];
     at("admin-names").replaceChildren(...known.adapters.map(({ name }) => option(name, "")));
     offerAdapters();
   } catch {
@@ -733,13 +735,13 @@ function option(value, text) {
 function offerAdapters() {
   const before = at("ask-adapter").value;
   // The value is the adapter's index, so no name can collide with another value.
-  at("ask-adapter").replaceChildren(option("", "base model"), ...known.adapters.map(({ name }, place) => option(String(place), name)));
-  if (before !== "" && known.adapters[before]) at("ask-adapter").value = before;
+  at("ask-adapter").replaceChildren(option("", "base model"), ...known.asked.map(({ name, domain }, place) => option(String(place), domain ? `${name} (domain)` : name)));
+  if (before !== "" && known.asked[before]) at("ask-adapter").value = before;
   offerHeads();
 }
 
 function chosenAdapter() {
-  return known.adapters[at("ask-adapter").value] ?? null;
+  return known.asked[at("ask-adapter").value] ?? null;
 }
 
 function chosenHead() {
@@ -750,7 +752,7 @@ function offerHeads() {
   const heads = chosenAdapter()?.heads ?? [];
   const frames = (head) => (head.num_frames > 1 ? `, ${head.num_frames} images` : "");
   at("ask-head").replaceChildren(
-    option("", "in words"),
+    option("", chosenAdapter()?.domain ? "its better way" : "in words"),
     ...heads.map((head, place) => option(String(place), `head ${head.name} (${head.task}${frames(head)})`)),
   );
   offerQuestion();
@@ -759,7 +761,7 @@ function offerHeads() {
 function offerQuestion() {
   const head = chosenHead();
   at("ask-question").disabled = head !== null;
-  at("ask-question").placeholder = head === null ? "what is shown ?" : head.prompt;
+  at("ask-question").placeholder = head?.prompt ?? chosenAdapter()?.question ?? "what is shown ?";
 }
 
 at("ask-adapter").addEventListener("change", offerHeads);
@@ -866,6 +868,7 @@ async function askInWords(signal) {
   const body = {
     model: chosenAdapter()?.name ?? state?.model ?? "",
     messages: [{ role: "user", content }],
+    answer: chosenAdapter()?.domain ? null : "words",
     stream: true,
     stream_options: { include_usage: true },
   };
@@ -873,11 +876,14 @@ async function askInWords(signal) {
   const text = element("p", "text");
   at("answer").append(text);
   let usage = null;
+  let last = {};
   for await (const part of events(response.body)) {
     if (part.error) throw new Error(part.error.message);
     text.append(part.choices[0]?.delta?.content ?? "");
     usage = part.usage ?? usage;
+    if (part.choices[0]?.answered_by) last = part.choices[0];
   }
+  if (last.answered_by === "head") return `head ${last.head.head}, ${(last.confidence * 100).toFixed(1)} % · `;
   return usage ? `${plural(usage.completion_tokens, "token")} · ` : "";
 }
 
