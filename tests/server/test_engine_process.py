@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 from tests.server.scripted import ENGINE_COMMAND, write_adapter
 from tests.server.served import children
 from vlora.config import EngineConfig, ServedBase
@@ -234,6 +234,7 @@ async def test_the_engine_ends_when_its_parent_is_gone(monkeypatch: pytest.Monke
         return opened[-1]
 
     monkeypatch.setattr(ClientTransport, "open", recording)
+    monkeypatch.setattr("vlora.engine.ipc.client.FINAL_MESSAGE_S", PATIENCE_S)  # for the exit code on a busy machine
     engine = await start()
     opened[0].close()  # as after a kill of the parent
     assert "exit code 0" in await engine.wait_dead()

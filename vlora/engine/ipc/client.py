@@ -32,7 +32,7 @@ ENGINE_COMMAND = (sys.executable, "-m", "vlora.engine.ipc.worker")
 # would map the activations of every prompt again (docs/decisions/0035).
 _C_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(16 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 
-_FINAL_MESSAGE_S = 0.2  # for the last message of a process, end of file on its socket and its exit code to arrive
+FINAL_MESSAGE_S = 0.2  # for the last message of a process, end of file on its socket and its exit code to arrive
 _STOP_S = 5.0  # how long a stopping engine may take before it is killed
 
 
@@ -223,7 +223,7 @@ class EngineClient(EngineInterface):
         signs: set[asyncio.Future[Any]] = {self._transport.closed, ended}
         try:
             await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait(signs, timeout=_FINAL_MESSAGE_S)
+            await asyncio.wait(signs, timeout=FINAL_MESSAGE_S)
             if self._transport.closed.done() and (error := self._transport.closed.exception()) is not None:
                 self._reported_cause = f"the engine sent a message that cannot be read: {error}"
                 if not isinstance(error, UnreadableMessage | msgspec.MsgspecError):
@@ -322,7 +322,7 @@ async def _first_message(process: asyncio.subprocess.Process, first: asyncio.Fut
     try:
         either: set[asyncio.Future[Any]] = {first, ended}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait({first}, timeout=_FINAL_MESSAGE_S)
+        await asyncio.wait({first}, timeout=FINAL_MESSAGE_S)
         if first.done():
             return first.result()
         raise EngineDead(f"{_end_of_process(ended.result())} while starting; see its messages above")
