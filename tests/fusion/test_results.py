@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,9 @@ def test_an_earlier_run_is_deleted_only_with_restart(tmp_path: Path, monkeypatch
     with pytest.raises(BadConfig, match="only one of the two"):
         fuse(plan, out, resume=True, restart=True)
     assert contents(out) >= {"first"}
-    monkeypatch.setattr(commands, "check_plan", lambda *_: finish(other, ONE))  # a run that ends meanwhile
+    monkeypatch.setattr(
+        commands, "check_plan", lambda *_: finish(other, ONE) or SimpleNamespace(data={})
+    )  # ends meanwhile
     with pytest.raises(BadConfig, match="1 finished training of a run that was stopped"):
         fuse(plan, other)
 
