@@ -1,4 +1,4 @@
-"""The size of the engine core: the functions with which `Engine.step` decides, runs and records, and their modules.
+"""The sizes of all folders, and of the engine core: the functions with which `Engine.step` decides, runs and records.
 
     python -m tests.core_size [--modules]
 
@@ -23,6 +23,7 @@ and no others: grammars, adapter versions and monitoring (hooks, the scheduler's
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import itertools
 import sys
@@ -110,6 +111,38 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
     "installations without greenlet": ("vlora.models.vision.whole_call",),
 }
 """Reason -> packages and modules that are not part of the core."""
+
+
+class Budget(NamedTuple):
+    """Lines of Python, tests apart. most: what the folders may have now, which only goes down. target: the aim."""
+
+    folders: str
+    most: int
+    target: int
+
+
+BUDGETS = (
+    Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_100, 2_200),
+    Budget("vlora/client", 1_800, 900),
+    Budget("vlora/server", 8_800, 4_900),
+    Budget("vlora/engine vlora/parallel", 7_300, 4_900),
+    Budget("vlora/orchestrator vlora/routing", 5_600, 4_000),
+    Budget("vlora/memory vlora/lora vlora/models", 11_700, 8_300),
+    Budget("vlora/cluster", 8_700, 3_700),
+    Budget("vlora/split", 2_800, 1_600),
+    Budget("vlora/training vlora/learning fusion/training", 7_500, 4_500),
+    Budget("vlora/simulator", 2_400, 1_500),
+    Budget("vlora/cli", 4_100, 2_600),
+    Budget("vlora/bench", 5_400, 2_500),
+    Budget("benchmarks", 14_400, 6_500),
+    Budget("fusion", 10_600, 6_200),
+    Budget("tools", 1_000, 800),
+    Budget("atmm apps heads", 13_400, 10_500),
+)
+"""Each file counts for the longest folder that it is in."""
+
+MAX_SINGLE_IMPORTERS = 155
+"""Modules that only one other module imports: most of them would be easier to find as a part of it."""
 
 
 class Size(NamedTuple):
@@ -204,6 +237,40 @@ def _function_lines(file: Path, entered: set[int]) -> int:
     return len(lines)
 
 
+def lines_by_budget() -> dict[str, int]:
+    """Lines of each budget's folders."""
+    found = dict.fromkeys((budget.folders for budget in BUDGETS), 0)
+    owner = {folder: budget.folders for budget in BUDGETS for folder in budget.folders.split()}
+    for path in product_files():
+        parents = (str(parent) for parent in path.relative_to(ROOT).parents)
+        found[owner[next(parent for parent in parents if parent in owner)]] += path.read_text().count("\n")
+    return found
+
+
+def single_importers() -> list[str]:
+    """Modules that exactly one other module imports. Packages, which name their parts, do not count."""
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in product_files()}
+    counts = collections.Counter(
+        name for module, path in files.items() for name in {*_all_imports(ast.parse(path.read_text()))} - {module}
+    )
+    return sorted(module for module in files if counts[module] == 1)
+
+
+def product_files() -> list[Path]:
+    """Files of Python, tests apart."""
+    tops = {folder.split("/")[0] for budget in BUDGETS for folder in budget.folders.split()}
+    return sorted(path for top in tops for path in (ROOT / top).rglob("*.py"))
+
+
+def _all_imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 def total(sizes: Mapping[str, Size], package: str) -> tuple[int, int, int]:
     """Modules, lines and lines of code of a package."""
     own = [size for module, size in sizes.items() if is_within(module, (package,))]
@@ -255,6 +322,11 @@ def _without_type_checking(tree: ast.Module) -> ast.Module:
 
 
 def main() -> None:
+    folders = lines_by_budget()
+    for budget in BUDGETS:
+        print(f"{budget.folders:52}{folders[budget.folders]:8,} lines, most {budget.most:,}, target {budget.target:,}")
+    print(f"{'sum':52}{sum(folders.values()):8,} lines, target {sum(budget.target for budget in BUDGETS):,}")
+    print(f"{'modules with one importer':52}{len(single_importers()):8}, most {MAX_SINGLE_IMPORTERS}")
     sizes = core()
     if "--modules" in sys.argv[1:]:
         for module, size in sorted(sizes.items()):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import core_size
+
 ROOT = Path(__file__).parent.parent
 TOPS = ("vlora", "atmm", "heads", "fusion", "apps", "benchmarks", "tools")
 
@@ -118,6 +120,20 @@ def _modules_read(file: Path, known: Mapping[str, Path]) -> Iterator[str]:
             submodules = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [name if name in known else node.module or "" for name in submodules]
         yield from (name for name in names if name in known)
+
+
+def test_imported_modules_exist() -> None:
+    """mypy ignores missing modules, this project's too."""
+    for file in (*(file for _, file in modules()), *(ROOT / "tests").rglob("*.py")):
+        for name in imports(file):
+            assert name.split(".")[0] not in TOPS or core_size.file_of(name).exists(), f"{file}: {name}"
+
+
+def test_no_folder_grows() -> None:
+    lines = core_size.lines_by_budget()
+    grown = {each.folders: lines[each.folders] for each in core_size.BUDGETS if lines[each.folders] > each.most}
+    assert not grown, "make room in these folders; `python -m tests.core_size` shows the limits"
+    assert len(core_size.single_importers()) <= core_size.MAX_SINGLE_IMPORTERS
 
 
 def test_tensors_are_written_with_the_usual_permissions() -> None:
