@@ -30,7 +30,7 @@ QUARTER_TURNS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 
 _ORIENTATION = 0x0112
 _SHOWN = 80  # characters of a line
-_ELSEWHERE = re.compile(r"/|[A-Za-z]:/|\.\.?/|file:")
+_ELSEWHERE = re.compile(r"/|[A-Za-z]:/|\.\./|file:")
 _ROUNDED_S = 1e-3  # error of time stamps in containers
 
 
@@ -101,19 +101,20 @@ class Picture(Frames):
             raise ValueError(f"{self.file} is not a valid picture ({', '.join(FORMATS)}): {error}") from error
 
 
-def find_file(folders: Path | Sequence[Path], name: str, what: str) -> Path | str:
+def find_file(folders: Path | Sequence[Path], name: str, what: str, *, by_end: bool = False) -> Path | str:
     """The file of this name in the first folder that has it, or why there is none: with slashes of any system, and with
     letters composed as the file system does. Of a full path of another machine, or one with leading `..`, the longest
     end that exists counts.
 
     Args:
         what: "picture", "video" or "folder" (then it is one).
+        by_end: the longest end counts for any other name too.
     """
     folders = [folders] if isinstance(folders, Path) else folders
     there = os.path.isdir if what == "folder" else os.path.isfile  # false for a name that is too long
     plain = name.replace("\\", "/")
     ends = [name, plain, unicodedata.normalize("NFC", plain), unicodedata.normalize("NFD", plain)]
-    if _ELSEWHERE.match(plain):
+    if by_end or _ELSEWHERE.match(plain):
         steps = [step for step in plain.split("/") if step not in ("", ".", "..")]
         last = 2 if what == "folder" else 1  # the shortest end: `images` may be the folder of another part
         ends += ["/".join(steps[first:]) for first in range(max(1, len(steps) - last + 1))]

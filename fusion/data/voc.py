@@ -132,5 +132,4 @@ def _picture(file: Path, content: ElementTree.Element, root: Path, images: Path 
                 if (folder / name).is_file():
                     return folder / name
     named = (content.findtext("filename") or "").strip() or f"{stem}.jpg"
-    found = find_file(folders, named, "picture")
-    return found if isinstance(found, Path) else find_file(folders, "./" + named, "picture")
+    return find_file(folders, named, "picture", by_end=True)

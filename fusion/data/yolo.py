@@ -120,7 +120,7 @@ def _pictures(bases: list[Path], name: str, part: Part | None, errors: PlanError
             f"{folder}, which is named for {part}"
         )
         return []
-    if isinstance(listed := find_file(bases, name, "file"), str):
+    if isinstance(listed := find_file(bases, name, "file", by_end=True), str):
         errors.add(listed, "path")
         return []
     pictures = []
@@ -139,14 +139,14 @@ def _pictures(bases: list[Path], name: str, part: Part | None, errors: PlanError
 def _from_darknet(file: Path, errors: PlanErrors) -> _Set | None:
     """obj.data, as CVAT exports it: `names = data/obj.names`, `train = data/train.txt`."""
     fields = dict(re.findall(r"^\s*(\w+)\s*=\s*(.+?)\s*$", _text(file, errors), re.MULTILINE))
-    names = find_file(file.parent, "./" + fields.get("names", "obj.names"), "file")
+    names = find_file(file.parent, fields.get("names", "obj.names"), "file", by_end=True)
     if isinstance(names, str):
         errors.add(f"{file}: {names}", "path")
         return None
     parts: dict[Part | None, list[Path]] = {}
     for key, part in _LISTS.items():
         if key in fields:
-            parts.setdefault(part, []).extend(_pictures([file.parent], "./" + fields[key], part, errors))
+            parts.setdefault(part, []).extend(_pictures([file.parent], fields[key], part, errors))
     if not parts:
         parts[None] = _in_folder(file.parent, errors)
     return _Set(_lines(names, errors), {part: files for part, files in parts.items() if files})

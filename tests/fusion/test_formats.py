@@ -467,6 +467,11 @@ TABLES: dict[str, tuple[str | bytes, str, str]] = {  # -> the file, more of `dat
     ),
     "empty": ("", "", "rows.csv, line 1: the file is empty, or has only a line of columns; add rows"),
     "only columns": ("path,label\n\n", "", "rows.csv, line 1: the file is empty, or has only a line of columns; add"),
+    "a folder that is missing": (
+        table(",", "path", "label", rows=[("./gone/0.jpg", "car")]),
+        "",
+        "there is no picture",
+    ),
     "another case": (table(",", "path", "label", rows=[("0.JPG", "car")]), "", "its name in the folder is 0.jpg"),
 }
 
