@@ -16,53 +16,22 @@ import itertools
 import json
 import math
 import random
-import re
 import statistics
 import subprocess
-import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks import cluster_decisions
-from benchmarks.cluster_decisions import Row, row
+from benchmarks.cluster_simulation import GPU, Row, gpu_replica, simulated
 from benchmarks.policy import full_batch_capacity
 from vlora.bench.harness import Bench, Measured, module_command
 from vlora.bench.plots import Plot
 from vlora.bench.report import Goal
-from vlora.orchestrator import Costs
 from vlora.routing import RULES
-from vlora.simulator import Arrival, ClusterConfig, Measures, ReplicaConfig, make_workload, replay
+from vlora.simulator import Arrival, ClusterConfig, ReplicaConfig, make_workload
 from vlora.simulator.arrivals import adapter_name
 from vlora.simulator.measures import Sample
 from vlora.simulator.popularity import hottest, power_law
-
-GPU = Costs(
-    base_s=0.018,
-    token_s=0.000075,
-    lane_s=0.00002,
-    long_lane_s=0.00001,
-    context_token_s=1.2e-7,
-    adapter_s=0.0001,
-    long_adapter_s=0.0001,
-    merge_s=0.01,
-    short_lane=8,
-)
-"""Steps of a 7 B model on one A100: about 30 ms with 32 requests, 1,044 tokens/s (Punica sections 5.2 and 7.2)."""
-
-
-def gpu_replica(max_batch_size: int = 32, resident_adapters: int = 64, load_s: float = 0.0) -> ReplicaConfig:
-    """A replica with these costs, unmerged as Punica and S-LoRA."""
-    return ReplicaConfig(
-        costs=GPU,
-        policy="unmerged_only",
-        max_batch_size=max_batch_size,
-        max_step_tokens=1024,
-        kv_tokens=40_000,
-        resident_adapters=resident_adapters,
-        load_s=load_s,
-    )
 
 
 def rising_and_falling(peak: float, duration_s: float, seed: int = 0) -> Iterator[Arrival]:
@@ -104,31 +73,6 @@ def drifting(
                 order[place] = adapter
         adapter = order[draws.choices(range(num_adapters), cum_weights=sums)[0]]
         yield Arrival(now, adapter_name(adapter), draws.randint(64, 512), draws.randint(32, 256))
-
-
-def simulated(
-    part: str, case: str, arrivals: Iterable[Arrival], config: ReplicaConfig, cluster: ClusterConfig
-) -> tuple[Row, Measures]:
-    """Replay arrivals, and the row of the result."""
-    began = time.process_time()
-    measures = replay(arrivals, config, cluster)
-    found = measures.as_dict()
-    routing = found["routing"] or {"rule": "", "active_replicas": 1.0, "requests_while_busy": None}
-    made = row(
-        part,
-        case,
-        rule=routing["rule"],
-        N=cluster.replicas,
-        req_per_s=found["requests_per_s"],
-        active=routing["active_replicas"],
-        batch=routing["requests_while_busy"],
-        loads=found["adapter_loads"],
-        ttft_p50_s=found["ttft_s"]["p50"],
-        ttft_p99_s=found["ttft_s"]["p99"],
-        latency_s=found["mean_latency_s"],
-        CPU_s=time.process_time() - began,
-    )
-    return made, measures
 
 
 HOUR = "figure 13"
@@ -288,15 +232,12 @@ def growing_goals(found: Sequence[Row]) -> list[Goal]:
     ]
 
 
-_REQUESTS_A_SECOND = 4.0  # per replica
-
-
 def scale(quick: bool) -> list[Row]:
     """Under Punica's rule and the default one, in processes of their own: memory of other libraries would count."""
     found = []
     for rule in ("punica", "placed"):
         size = ("100", "20000") if quick else ("1000", "1000000")
-        command, environment = module_command("benchmarks.cluster", *size, rule)
+        command, environment = module_command("benchmarks.cluster_simulation", *size, rule)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         found.append(json.loads(done.stdout))
     return found
@@ -308,19 +249,6 @@ def scale_goals(found: Sequence[Row]) -> list[Goal]:
         Goal(f"{size}, CPU s", max(each["CPU s"] for each in found), 120.0, at_most=True),
         Goal(f"{size}, MiB", max(each["MiB"] for each in found), 500.0, at_most=True),
     ]
-
-
-def simulate(num_replicas: int, num_requests: int, rule: str) -> Row:
-    """Simulate with ten adapters per replica."""
-    rate = _REQUESTS_A_SECOND * num_replicas
-    workload = make_workload(f"gamma:rate={rate},prompt_min=64,prompt_max=512,answer_min=32,answer_max=384")
-    arrivals = workload.arrivals(num_requests, 10 * num_replicas, 0)
-    cluster = ClusterConfig(replicas=num_replicas, rule=rule, quick=True)
-    made, _ = simulated("scale", f"{num_requests} requests", arrivals, gpu_replica(), cluster)
-    # Unlike that of getrusage, this peak does not include the process that started this one.
-    peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert peak is not None
-    return {**made, "MiB": int(peak[1]) / 1024}
 
 
 def cases(quick: bool) -> dict[str, tuple[str, bool]]:
@@ -389,7 +317,3 @@ BENCH = Bench(
         Plot(file="decisions", x="N", y=("p50 us", "p99 us"), by=("rule",), log="x", where=_of("decisions")),
     ),
 )
-
-
-if __name__ == "__main__":
-    print(json.dumps(simulate(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])))

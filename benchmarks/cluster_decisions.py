@@ -12,42 +12,10 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
+from benchmarks.cluster_simulation import Row, row
 from vlora.bench.report import Goal
 from vlora.routing import RULES, Group, MoveCosts, Need, Report, Room, Router, Shift, proactive, reactive
 from vlora.simulator.popularity import power_law
-
-Row = dict[str, Any]
-
-_EMPTY: Row = {
-    "part": "",
-    "case": "",
-    "rule": "",
-    "N": None,
-    "req/s": None,
-    "active": None,
-    "batch": None,
-    "loads": None,
-    "ttft p50 s": None,
-    "ttft p99 s": None,
-    "latency s": None,
-    "p50 us": None,
-    "p99 us": None,
-    "share": None,
-    "CPU s": None,
-    "MiB": None,
-    "samples": [],
-}
-
-
-def row(part: str, case: str, **values: Any) -> Row:
-    """A row with these values; keys are given with "_" for each other character."""
-    names = {_key(name): name for name in _EMPTY}
-    return {**_EMPTY, "part": part, "case": case, **{names[name]: value for name, value in values.items()}}
-
-
-def _key(name: str) -> str:
-    return name.replace(" ", "_").replace("/", "_per_")
-
 
 _GAP = 0.005  # of the optimum, at which the search ends
 

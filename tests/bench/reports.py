@@ -30,6 +30,7 @@ from benchmarks import (
 )
 from benchmarks import cluster_decisions as decisions
 from benchmarks import training as beside
+from benchmarks.cluster_simulation import row as cluster_row
 from benchmarks.gateway import RequestTimes
 from benchmarks.learning import Frame, Run
 from benchmarks.split import mixed, split
@@ -171,24 +172,24 @@ def _cluster(patch: Patch, slow: float) -> Report:
     rates = ((1, 6.0), (2, 12.0 / slow), (4, 24.0 / slow))
     parts = {
         "hour": [
-            cluster.row(cluster.HOUR, cluster.HOUR_MAIN, rule=rule, active=active, batch=25.0 / slow)
+            cluster_row(cluster.HOUR, cluster.HOUR_MAIN, rule=rule, active=active, batch=25.0 / slow)
             for rule, active in (("punica", 3.0 * slow), ("least_loaded", 15.0))
         ],
         "placing": [
-            cluster.row(cluster.DRIFT, cluster.DRIFT_MAIN, rule=rule, loads=loads, ttft_p99_s=late)
+            cluster_row(cluster.DRIFT, cluster.DRIFT_MAIN, rule=rule, loads=loads, ttft_p99_s=late)
             for rule, loads, late in (("placed", 100 * slow, 0.5 * slow), ("least_loaded", 1000, 1.0))
         ],
         "growing": [
-            *(cluster.row(cluster.WORKERS, "", N=number, req_per_s=rate) for number, rate in rates),
-            cluster.row(cluster.ADAPTERS, "20 adapters", rule="placed", latency_s=3.0),
-            cluster.row(cluster.ADAPTERS, "2000 adapters", rule="placed", latency_s=3.0 * slow),
+            *(cluster_row(cluster.WORKERS, "", N=number, req_per_s=rate) for number, rate in rates),
+            cluster_row(cluster.ADAPTERS, "20 adapters", rule="placed", latency_s=3.0),
+            cluster_row(cluster.ADAPTERS, "2000 adapters", rule="placed", latency_s=3.0 * slow),
         ],
         "scale": [{"N": 4, "case": "requests", "CPU s": 20.0 * slow, "MiB": 50.0 * slow}],
     }
     decided = [
-        *(cluster.row(decisions.DECISIONS, "waiting", N=number, p99_us=20.0 * slow) for number in (2, 1000)),
-        cluster.row(decisions.PLANS, "co-migration, 16 adapters", p50_us=100.0 * slow, share=0.01 * slow),
-        cluster.row(decisions.PLANS, "16 adapters, a replica leaves", share=0.1 * slow),
+        *(cluster_row(decisions.DECISIONS, "waiting", N=number, p99_us=20.0 * slow) for number in (2, 1000)),
+        cluster_row(decisions.PLANS, "co-migration, 16 adapters", p50_us=100.0 * slow, share=0.01 * slow),
+        cluster_row(decisions.PLANS, "16 adapters, a replica leaves", share=0.1 * slow),
     ]
     patch(cluster, **{name: lambda quick, rows=rows: rows for name, rows in parts.items()})
     patch(decisions, decisions=lambda quick: decided)

@@ -27,6 +27,7 @@ from atmm.tuning.search import Case, Shape
 from benchmarks import atmm as operator_bench
 from benchmarks import cluster, heads, learning, packed, teachers
 from benchmarks import training as beside
+from benchmarks.cluster_simulation import simulate
 from benchmarks.gpu.prefill import prefill_flops
 from benchmarks.teachers import ALONE, DOMAINS, METHODS, SMALL
 from benchmarks.trainer_process import TrainerProcess
@@ -422,5 +423,5 @@ def test_the_rate_rises_and_falls_and_popularity_drifts() -> None:
 
 
 def test_a_process_of_its_own_reports_its_memory() -> None:
-    found = cluster.simulate(4, 200, "placed")
+    found = simulate(4, 200, "placed")
     assert found["case"] == "200 requests" and found["N"] == 4 and found["MiB"] > 10 and found["CPU s"] > 0

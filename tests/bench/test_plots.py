@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import atmm, cluster, learning, streams
-from benchmarks.cluster import row
 from benchmarks.cluster_decisions import DECISIONS
+from benchmarks.cluster_simulation import row
 from benchmarks.split import split
 from tests.bench.reports import PROTECTED, UNPROTECTED, learned
 from tests.bench.split_rows import drawable
