@@ -78,45 +78,15 @@ def _in_simulator(costs: Costs, load_s: float, num_requests: int) -> Iterator[di
         for bound_s in bounds:
             config = ReplicaConfig(costs=costs, load_s=load_s, policy=policy, max_ttft_s=bound_s)
             found = replay(arrivals(_LOAD * capacity), config).as_dict()
-            yield _row(
-                "simulated",
-                name,
-                policy,
-                bound_s,
-                capacity=capacity,
-                completed=found["requests_per_s"],
-                in_time=1 - found["late"] / found["requests"],
-                refused=found["unreachable"] / num_requests,
-                ttft_s=found["ttft_s"]["p90"],
-                refusal_s=found["refusal_s"].get("p99", 0.0),
-            )
-
-
-def _row(
-    where: str,
-    workload: str,
-    policy: str,
-    bound_s: float,
-    *,
-    capacity: float,
-    completed: float,
-    in_time: float,
-    refused: float,
-    ttft_s: float,
-    refusal_s: float,
-) -> dict[str, Any]:
-    return {
-        "where": where,
-        "workload": workload,
-        "policy": policy,
-        "bound s": bound_s,
-        "capacity /s": capacity,
-        "of capacity": completed / capacity,
-        "in time": in_time,
-        "refused": refused,
-        "ttft p90 s": ttft_s,
-        "refusal p99 s": refusal_s,
-    }
+            yield {
+                **{"where": "simulated", "workload": name, "policy": policy, "bound s": bound_s},
+                "capacity /s": capacity,
+                "of capacity": found["requests_per_s"] / capacity,
+                "in time": 1 - found["late"] / found["requests"],
+                "refused": found["unreachable"] / num_requests,
+                "ttft p90 s": found["ttft_s"]["p90"],
+                "refusal p99 s": found["refusal_s"].get("p99", 0.0),
+            }
 
 
 # -- the real engine --------------------------------------------------------------------------------------------------
@@ -140,18 +110,15 @@ def _on_engine(num_requests: int) -> Iterator[dict[str, Any]]:
     found = _drive(engine, _requests(num_requests, _LOAD * before, seed=4), bound_s)
     after = _drive(engine, _requests(num_requests // 3, 1e6, seed=3), _NO_BOUND_S).completed
     capacity = (before + after) / 2  # averages over other load on the machine
-    yield _row(
-        "engine",
-        "questions",
-        settings.policy,
-        bound_s,
-        capacity=capacity,
-        completed=found.completed,
-        in_time=sum(each <= bound_s for each in found.ttft_s) / len(found.ttft_s),
-        refused=len(found.refusal_s) / num_requests,
-        ttft_s=_percentile(found.ttft_s, 0.9),
-        refusal_s=_percentile(found.refusal_s, 0.99),
-    )
+    yield {
+        **{"where": "engine", "workload": "questions", "policy": settings.policy, "bound s": bound_s},
+        "capacity /s": capacity,
+        "of capacity": found.completed / capacity,
+        "in time": sum(each <= bound_s for each in found.ttft_s) / len(found.ttft_s),
+        "refused": len(found.refusal_s) / num_requests,
+        "ttft p90 s": _percentile(found.ttft_s, 0.9),
+        "refusal p99 s": _percentile(found.refusal_s, 0.99),
+    }
 
 
 def _requests(number: int, rate: float, seed: int) -> list[Arrival]:
