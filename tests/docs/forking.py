@@ -7,6 +7,7 @@ most of a second each time.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -86,6 +87,7 @@ def _forked(listener: socket.socket) -> str:
 def _main(address: str) -> None:
     for module in _MODULES:
         importlib.import_module(module)
+    gc.freeze()  # a fork that ends collects its own objects only
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"{address}.new")
     listener.listen()
