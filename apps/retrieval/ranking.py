@@ -286,7 +286,7 @@ def vqa_score(answer: Answer) -> float:
     if not answer.logprobs:
         return 0.0
     top = answer.logprobs[0].top
-    return min(1.0, sum(math.exp(logprob) for token, logprob in top if token.strip().lower() == "yes"))
+    return min(1.0, math.fsum(math.exp(logprob) for token, logprob in top if token.strip().lower() == "yes"))
 
 
 def _scores(

@@ -450,7 +450,9 @@ def test_queries_that_cannot_be_ranked_are_errors(here: Indexed, videos: Path) -
 
 def test_the_score_is_the_probability_of_yes_and_head_answers_become_words() -> None:
     assert vqa_score(answer_of("Yes", ("Yes", 0.5), ("yes", 0.25), ("No", 0.125))) == pytest.approx(0.75)
-    assert vqa_score(answer_of("no", ("no", 0.9), ("yesterday", 0.05))) == 0.0 == vqa_score(answer_of("no"))
+    assert (
+        repr(vqa_score(answer_of("no", ("no", 0.9), ("yesterday", 0.05)))) == "0.0" == repr(vqa_score(answer_of("no")))
+    )
     boxes = (box_of("car", 0.9), box_of("bus", 0.4), box_of("car", 0.3))
     said: tuple[tuple[str, dict[str, Any], list[tuple[str, float]]], ...] = (
         ("detection", {"boxes": boxes}, [("car", 0.9), ("bus", 0.4)]),
