@@ -288,7 +288,7 @@ def test_a_killed_run_gives_the_same_adapters(made: Path, base: str) -> None:
     assert files(out / "adapters") == files(whole / "adapters") and report_of(out) == report_of(whole)
     optimum = {"optimum": [["colors", "others"], ["chance"]], "lower_bound": 2}
     assert report_of(out)["oracle"] == {"missed": ["chance"], "conflicts": [], **optimum}
-    assert "others" in (out / "adapters" / "colors-others" / "README.md").read_text()
+    assert any("others" in file.read_text() for file in (out / "adapters").glob("*/README.md"))
     good = plan.read_text()
     with pytest.raises(BadConfig, match="--restart"):
         fuse(plan, out)
