@@ -8,7 +8,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo test test-all test-gpu-sim test-touched test-release test-fast console-test lint bench gpu clean
+.PHONY: install demo docs test test-all test-gpu-sim test-touched test-release test-fast console-test lint bench gpu clean
 
 install: $(STAMP)
 
@@ -18,6 +18,10 @@ $(STAMP): pyproject.toml
 	$(VENV)/bin/pip install "$(TORCH)"
 	$(VENV)/bin/pip install --editable ".[serve,cluster,plans,fuse,bench,demo,dev]"
 	touch $(STAMP)
+
+# The API reference, docs/reference/*.md, from docstrings.
+docs:
+	$(PYTHON) docs/make_reference.py
 
 demo: install
 	$(VENV)/bin/vlora demo --out demo
