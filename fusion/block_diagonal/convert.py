@@ -170,7 +170,7 @@ def _write(
             layers.append(layer)
             by_module[_module(target)] = layer.rank
             update(len(layers))
-    folder.mkdir()
+    folder.mkdir(parents=True)
     write_tensors(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
     (folder / CONFIG_FILE).write_text(json.dumps({**config, **_settings(by_module, layers, blocks)}, indent=2) + "\n")
     for file in (*HEAD_FILES, DOMAINS_FILE):

@@ -45,7 +45,7 @@ def check(reference: FormReference, local: LocalEngine, adapter: str | None, pro
     """The same request `count` times at once, compared with PEFT's answer."""
     made = [ask(prompt, str(number), adapter, NUM_TOKENS) for number in range(count)]
     for outputs in local.run(made).values():
-        assert tokens(outputs) == reference.answer(adapter, prompt)[0]
+        assert tokens(outputs) == reference.answer(adapter, prompt, NUM_TOKENS)[0]
     local.engine.check_integrity()
 
 

@@ -118,9 +118,12 @@ def test_an_earlier_run_is_deleted_only_with_restart(tmp_path: Path, monkeypatch
     with pytest.raises(BadConfig, match="only one of the two"):
         fuse(plan, out, resume=True, restart=True)
     assert contents(out) >= {"first"}
-    monkeypatch.setattr(
-        commands, "check_plan", lambda *_: finish(other, ONE) or SimpleNamespace(data={})
-    )  # ends meanwhile
+
+    def another_run_ends(*_: object) -> SimpleNamespace:
+        finish(other, ONE)
+        return SimpleNamespace(data={})
+
+    monkeypatch.setattr(commands, "check_plan", another_run_ends)
     with pytest.raises(BadConfig, match="1 finished training of a run that was stopped"):
         fuse(plan, other)
 

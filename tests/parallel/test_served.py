@@ -73,7 +73,7 @@ def data_url(image: bytes) -> str:
 
 def question_about(image: bytes) -> dict[str, Any]:
     parts = [{"type": "image_url", "image_url": {"url": data_url(image)}}, {"type": "text", "text": QUESTION}]
-    return {"messages": [{"role": "user", "content": parts}], "max_tokens": NUM_TOKENS}
+    return {"messages": [{"role": "user", "content": parts}], "max_tokens": NUM_TOKENS, "answer": "words"}
 
 
 def test_answers_streams_and_heads_equal_those_of_one_rank(serving: Serving, folder: Path) -> None:

@@ -249,15 +249,16 @@ def test_a_run_replaces_its_adapters_while_requests_are_answered(folder: Path, l
     with served("--model", str(folder / "model"), "--adapters", str(tmp_path / "adapters"), "--dtype", "float32") as on:
 
         def ask(name: str) -> str:
-            return on.client.generate(QUESTION, images, adapter=name, max_tokens=6).text
+            return on.client.generate(QUESTION, images, adapter=name, answer="words", max_tokens=6).text
 
         def keep_asking(name: str) -> None:
             while not done.is_set():
                 answers.append((name, ask(name)))
 
-        sampling: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
+        sampling: dict[str, Any] = {"answer": "words", "max_tokens": 300, "ignore_eos": True}
         whole = on.client.generate(QUESTION, images, adapter="busy", **sampling).text
-        with ThreadPoolExecutor(3) as threads:
+        with ThreadPoolExecutor(3) as threads, contextlib.ExitStack() as at_end:
+            at_end.callback(done.set)  # also if an assertion fails
             asking = [threads.submit(keep_asking, name) for name in ("changed", "same")]
             busy = on.client.stream(QUESTION, images, adapter="busy", **sampling)
             begun = next(busy)

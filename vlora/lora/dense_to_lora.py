@@ -90,6 +90,7 @@ def convert(adapter: Path, out: Path, rank: int) -> list[ConvertedLayer]:
         converted.append(ConvertedLayer(module, len(found.s), lost / norm if norm else 0.0, abs(scale) * norm))
     temporary = out.with_name(f"{out.name}.unfinished")
     shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     try:
         (temporary / CONFIG_FILE).write_text(json.dumps(_lora_config(config, converted), indent=2))
         write_tensors(tensors, temporary / WEIGHTS_FILE)
