@@ -10,12 +10,11 @@ def lower_bound(num_right: int, count: int, confidence: float) -> float:
 
     It is 0 without samples.
     """
-    from scipy.stats import binomtest  # takes most of a second to import
+    from scipy.special import betaincinv
 
-    if count == 0:
+    if not num_right:
         return 0.0
-    test = binomtest(num_right, count, alternative="greater")
-    return float(test.proportion_ci(confidence, method="exact").low)
+    return float(betaincinv(num_right, count - num_right + 1, 1 - confidence))
 
 
 def upper_bound(num_right: int, count: int, confidence: float) -> float:

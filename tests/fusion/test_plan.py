@@ -72,7 +72,7 @@ def test_the_demo_has_real_pixels_heads_and_words() -> None:
         ("base: embedded", "base: embedded\ncolour: red", 2, "colour", "spelling"),
         ("name: photos", "name: digits", 1, "plan", "two domains are named 'digits'"),
         ("name: photos", "name: my photos", 9, "domains[1].name", "pattern"),
-        ("name: photos", f"name: {'p' * 120}", 9, "domains[1].name", "at most 100"),
+        ("name: photos", f"name: {'p' * 120}", 9, "domains[1].name", "has 120 characters; at most 100"),
         ("what digit is shown ?", "' '", 7, "domains[0].question", "pattern"),
         (
             "source: library-photos",

@@ -71,8 +71,8 @@ def described(error: Mapping[str, Any], *, also: str = "") -> str:
         case "too_short":
             return f"has {counted(context['actual_length'])}; it must have at least {context['min_length']}"
         case "too_long":
-            count = context.get("actual_length")
-            many = f"more than {context['max_length']} items" if count is None else counted(count)
+            count, noun = context.get("actual_length"), "character" if isinstance(value, str) else "item"
+            many = f"more than {context['max_length']} items" if count is None else counted(count, noun)
             return f"has {many}; at most {context['max_length']} are allowed"
         case "string_too_short" | "string_too_long":
             bound, words = ("min_length", "at least") if kind.endswith("short") else ("max_length", "at most")
