@@ -95,8 +95,8 @@ def moved(reference: FormReference, memory: str) -> None:
         recorded = RecordingEngine(reference, changing(reference), model=reference.new_model(), **settings)
         recorded.answer(reference.cases, 1)  # from now on images are cached, so that all requests start at once
         counts = shuffled(recorded)
-        reference.expect(recorded.answer(reference.cases, NUM_TOKENS))
-        assert len(counts) >= NUM_TOKENS and sum(counts) > 2 * len(counts)
+        reference.expect(recorded.answer(reference.cases, 12))  # of fewer tokens, memory has room for all on a GPU
+        assert len(counts) >= 12 and sum(counts) > 2 * len(counts)
         assert memory == "ample" or recorded.engine.stats().num_preemptions > 0
         # Cached prompt blocks moved as well, and are still found.
         for got, case in zip(recorded.answer(reference.cases, 2), reference.cases, strict=True):
