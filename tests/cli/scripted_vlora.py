@@ -76,7 +76,7 @@ def serve(adapters: Path) -> None:
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["fuse", "broken", "--out", _, "--restart"]:
-            sys.exit(2)
+            sys.exit(7)
         case ["fuse", _, "--out", out, "--restart"]:
             fuse(Path(out))
         case ["serve", "--model", "scripted", "--adapters", folder, "--rpyc-port", "0", *policy]:
