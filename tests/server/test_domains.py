@@ -316,3 +316,25 @@ def test_replaced_adapters_are_loaded_before_those_that_lose_a_domain(api: Api, 
                 folder = Path(write_adapter(tmp_path / "adapters" / name, {}, domains))
                 (folder / "domains.json").write_text(json.dumps({"domains": domains}))
     assert loaded == ["fused-2", "fused-3", "fused-1"], "digits move from fused-1 to fused-2"
+
+
+def test_domains_that_two_adapters_exchange_have_an_adapter_at_any_moment(api: Api, tmp_path: Path) -> None:
+    contents = {"fused-1": (OTHERS, LETTERS, SCENES), "fused-2": (DIGITS,)}
+    names: list[list[str]] = []
+    with api.client() as client, pytest.MonkeyPatch.context() as patch:
+        for change in (client.load_adapter, client.unload_adapter):
+
+            def changed(*args: Any, change: Callable[..., Any] = change, **kwargs: Any) -> None:
+                change(*args, **kwargs)
+                names.append(sorted(each["id"] for each in api.call("GET", "/v1/models")[1]["data"]))
+                for domain in ("digits", "letters", "others"):
+                    assert client.generate("say:x", adapter=domain).text == "x", (args, domain)
+
+            patch.setattr(client, change.__name__, changed)
+        with replacing_served(client, tmp_path / "adapters"):
+            for name, domains in contents.items():
+                heads = {each["head"]: 1 for each in domains if "head" in each}
+                folder = Path(write_adapter(tmp_path / "adapters" / name, heads, domains))
+                (folder / "domains.json").write_text(json.dumps({"domains": domains}))
+    assert [sum(name.endswith(".next") for name in each) for each in names] == [1, 1, 1, 0]
+    assert {each["name"] for each in api.call("GET", "/v1/adapters")[1]["data"]} == {"fused-1", "fused-2"}

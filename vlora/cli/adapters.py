@@ -144,10 +144,16 @@ def replacing_served(client: Client, folder: Path) -> Iterator[None]:
     yield
     new = _in(folder)
 
-    def num_lost(name: str) -> int:
-        return len({each.name for each in served[name].domains} - _domains(new[name])) if name in served else 0
-
-    for name in sorted(new, key=num_lost):  # adapters that domains move to before those that lose them
+    lost = {name: {each.name for each in served[name].domains} - _domains(new[name]) for name in new.keys() & served}
+    order = sorted(
+        new, key=lambda name: len(lost.get(name, ()))
+    )  # those that domains move to, then those that lose them
+    extra: dict[str, str] = {}
+    for place, name in enumerate(order):
+        for later in order[place + 1 :]:
+            if later not in extra and lost.get(name, set()) & _domains(new[later]):  # domains move both ways
+                extra[later] = f"{later}.next"
+                client.load_adapter(extra[later], new[later].absolute())
         path, status = new[name], served.get(name)
         if status is not None and (former.get(name) or status.version) == content_hash(path):
             continue
@@ -157,6 +163,8 @@ def replacing_served(client: Client, folder: Path) -> Iterator[None]:
         if status is not None and status.pinned:
             client.pin_adapter(name)
         click.echo(f"{name}  {'loaded' if status is None else 'replaced'}", err=True)
+    for name in extra.values():
+        client.unload_adapter(name, drain=True)
     for name in former.keys() - new.keys():
         client.unload_adapter(name, drain=True)
         click.echo(f"{name}  unloaded", err=True)
