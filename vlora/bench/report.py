@@ -131,10 +131,11 @@ def _commit() -> str | None:
     return found.stdout.strip()
 
 
-_HEAD = """# What was measured
+_HEAD = """# Results
 
-`vlora bench --out` writes this page from the reports beside it: each promise as it stood when that bench last ran.
-Bold is what falls short.
+The latest report of each benchmark and kind of machine, with the goals as they were when it ran; a value in bold misses
+its goal. `vlora bench NAME --out DIR` (on a GPU `vlora gpu-check --out DIR`) makes a report and this page. The date is
+in the name of the file, which has all measurements and the versions of packages.
 """
 
 
@@ -146,19 +147,14 @@ def page(folder: Path) -> str:
 
 def _section(name: str, report: Mapping[str, Any]) -> str:
     env = report["env"]
-    versions = [f"{package} {version}" for package, version in env["versions"].items() if package != "vlora"]
-    where = [
-        f"[{name}]({name})",
-        f"threads: {env['threads']}",
-        *versions,
-        f"commit {(env['commit'] or 'unknown')[:12]}",
-    ]
+    commit = (env["commit"] or "unknown")[:12]
+    where = [f"[{name}]({name})", f"threads: {env['threads']}", f"torch {env['versions']['torch']}", f"commit {commit}"]
     lines = [f"\n## {report['bench']}: {env['gpu'] or env['machine']}", "", ", ".join(where), ""]
     for origin in report.get("origins", ()):
         if any(origin[key] != env[key] for key in ("commit", "machine", "gpu")):
             at = f"commit {(origin['commit'] or 'unknown')[:12]}, {origin['gpu'] or origin['machine']}"
             lines += [f"Measured before, at {at}: {', '.join(origin['results'])}.", ""]
-    lines += ["| what | measured | promised |", "|---|---:|---:|"]
+    lines += ["| what | measured | goal |", "|---|---:|---:|"]
     for goal in report["goals"]:
         measured = f"{goal['value']:g}" if goal["holds"] else f"**{goal['value']:g}**"
         lines.append(f"| {goal['name']} | {measured} | {goal['goal']} |")
