@@ -25,6 +25,7 @@ from atmm.strategies.registry import comes_transposed
 from atmm.tuning.cold_cache import DeviceCaches, factors_of, read_by
 from atmm.tuning.racing import race
 from atmm.tuning.search import Case, Shape
+from benchmarks.gpu import styles
 from benchmarks.plain_baselines import gather_bmm, lane_factors, padded_einsum, peft_layer, plain_loop
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.plots import Plot
@@ -46,15 +47,13 @@ _MOST_GATHERED_BYTES = 2**30  # memory limit of gathering factors per token; lar
 
 
 def cases(quick: bool) -> dict[str, bool]:
-    """On a GPU if there is one (`atmm_gpu`), else on one thread of a CPU; quick: the smaller shape, one rank."""
+    """On a GPU if there is one (`gpu/styles.py`), else on one thread of a CPU; quick: the smaller shape, one rank."""
     return {"GPU" if torch.cuda.is_available() else "CPU": quick}
 
 
 def measure(quick: bool) -> Measured:
     if torch.cuda.is_available():
-        from benchmarks import atmm_gpu  # needs Triton
-
-        return atmm_gpu.measure_all(quick)
+        return styles.measure_all(quick)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     atmm.load_kernels()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from vlora.bench.dummy import dummy_picture
 from vlora.bench.gpu import models
-from vlora.bench.gpu.context import Context, host_seconds, repeats
+from vlora.bench.gpu.context import Context, elapsed, host_seconds, repeats
 from vlora.bench.report import Goal
 from vlora.bench.timed_engine import FixedModePolicy, TimedEngine
 from vlora.models.vision.encoder import VisionTask
@@ -107,12 +106,8 @@ def _pictures(config: Any, side: int) -> Iterator[VisionInput]:
 def _encode(context: Context, engine: TimedEngine, pictures: list[VisionInput]) -> float:
     """Seconds of one call of the tower."""
     encoder = engine.engine.parts.device.vision
-    context.synchronize()
-    started = time.perf_counter()
     with torch.inference_mode():
-        encoder.encode([VisionTask(picture, None) for picture in pictures])
-    context.synchronize()
-    return time.perf_counter() - started
+        return elapsed(lambda: encoder.encode([VisionTask(picture, None) for picture in pictures]), context)
 
 
 def _goals(prompts: list[dict[str, Any]], images: list[dict[str, Any]]) -> list[Goal]:

@@ -11,11 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from rich.console import Console
 from rich.table import Table
-
-from atmm.tuning.tables import device_name
 
 Row = dict[str, Any]
 
@@ -80,13 +77,17 @@ class Report:
 
 def environment() -> dict[str, Any]:
     """Machine, versions, threads, commit: the context required to interpret a figure."""
+    import torch
+
+    from atmm.tuning.tables import device_name
+
     return {
         "machine": f"{platform.machine()} {_cpu_name()}, {device_name('cpu')}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "versions": {name: version_of(name) for name in ("vlora", "torch", "transformers", "peft")},
         "threads": torch.get_num_threads(),
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
@@ -122,7 +123,8 @@ def _cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
+    """Of the checkout; None outside a git repository."""
     here = Path(__file__).parent
     try:
         found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)

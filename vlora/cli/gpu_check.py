@@ -49,8 +49,7 @@ def gpu_check(out: Path, minutes: float, stages: str | None, device: str, as_jso
     succeeded with the same source files. The command needs torch, transformers, peft and msgspec; the JSON of a stage
     names a package that is missing. docs/gpu.md lists the stages.
     """
-    from vlora.bench.gpu.plan import chosen
-    from vlora.bench.gpu.runner import check, print_table
+    from vlora.bench.gpu.runner import check, chosen, print_table
 
     if device == "cuda":
         _check_gpu()

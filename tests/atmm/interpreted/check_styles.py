@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import pytest
 import torch
 
 from atmm import SegmentPlan, reference
 from atmm.tuning.search import Case, Shape
-from benchmarks.atmm_gpu import measure
+from benchmarks.gpu.styles import measure
 from benchmarks.kernel_baselines import STYLES, prepare_call
 from tests.atmm.cases import make_group, segments
+from vlora.bench.gpu.context import Context
 
 
 @pytest.mark.parametrize("lengths", ({"a": 1, "b": 1, "c": 1}, {"a": 35, "b": 3, "c": 1}), ids=str)
@@ -32,6 +36,7 @@ def test_every_style_adds_the_same_deltas(style: str, lengths: dict[str, int], m
 
 def test_a_row_of_the_gpu_bench_names_every_style(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.kernel_baselines.MOST_ADAPTERS", 4)
-    monkeypatch.setattr("benchmarks.atmm_gpu.MOST_COPIES", 1)
-    row = measure(Case(Shape(48, (40, 16)), 8, "float32", 2, 8, False), "cpu", 1e9)
+    monkeypatch.setattr("benchmarks.gpu.styles.MOST_COPIES", 1)
+    context = Context(torch.device("cpu"), Path(), math.inf, lambda found: None)
+    row = measure(context, Case(Shape(48, (40, 16)), 8, "float32", 2, 8, False), 1e9, STYLES)
     assert all(row[name] > 0 for name in (*STYLES, "einsum", "us", "ours / floor"))

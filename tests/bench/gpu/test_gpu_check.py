@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from tests.bench.gpu.only_engine_packages import others
-from vlora.bench.gpu.plan import STAGES
-from vlora.bench.gpu.record import ROOT
+from vlora.bench.gpu.runner import ROOT, STAGES
 from vlora.simulator.machine import read_costs
 
 pytestmark = pytest.mark.slow

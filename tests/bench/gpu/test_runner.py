@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from vlora.bench.gpu import process, record, runner
-from vlora.bench.gpu.plan import STAGES, Stage, chosen
+from vlora.bench.gpu import process, runner
+from vlora.bench.gpu.runner import STAGES, Stage, chosen
 from vlora.bench.report import Goal, page
 from vlora.errors import BadConfig
 
-CODE = record.Code.here()
+CODE = runner.Code.here()
 
 
 class Processes:
@@ -28,7 +28,7 @@ class Processes:
     def __call__(self, stage: Stage, device: str, out: Path, limit_s: float) -> tuple[int | None, str]:
         self.ran[stage.name] = limit_s
         found = {"stage": stage.name, "ok": self.ok, "device": device, **CODE._asdict(), "result": {}, "seconds": 0.0}
-        record.write(out / stage.file_name, found)
+        runner.write(out / stage.file_name, found)
         return (0 if self.ok else 1), "line 1\nline 2\n"
 
 
@@ -79,7 +79,7 @@ def test_a_later_call_runs_what_failed_or_changed(tmp_path: Path) -> None:
     run(tmp_path, Processes(), names="facts smoke merge")
     run(tmp_path, Processes(ok=False), names="oracle")
     changed = tmp_path / "04-merge.json"
-    record.write(changed, json.loads(changed.read_text()) | {"digest": "another"})
+    runner.write(changed, json.loads(changed.read_text()) | {"digest": "another"})
     processes = Processes()
     outcome = run(tmp_path, processes, names="facts smoke oracle merge")
     assert list(processes.ran) == ["oracle", "merge"]
@@ -90,7 +90,7 @@ def test_a_later_call_runs_what_failed_or_changed(tmp_path: Path) -> None:
 
 def test_a_failed_stage_keeps_the_end_of_its_output(tmp_path: Path) -> None:
     run(tmp_path, Processes(ok=False), names="facts")
-    found = record.read(tmp_path / "00-facts.json")
+    found = runner.read(tmp_path / "00-facts.json")
     assert found is not None and found["output"] == ["line 1", "line 2"]
     assert found["error"]["message"] == "exit code 1"
 
@@ -98,7 +98,7 @@ def test_a_failed_stage_keeps_the_end_of_its_output(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("exit_code", "message"), [(None, "ended at its limit"), (-11, "signal 11 (SIGSEGV)")])
 def test_a_process_that_writes_nothing_has_a_record(tmp_path: Path, exit_code: int | None, message: str) -> None:
     runner.run(tmp_path, "cuda", 9.5, STAGES[:1], lambda line: None, lambda *_: (exit_code, "last words"))
-    found = record.read(tmp_path / "00-facts.json")
+    found = runner.read(tmp_path / "00-facts.json")
     assert found is not None and not found["ok"] and found["output"] == ["last words"]
     assert found["digest"] == CODE.digest and found["device"] == "cuda"
     assert message in found["error"]["message"]
@@ -107,7 +107,7 @@ def test_a_process_that_writes_nothing_has_a_record(tmp_path: Path, exit_code: i
 def test_a_stage_is_ended_at_its_limit(tmp_path: Path) -> None:
     stage = STAGES[0]._replace(limit_s=0.2)
     runner.run(tmp_path, "cpu", 9.5, [stage], lambda line: None, runner.in_own_process)
-    found = record.read(tmp_path / stage.file_name)
+    found = runner.read(tmp_path / stage.file_name)
     assert found is not None and not found["ok"]
     assert found["error"]["message"].startswith("ended at its limit")
 
@@ -128,7 +128,7 @@ def test_an_error_becomes_json_with_the_results_so_far(tmp_path: Path, stage_mod
 
     stage_module.run = fail  # type: ignore[attr-defined]
     assert process.run(STAGES[0], "cpu", tmp_path, 60.0) == 1
-    found = record.read(tmp_path / "00-facts.json")
+    found = runner.read(tmp_path / "00-facts.json")
     assert found is not None and found["result"] == {"rows": [1, 2]} and not found["ok"]
     assert (found["error"]["type"], found["error"]["message"]) == ("ValueError", "wrong shape")
     assert found["error"]["traceback"][-1] == "ValueError: wrong shape"

@@ -59,14 +59,18 @@ class Context:
 REPEATS, _SMALL_REPEATS = 20, 3
 
 
-def device_seconds(context: Context, call: Callable[[], object], parts: int = 1) -> float:
-    """Median seconds of a call that can be captured, divided by `parts`.
+def device_times(context: Context, call: Callable[[], object], parts: int = 1) -> list[float]:
+    """Seconds of a call that can be captured, divided by `parts`, in order of size.
 
     On a GPU these are replays of a graph, so launches by the host do not count.
     """
     timed = Replays(call) if context.on_gpu else lambda: elapsed(call, context)
     timed()
-    return statistics.median(timed() for _ in range(repeats(context))) / parts
+    return sorted(timed() / parts for _ in range(repeats(context)))
+
+
+def device_seconds(context: Context, call: Callable[[], object], parts: int = 1) -> float:
+    return statistics.median(device_times(context, call, parts))
 
 
 def host_seconds(context: Context, call: Callable[[], object], warmup: int = 1) -> list[float]:

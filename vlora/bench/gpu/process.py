@@ -13,8 +13,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from vlora.bench.gpu import record
-from vlora.bench.gpu.plan import INSTALLED, STAGES, Stage
+from vlora.bench.gpu.runner import INSTALLED, STAGES, Code, Stage
+from vlora.bench.gpu.runner import write as write_record
 
 _TRACE_LINES = 30
 
@@ -28,7 +28,7 @@ def main(name: str, device: str, folder: str, seconds: str) -> int:
 def run(stage: Stage, device: str, folder: Path, seconds: float) -> int:
     """Run a stage for at most `seconds`, which the caller enforces."""
     started = time.monotonic()
-    code = record.Code.here()
+    code = Code.here()
     found: dict[str, Any] = {
         "bench": f"gpu-check {stage.name}",
         "stage": stage.name,
@@ -42,7 +42,7 @@ def run(stage: Stage, device: str, folder: Path, seconds: float) -> int:
 
     def write() -> None:
         found["seconds"] = round(time.monotonic() - started, 2)
-        record.write(folder / stage.file_name, found)
+        write_record(folder / stage.file_name, found)
 
     def keep(result: dict[str, Any]) -> None:
         found["goals"] = [goal.as_dict() for goal in result.get("goals", ())]

@@ -6,22 +6,135 @@ again. A stage that does not fit into the rest of the box is left for the next c
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from vlora.bench.gpu import record
-from vlora.bench.gpu.plan import SMALL_NEEDS_S, STAGES, Stage
+from vlora.bench.report import commit
 from vlora.errors import BadConfig
+
+
+class Stage(NamedTuple):
+    """One stage."""
+
+    number: int  # place in the order, from 0
+    name: str  # its name in `--stages`, and of its module in `vlora.bench.gpu.stages` or in `benchmarks.gpu`
+    needs_s: float  # a stage starts only if the box has this much time left; an estimate for an H100
+    limit_s: float  # the process is ended after this time
+    shows: str  # its subject, for the documentation and `--help`
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.number:02d}-{self.name}.json"
+
+
+STAGES: Sequence[Stage] = tuple(
+    Stage(number, *fields)
+    for number, fields in enumerate(
+        (
+            ("facts", 30, 90, "versions, missing packages, copy speed, a large product, the cost of a launch"),
+            ("smoke", 50, 120, "tiny models in three modes and each Triton kernel, against the CPU"),
+            ("oracle", 120, 240, "the oracle tests, against transformers + PEFT and float64"),
+            ("attention", 40, 120, "attention over pages: error, and time against torch's"),
+            ("merge", 45, 120, "switching a 7B model's weights: time against a copy; drift in place"),
+            (
+                "step",
+                180,
+                330,
+                "decode steps of a 7B model in every mode, graph and eager, also in fp8, against bytes / bandwidth",
+            ),
+            ("search", 150, 300, "the operator's strategy table for a 7B model's layers"),
+            ("styles", 90, 240, "the operator against the tilings of Punica, S-LoRA, vLLM and SGLang"),
+            ("prefill", 60, 180, "prompts of 2,048 tokens in every mode; images through a 7B model's vision tower"),
+            ("serve", 120, 300, "64 requests over 32 adapters, against transformers + PEFT"),
+            ("costs", 120, 300, "the cost of a step, in the format of `vlora simulate --costs`"),
+            ("profile", 45, 120, "the kernels of a decode step and of a prefill step"),
+        )
+    )
+)
+
+INSTALLED = {"facts", "smoke", "oracle", "search", "costs"}
+"""Stages in `vlora.bench.gpu.stages`; the others are in `benchmarks.gpu` of a checkout."""
+
+SMALL_NEEDS_S = 5.0
+"""Of every stage on a CPU, where all shapes are small."""
+
+
+def chosen(names: Sequence[str]) -> list[Stage]:
+    """The stages with these names in the order of value."""
+    known = {stage.name: stage for stage in STAGES}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise BadConfig(f"no stage named {unknown[0]!r}; choose among {', '.join(known)}")
+    return [stage for stage in STAGES if not names or stage.name in names]
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[3]
+_PACKAGES = ("vlora", "atmm", "heads", "benchmarks", "tests")
+_SUFFIXES = {".py", ".cpp", ".cu", ".h"}
+
+
+class Code(NamedTuple):
+    """The measured code."""
+
+    commit: str | None  # the checkout's commit; None outside a git repository
+    digest: str  # of the source files, so that changes after the commit count, and checkouts without git are known
+
+    @classmethod
+    def here(cls) -> Code:
+        digest = hashlib.sha256()
+        for path in _sources():
+            digest.update(str(path.relative_to(ROOT)).encode())
+            digest.update(path.read_bytes())
+        return cls(commit(), digest.hexdigest()[:16])
+
+
+def _sources() -> Iterator[Path]:
+    for package in _PACKAGES:
+        yield from sorted(path for path in (ROOT / package).rglob("*") if path.suffix in _SUFFIXES)
+
+
+def write(path: Path, record: Mapping[str, Any]) -> None:
+    """Replace the file atomically: if this process is ended, the old record or the new one remains."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(record, indent=1, default=str) + "\n")
+    os.replace(fresh, path)
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """A stage's record; None if there is none that can be read."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _is_current(record: Mapping[str, Any] | None, code: Code, device: str) -> bool:
+    """Whether the stage has succeeded with this code on this kind of device."""
+    identity = (code.digest, device)
+    return record is not None and record.get("ok") is True and (record.get("digest"), record.get("device")) == identity
+
+
+def _unmet(record: Mapping[str, Any]) -> Sequence[str]:
+    """The names of the goals that a record does not meet."""
+    return [goal["name"] for goal in record.get("goals", ()) if not goal["holds"]]
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
 
 _RESERVE_S = 5.0
 """Of the box, to end the last stage's process and to print the table."""
@@ -48,7 +161,7 @@ class Checked(NamedTuple):
     def succeeded(self) -> bool:
         """Whether every stage that has run succeeded, and meets its goals."""
         found = [each for each in self.records.values() if each is not None]
-        return all(each.get("ok") is True and not record.unmet(each) for each in found)
+        return all(each.get("ok") is True and not _unmet(each) for each in found)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the records by name, and the names of the stages that did not fit."""
@@ -67,7 +180,7 @@ def check(out: Path, device: str, minutes: float, stages: Sequence[Stage], say: 
         raise BadConfig(f"cannot write the results in {out}: {error}; set another --out") from error
     if outcome.left:
         say(f"left for the next call: {', '.join(stage.name for stage in outcome.left)}")
-    return Checked({stage: record.read(out / stage.file_name) for stage in STAGES}, outcome)
+    return Checked({stage: read(out / stage.file_name) for stage in STAGES}, outcome)
 
 
 def run(
@@ -75,13 +188,13 @@ def run(
 ) -> Outcome:
     """Run the stages that have not succeeded with this code, within the time box."""
     ends_s = time.monotonic() + 60 * minutes - _RESERVE_S
-    code = record.Code.here()
+    code = Code.here()
     ran: list[Stage] = []
     skipped: list[Stage] = []
     left: list[Stage] = []
     for stage in stages:
         path = out / stage.file_name
-        if record.is_current(record.read(path), code, device):
+        if _is_current(read(path), code, device):
             skipped.append(stage)
             continue
         remaining_s = ends_s - time.monotonic()
@@ -95,7 +208,7 @@ def run(
         exit_code, output = process(stage, device, out, limit_s)
         _complete(path, stage, device, code, time.monotonic() - started, exit_code, output)
         ran.append(stage)
-        say(f"{stage.name}: {_headline(record.read(path))}")
+        say(f"{stage.name}: {_headline(read(path))}")
     return Outcome(ran, skipped, left)
 
 
@@ -103,7 +216,7 @@ def in_own_process(stage: Stage, device: str, out: Path, limit_s: float) -> tupl
     """Run a stage in a process."""
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(record.ROOT), os.environ.get("PYTHONPATH")))),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "PYTHONUNBUFFERED": "1",
     }
     if device == "cpu":
@@ -129,10 +242,10 @@ def in_own_process(stage: Stage, device: str, out: Path, limit_s: float) -> tupl
 
 
 def _complete(
-    path: Path, stage: Stage, device: str, code: record.Code, seconds: float, exit_code: int | None, output: str
+    path: Path, stage: Stage, device: str, code: Code, seconds: float, exit_code: int | None, output: str
 ) -> None:
     """Add the cause and the output to the record of a stage that failed; write one if the process wrote none."""
-    found = record.read(path) or {"stage": stage.name, "ok": False, "device": device, **code._asdict()}
+    found = read(path) or {"stage": stage.name, "ok": False, "device": device, **code._asdict()}
     if exit_code == 0 and found["ok"]:
         return
     found["ok"] = False
@@ -144,7 +257,7 @@ def _complete(
         found["error"] = {"message": f"ended by signal {-exit_code} ({signal.Signals(-exit_code).name})"}
     elif "error" not in found:
         found["error"] = {"message": f"exit code {exit_code}"}
-    record.write(path, found)
+    write(path, found)
 
 
 def _headline(found: dict[str, Any] | None) -> str:
@@ -169,8 +282,8 @@ def print_table(checked: Checked) -> None:
             continue
         state = "failed" if not found["ok"] else "ok" if stage in outcome.ran else "ok, earlier"
         goals = found.get("goals", ())
-        met = f"{len(goals) - len(record.unmet(found))}/{len(goals)}" if goals else ""
+        met = f"{len(goals) - len(_unmet(found))}/{len(goals)}" if goals else ""
         table.add_row(stage.name, state, f"{found['seconds']:.1f}", met, _headline(found))
-        for name in record.unmet(found):
+        for name in _unmet(found):
             table.add_row("", "", "", "", f"FALLS SHORT: {name}")
     Console(width=150).print(table)

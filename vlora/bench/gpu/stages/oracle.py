@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vlora.bench.gpu.context import Context
-from vlora.bench.gpu.record import ROOT
+from vlora.bench.gpu.runner import ROOT
 
 _FILES = (
     "tests/atmm/test_merge.py",
