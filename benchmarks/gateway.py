@@ -32,6 +32,7 @@ from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
 from vlora.bench.serve.http_client import HttpProtocol
 from vlora.bench.serve.server_process import ServerProcess, launched_server
+from vlora.bench.timing import percentile
 from vlora.client import Client
 from vlora.models.processing import InputProcessor
 
@@ -156,10 +157,10 @@ def pair_row(way: str, tokens: int, pairs: Sequence[tuple[RequestTimes, RequestT
         "engine ms": statistics.median(alone.whole_s for alone, _, _ in pairs) * 1e3,
         "first adds ms": statistics.median(firsts) if firsts else None,
         "first adds error ms": median_error(firsts) if firsts else None,
-        "first adds p95 ms": _p95(firsts) if firsts else None,
+        "first adds p95 ms": percentile(firsts, 95) if firsts else None,
         "adds ms": statistics.median(wholes),
         "adds error ms": median_error(wholes),
-        "adds p95 ms": _p95(wholes),
+        "adds p95 ms": percentile(wholes, 95),
         "engine adds ms": statistics.median(engines) if engines else None,
         "front end's CPU ms": statistics.fmean(cpu_s for _, _, cpu_s in pairs) * 1e3,
     }
@@ -175,10 +176,6 @@ def median_error(values: Sequence[float]) -> float:
     """The standard error of their median for any distribution, from order statistics."""
     ranked, middle, reach = sorted(values), (len(values) - 1) / 2, math.sqrt(len(values)) / 2
     return (ranked[min(round(middle + reach), len(values) - 1)] - ranked[max(round(middle - reach), 0)]) / 2
-
-
-def _p95(values: Sequence[float]) -> float:
-    return sorted(values)[int(0.95 * (len(values) - 1))]
 
 
 def _with_cpu_time(

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 import statistics
 import tempfile
 import time
@@ -40,17 +41,25 @@ from fusion.synthetic.sources import load_source
 from fusion.training.domain import Domain
 from fusion.training.objectives import answer_in_words
 from heads import expected_calibration_error, load_heads
-from vlora.bench.dummy import half_billion_config, language_shapes, real_tower_config, write_adapter, write_head
+from vlora.bench.dummy import (
+    dummy_picture,
+    half_billion_config,
+    language_shapes,
+    real_tower_config,
+    unseen,
+    write_adapter,
+    write_head,
+)
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
 from vlora.bench.step import product_dtype
+from vlora.bench.timed_engine import TimedEngine
 from vlora.bench.timing import interleaved, median_ms, median_ratio
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.models import InputProcessor
 from vlora.models.loading import dummy_model
-from vlora.models.processing import vision_input
-from vlora.types import HeadAnswer, Request, RequestOutput, SamplingParams, VisionInput
+from vlora.types import HeadAnswer, Request, RequestOutput, SamplingParams
 
 _SIDE = 16  # patches per side of a frame; four patches make a token
 _QUESTION = 16  # tokens
@@ -212,27 +221,22 @@ class HeadEngine:
         self.has_products = with_products
         self._weights = _weights(model, model_config.text_config.num_hidden_layers - 1) if with_products else []
         self._image_id: int = model_config.image_token_id
-        self._local = LocalEngine(
-            EngineConfig(
-                model="dummy",
-                max_batch_size=8,
-                max_step_tokens=4096,
-                arena_bytes=2 * 2**30,
-                merge_fidelity_floor=0.0,
-                prefix_cache=False,  # every request computes its prompt
-                vision_cache_bytes=0,
-            ),
-            model=model,
+        settings = EngineConfig(
+            model="dummy",
+            max_batch_size=8,
+            max_step_tokens=4096,
+            arena_bytes=2 * 2**30,
+            merge_fidelity_floor=0.0,
+            prefix_cache=False,  # every request computes its prompt
+            vision_cache_bytes=0,
         )
         with tempfile.TemporaryDirectory() as folder:
             path = write_adapter(Path(folder) / _ADAPTER, language_shapes(model), rank=16, seed=0)
             labels = [f"action {i}" for i in range(10)]
             write_head(path, "head", model_config.text_config.hidden_size, labels, "action", "what happens ?")
-            self._local.engine.load_adapter(_ADAPTER, path)
-        self._numbers = itertools.count()
-        generator = torch.Generator().manual_seed(1)
-        self._frames = [self._frame(generator) for _ in range(6 * max(_GOALS))]
-        self._words: list[int] = torch.randint(3, 1000, (_QUESTION,), generator=generator).tolist()
+            self._engine = TimedEngine(settings, model, {_ADAPTER: path})
+        self._frames = [unseen(dummy_picture(model_config, _SIDE)) for _ in range(6 * max(_GOALS))]
+        self._words = random.Random(1).choices(range(3, 1000), k=_QUESTION)
 
     def prompt_len(self, frames: int) -> int:
         return len(self._prompt(frames))
@@ -241,28 +245,26 @@ class HeadEngine:
         """Run `batch` concurrent requests to completion; 0 answer tokens query the head. Returns CPU seconds of the
         steps after the one with the first tokens.
         """
-        requests = [
-            Request(
-                request_id=str(next(self._numbers)),
-                prompt_ids=self._prompt(frames),
+        ids = [
+            self._engine.add(
+                self._prompt(frames),
+                max(1, answer_tokens),
+                _ADAPTER,
                 vision=tuple(self._frames[place * frames : (place + 1) * frames]),
-                adapter=_ADAPTER,
                 head=None if answer_tokens else "head",
-                sampling=SamplingParams(max_tokens=max(1, answer_tokens), ignore_eos=True),
             )
             for place in range(batch)
         ]
-        outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
-        engine, decode_s = self._local.engine, 0.0
-        for request in requests:
-            engine.add(request)
-        while engine.has_work:
+        outputs: dict[str, list[RequestOutput]] = {request_id: [] for request_id in ids}
+        decode_s = 0.0
+        while self._engine.has_work:
             decoding, started = all(outputs.values()), time.process_time()
-            for output in engine.step():
+            for output in self._engine.step():
                 outputs[output.request_id].append(output)
             decode_s += decoding * (time.process_time() - started)
-        for request in requests:
-            _check(outputs[request.request_id], answer_tokens)
+        for each in outputs.values():
+            assert sum(len(output.token_ids) for output in each) == answer_tokens
+            assert (each[-1].head is not None) == (answer_tokens == 0)
         return decode_s
 
     def factors(self, batch: int, frames: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -276,11 +278,6 @@ class HeadEngine:
         placeholders = [self._image_id] * (_SIDE * _SIDE // 4)
         ids = [token for _ in range(frames) for token in (self._image_id - 3, *placeholders, self._image_id - 2)]
         return (*ids, *self._words)
-
-    def _frame(self, generator: torch.Generator) -> VisionInput:
-        pixels = torch.randn(_SIDE * _SIDE, 3 * 2 * 14 * 14, generator=generator)
-        fields = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, _SIDE, _SIDE]])}
-        return vision_input("image", fields, _SIDE * _SIDE // 4)
 
 
 def _multiply(factors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -303,13 +300,6 @@ def _weights(model: torch.nn.Module, last_layer: int) -> list[tuple[str, torch.T
             part = "language" if "language_model" in name else "merger" if "merger" in name else "tower"
             found.append((part, layer.weight.detach().to(product_dtype())))
     return found
-
-
-def _check(outputs: list[RequestOutput], answer_tokens: int) -> None:
-    last = outputs[-1]
-    assert last.error is None, f"a request of the bench failed: {last.error}"
-    assert sum(len(output.token_ids) for output in outputs) == answer_tokens
-    assert (last.head is not None) == (answer_tokens == 0)
 
 
 # Accuracy of one adapter through its head, and as generated text, on the same test samples by the same engine.

@@ -22,11 +22,13 @@ import torch
 from vlora.bench.dummy import language_shapes, ranks_config, write_adapter
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
+from vlora.bench.timed_engine import TimedEngine
+from vlora.bench.timing import percentile
 from vlora.config import EngineConfig
 from vlora.engine import Engine
 from vlora.engine.host_resources import default_threads
 from vlora.models.loading import dummy_model
-from vlora.types import AdapterStatus, Request, SamplingParams
+from vlora.types import AdapterStatus
 
 _NUM_LAYERS = 4
 _NUM_FOLDERS = 10  # each is loaded under several names, and read every time
@@ -44,11 +46,10 @@ def measure(quick: bool) -> Measured:
         model="dummy", max_context=512, arena_bytes=2**30, max_batch_size=_BATCH, threads=default_threads()
     )
     model = dummy_model(ranks_config(_NUM_LAYERS), "float32", torch.device("cpu"), seed=0)
-    engine = Engine(config, model=model)
     with tempfile.TemporaryDirectory() as folder:
         shapes = language_shapes(model)
         paths = [write_adapter(Path(folder) / f"a{i}", shapes, _RANK, seed=i) for i in range(_NUM_FOLDERS)]
-        engine.load_adapter("used", paths[0])
+        engine = TimedEngine(config, model, {"used": paths[0]}, background=True)
         steps = _steps(engine)
         for _ in range(_WARM_UP):
             next(steps)
@@ -58,34 +59,28 @@ def measure(quick: bool) -> Measured:
         load_s: list[float] = []
         for number in range(num_rounds):
             before += itertools.islice(steps, _WINDOW)
-            beside += _load(engine, steps, {f"r{number}-{i}": path for i, path in enumerate(paths)}, load_s)
+            beside += _load(engine.engine, steps, {f"r{number}-{i}": path for i, path in enumerate(paths)}, load_s)
             after += itertools.islice(steps, _WINDOW)
-        engine.close()
+        engine.engine.close()
     alone = [*before, *after]
     rows = [_row("no loads", alone), _row(f"{len(load_s)} loads of rank {_RANK}", beside)]
-    tails = sorted((_p99(before), _p99(after)))
+    tails = sorted((percentile(before, 99), percentile(after, 99)))
     differ = tails[1] / tails[0]
     name = f"p99 of steps with loads / without; two halves of those without: {differ:.3f}"
-    goals = [Goal(name, _p99(beside) / _p99(alone), 1.1 * differ, True)]
-    found = {"threads": engine.num_threads, "load_s": round(statistics.median(load_s), 3)}
+    goals = [Goal(name, percentile(beside, 99) / percentile(alone, 99), 1.1 * differ, True)]
+    found = {"threads": engine.engine.num_threads, "load_s": round(statistics.median(load_s), 3)}
     return Measured(rows, found, goals)
 
 
 BENCH = Bench(name="loading", measure=measure)
 
 
-def _steps(engine: Engine) -> Iterator[float]:
+def _steps(engine: TimedEngine) -> Iterator[float]:
     """Seconds of consecutive steps with a full decoding batch; half of the requests use an adapter."""
-    ids = itertools.count()
-    sampling = SamplingParams(max_tokens=_ANSWER, ignore_eos=True)
     running: set[str] = set()
     while True:
         for number in range(len(running), _BATCH):
-            request_id = f"r{next(ids)}"
-            prompt = tuple(10 + (7 * number + place) % 1000 for place in range(_PROMPT))
-            adapter = "used" if number % 2 else None
-            engine.add(Request(request_id=request_id, prompt_ids=prompt, adapter=adapter, sampling=sampling))
-            running.add(request_id)
+            running.add(engine.add(_PROMPT, _ANSWER, "used" if number % 2 else None))
         while len(running) == _BATCH:
             started = time.perf_counter()
             outputs = engine.step()
@@ -109,15 +104,11 @@ def _load(engine: Engine, steps: Iterator[float], paths: dict[str, str], load_s:
     return window
 
 
-def _p99(seconds: list[float]) -> float:
-    return statistics.quantiles(seconds, n=100)[98]
-
-
 def _row(what: str, seconds: list[float]) -> dict[str, Any]:
     return {
         "beside the steps": what,
         "steps": len(seconds),
         "p50 ms": statistics.median(seconds) * 1e3,
-        "p99 ms": _p99(seconds) * 1e3,
+        "p99 ms": percentile(seconds, 99) * 1e3,
         "longest ms": max(seconds) * 1e3,
     }

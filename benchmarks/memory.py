@@ -23,12 +23,12 @@ import torch
 from vlora.bench.dummy import language_shapes, small_config, write_adapter
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
+from vlora.bench.timed_engine import TimedEngine
 from vlora.config import EngineConfig
-from vlora.engine import Engine, LocalEngine
+from vlora.engine import Engine
 from vlora.memory.arena import PAGE_BYTES
 from vlora.models.loading import dummy_model
 from vlora.simulator.popularity import power_law
-from vlora.types import Request, SamplingParams
 
 _NUM_ADAPTERS = 2000
 _FEW = 100
@@ -49,16 +49,16 @@ def measure(quick: bool) -> Measured:
         paths = {f"a{i}": write_adapter(Path(folder) / f"a{i}", shapes, _RANK, seed=i) for i in range(_NUM_ADAPTERS)}
         pages = -(-_own_bytes(shapes, _RANK) // PAGE_BYTES)
         settings = EngineConfig(model="dummy", max_context=256, arena_bytes=2 * _NUM_RESIDENT * pages * PAGE_BYTES)
-        engine = LocalEngine(settings, model=model).engine
+        timed = TimedEngine(settings, model, background=True)
+        engine = timed.engine
         gc.freeze()  # as in the engine's process after start: later collections visit the adapters only
         started = time.perf_counter()
         engine.register_adapters(paths)
         register_s = time.perf_counter() - started
         loading_s = _record_loading_times(engine)
-        ids = itertools.count()
 
         def load(num_adapters: int, seed: int) -> _ServedRun:
-            return _run_requests(engine, num_adapters, num_requests, seed, ids, loading_s)
+            return _run_requests(timed, num_adapters, num_requests, seed, loading_s)
 
         # The first run reads all adapters from files; afterwards they are in host memory.
         first_use = load(_NUM_ADAPTERS, seed=0)
@@ -102,36 +102,28 @@ class _ServedRun(NamedTuple):
 
 
 def _run_requests(
-    engine: Engine, num_adapters: int, num_requests: int, seed: int, ids: itertools.count[int], loading_s: list[float]
+    timed: TimedEngine, num_adapters: int, num_requests: int, seed: int, loading_s: list[float]
 ) -> _ServedRun:
+    engine = timed.engine
     draws = random.Random(seed)
     names = draws.choices(
         [f"a{i}" for i in range(num_adapters)], power_law(num_adapters, 1.0), k=_WARM_UP + num_requests + _UNDER_WAY
     )
     wanted = iter(names)
-    sampling = SamplingParams(max_tokens=_ANSWER, ignore_eos=True)
-
-    def add() -> str:
-        request_id = f"r{next(ids)}"
-        prompt = tuple(draws.choices(range(3, 8000), k=_PROMPT))
-        engine.add(Request(request_id=request_id, prompt_ids=prompt, adapter=next(wanted), sampling=sampling))
-        return request_id
-
-    under_way = [add() for _ in range(_UNDER_WAY)]
+    under_way = [timed.add(_PROMPT, _ANSWER, next(wanted)) for _ in range(_UNDER_WAY)]
     done = 0
     started, before, step_ms = 0.0, engine.stats(), list[float]()
     counted = 0
     while done < _WARM_UP + num_requests:
         began = time.process_time()
-        outputs = engine.step()
+        outputs = timed.step()
         step_ms.append((time.process_time() - began) * 1e3)
         for output in outputs:
             if output.finished:
-                assert output.error is None, output.error
                 done += 1
                 under_way.remove(output.request_id)
                 if len(under_way) + done < len(names):
-                    under_way.append(add())
+                    under_way.append(timed.add(_PROMPT, _ANSWER, next(wanted)))
         if not counted and done >= _WARM_UP:
             started, before, counted = time.process_time(), engine.stats(), done
             step_ms.clear()

@@ -9,26 +9,25 @@ from __future__ import annotations
 
 import itertools
 import random
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import overload_kv
+from benchmarks.arrivals import WallClock, steps
 from benchmarks.policy import decision_ms
-from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
+from vlora.bench.dummy import half_billion_config
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
+from vlora.bench.timed_engine import TimedEngine
+from vlora.bench.timing import percentile
 from vlora.config import EngineConfig
-from vlora.engine.engine import Engine
 from vlora.errors import DeadlineUnreachable
 from vlora.models.loading import dummy_model
 from vlora.orchestrator import POLICIES, Costs
 from vlora.simulator import MEASURED, Arrival, ReplicaConfig, make_workload, read_costs, replay
-from vlora.types import Request, RequestOutput, SamplingParams
+from vlora.types import RequestOutput
 
 _LOAD = 3.0
 _NO_BOUND_S = 1e9
@@ -96,14 +95,10 @@ def _on_engine(num_requests: int) -> Iterator[dict[str, Any]]:
     """Four layers of the 0.5 B model's shapes, random weights, bfloat16, one thread; three adapters of rank 16."""
     torch.set_num_threads(1)
     model = dummy_model(half_billion_config(num_layers=4), "bfloat16", torch.device("cpu"), seed=0)
-    shapes = language_shapes(model)
     settings = EngineConfig(
         model="dummy", max_batch_size=16, max_step_tokens=256, arena_bytes=2**30, merge_fidelity_floor=0.0
     )
-    engine = Engine(settings, model=model)
-    with tempfile.TemporaryDirectory() as folder:
-        for i in range(3):
-            engine.load_adapter(f"a{i}", write_adapter(Path(folder) / f"a{i}", shapes, 16, seed=i))
+    engine = TimedEngine(settings, model, {f"a{i}": 16 for i in range(3)}, background=True)
     _drive(engine, _requests(32, 1e6, seed=1), _NO_BOUND_S)  # trains the cost model and warms memory
     before = _drive(engine, _requests(num_requests // 3, 1e6, seed=2), _NO_BOUND_S).completed
     bound_s = 1.0
@@ -116,8 +111,8 @@ def _on_engine(num_requests: int) -> Iterator[dict[str, Any]]:
         "of capacity": found.completed / capacity,
         "in time": sum(each <= bound_s for each in found.ttft_s) / len(found.ttft_s),
         "refused": len(found.refusal_s) / num_requests,
-        "ttft p90 s": _percentile(found.ttft_s, 0.9),
-        "refusal p99 s": _percentile(found.refusal_s, 0.99),
+        "ttft p90 s": percentile(found.ttft_s, 90),
+        "refusal p99 s": percentile(found.refusal_s or [0.0], 99),
     }
 
 
@@ -139,18 +134,22 @@ class _OverloadRun:
         self.refusal_s: list[float] = []
 
 
-def _drive(engine: Engine, arrivals: Sequence[Arrival], bound_s: float) -> _OverloadRun:
+def _drive(engine: TimedEngine, arrivals: Sequence[Arrival], bound_s: float) -> _OverloadRun:
     """Submit requests when they are due, or at the end of the running step; run until all have ended."""
     found = _OverloadRun()
-    started = time.perf_counter()
-    due = {str(number): arrival.time_s for number, arrival in enumerate(arrivals)}
-    waiting = list(enumerate(arrivals))
     answered: set[str] = set()
+    clock = WallClock()
+    started = clock()
+
+    def add(number: int) -> None:
+        due_s, adapter, prompt, answer, *_ = arrivals[number]
+        left_s = max(bound_s - (clock() - started - due_s), 1e-9)
+        engine.add(range(3, 3 + prompt), answer, adapter, request_id=str(number), max_ttft_s=left_s)
 
     def note(outputs: Sequence[RequestOutput]) -> None:
-        now = time.perf_counter() - started
+        now = clock() - started
         for output in outputs:
-            since_due = now - due[output.request_id]
+            since_due = now - arrivals[int(output.request_id)].time_s
             if output.error is not None:
                 assert output.error.code == DeadlineUnreachable.code, output.error
                 found.refusal_s.append(since_due)
@@ -158,28 +157,8 @@ def _drive(engine: Engine, arrivals: Sequence[Arrival], bound_s: float) -> _Over
                 answered.add(output.request_id)
                 found.ttft_s.append(since_due)
 
-    engine.send_early = note
-    while waiting or engine.has_work:
-        now = time.perf_counter() - started
-        while waiting and waiting[0][1].time_s <= now:
-            number, arrival = waiting.pop(0)
-            engine.add(
-                Request(
-                    request_id=str(number),
-                    prompt_ids=tuple(range(3, 3 + arrival.prompt_tokens)),
-                    adapter=arrival.adapter,
-                    sampling=SamplingParams(max_tokens=arrival.answer_tokens, ignore_eos=True),
-                    max_ttft_s=max(bound_s - (now - arrival.time_s), 1e-9),
-                )
-            )
-        if not engine.has_work:
-            time.sleep(max(0.0, waiting[0][1].time_s - now))
-            continue
-        note(engine.step())
-    found.completed = len(answered) / (time.perf_counter() - started)
+    engine.engine.send_early = note
+    for outputs in steps(engine.engine, [arrival.time_s for arrival in arrivals], add, clock):
+        note(outputs)
+    found.completed = len(answered) / (clock() - started)
     return found
-
-
-def _percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import random
 import statistics
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from vlora.bench.dummy import language_shapes, small_config, write_adapter
+from vlora.bench.dummy import language_shapes, small_config
 from vlora.bench.report import Goal
+from vlora.bench.timed_engine import TimedEngine
 from vlora.config import EngineConfig
-from vlora.engine.engine import Engine
 from vlora.memory.arena import PAGE_BYTES
 from vlora.models.loading import dummy_model
 from vlora.orchestrator import POLICIES, Costs, Scheduler, WaitStats
 from vlora.simulator import Arrival, ReplicaConfig
 from vlora.simulator.replica import Replica
-from vlora.types import EngineStats, Request, SamplingParams
+from vlora.types import EngineStats
 
 _ROOM = 24  # capacity of KV memory, in requests
 _FACTORS = (2, 4, 16)
@@ -67,8 +65,7 @@ def rows(costs: Costs, quick: bool) -> Iterator[dict[str, Any]]:
             fed, crowd = (_simulated(costs, policy, arrivals, feeding) for feeding in (True, False))
             yield _row("simulated", policy, factor, fed.seconds / crowd.seconds, [crowd])
     for policy in POLICIES:
-        with tempfile.TemporaryDirectory() as folder:
-            engine = _engine(policy, Path(folder))
+        engine = _engine(policy)
         for factor in factors:
             arrivals = _arrivals(factor * _ROOM, 64, 32)
             ratios, crowds = [], []
@@ -79,7 +76,7 @@ def rows(costs: Costs, quick: bool) -> Iterator[dict[str, Any]]:
                 ratios.append(runs[True].seconds / runs[False].seconds)
                 crowds.append(runs[False])
             yield _row("engine", policy, factor, statistics.median(ratios), crowds)
-        engine.close()
+        engine.engine.close()
 
 
 def goals(found: Sequence[dict[str, Any]]) -> Iterator[Goal]:
@@ -175,7 +172,7 @@ def _record_waits(scheduler: Scheduler, max_batch_size: int) -> _RecordedWaits:
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 
-def _engine(policy: str, folder: Path) -> Engine:
+def _engine(policy: str) -> TimedEngine:
     """Four layers, 5 million parameters, float32, all cores; three adapters of rank 16, already in memory and used."""
     model = dummy_model(small_config(), "float32", torch.device("cpu"), seed=0)
     shapes = language_shapes(model)
@@ -190,31 +187,26 @@ def _engine(policy: str, folder: Path) -> Engine:
         prefix_cache=False,
         merge_fidelity_floor=0.0,
     )
-    engine = Engine(settings, model=model)
-    for number in range(_ADAPTERS):
-        engine.load_adapter(f"a{number}", write_adapter(folder / f"a{number}", shapes, 16, seed=number))
+    engine = TimedEngine(settings, model, {f"a{number}": 16 for number in range(_ADAPTERS)}, background=True)
     _run_arrivals(engine, _arrivals(_ROOM, 64, 32), True, room=blocks // 2)
     return engine
 
 
-def _run_arrivals(engine: Engine, arrivals: Sequence[Arrival], feeding: bool, room: int | None = None) -> _KvRun:
+def _run_arrivals(engine: TimedEngine, arrivals: Sequence[Arrival], feeding: bool, room: int | None = None) -> _KvRun:
     """Run the arrivals, and count this run only."""
-    waits, before = _record_waits(engine.parts.scheduler, engine.config.max_batch_size), engine.stats()
+    whole = engine.engine
+    waits, before = _record_waits(whole.parts.scheduler, whole.config.max_batch_size), whole.stats()
 
     def add(request_id: str, arrival: Arrival) -> None:
-        prompt = tuple((7 * int(request_id) + place) % 8000 for place in range(arrival.prompt_tokens))
-        sampling = SamplingParams(max_tokens=arrival.answer_tokens, ignore_eos=True)
-        engine.add(Request(request_id=request_id, prompt_ids=prompt, adapter=arrival.adapter, sampling=sampling))
+        engine.add(arrival.prompt_tokens, arrival.answer_tokens, arrival.adapter, request_id=request_id)
 
     def step() -> list[str]:
-        outputs = engine.step()
-        assert all(output.error is None for output in outputs)
-        return [output.request_id for output in outputs if output.finished]
+        return [output.request_id for output in engine.step() if output.finished]
 
     started = time.perf_counter()
     _serve(arrivals, room=(room or before.free_blocks) if feeding else None, add=add, step=step)
     seconds = time.perf_counter() - started
-    return _KvRun(seconds, _stats_since(before, engine.stats()), waits.each_s, waits.bound_s)
+    return _KvRun(seconds, _stats_since(before, whole.stats()), waits.each_s, waits.bound_s)
 
 
 def _stats_since(before: EngineStats, now: EngineStats) -> EngineStats:

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 import torch
 
-from vlora.bench.dummy import BenchModel, dummy_picture, language_shapes, write_adapter, write_head
+from benchmarks.arrivals import steps
+from vlora.bench.dummy import BenchModel, dummy_picture, language_shapes, unseen, write_adapter, write_head
+from vlora.bench.timed_engine import TimedEngine
 from vlora.bench.timing import work_seconds
 from vlora.config import EngineConfig
-from vlora.engine import Engine
-from vlora.memory.host_to_device import Inline
 from vlora.models.loading import dummy_model
 from vlora.orchestrator import WaitStats
 from vlora.simulator import Arrival
 from vlora.simulator.arrivals import adapter_name
-from vlora.types import Request, RequestOutput, SamplingParams, Timings
+from vlora.types import RequestOutput, Timings
 
 NUM_ADAPTERS = 8
 _HEAD = "head"
@@ -64,6 +63,16 @@ class WorkClock:
         return self() - self._idle_s
 
 
+def _adapters(folder: Path, config: Any, shapes: Mapping[str, tuple[int, int]], rank: int) -> dict[str, str]:
+    """The adapters' folders, which are written if they are not there."""
+    folders = {adapter_name(i): folder / adapter_name(i) for i in range(NUM_ADAPTERS)}
+    for seed, path in enumerate(folders.values()):
+        if not path.exists():
+            write_adapter(path, shapes, rank, seed)
+            write_head(path, _HEAD, config.text_config.hidden_size, _LABELS, "action", "what happens ?")
+    return {name: str(path) for name, path in folders.items()}
+
+
 class Worker:
     """An engine over a model with random weights in bfloat16, and its clock."""
 
@@ -84,38 +93,28 @@ class Worker:
             prefix_cache=False,
             vision_cache_bytes=0,
         )
-        self.engine = Engine(settings, model=built, clock=self.clock, executor=Inline())
+        adapters = {} if folder is None else _adapters(folder, config, language_shapes(built), rank)
+        self._timed = TimedEngine(settings, built, adapters, clock=self.clock)
+        self.engine = self._timed.engine
         self._picture = dummy_picture(config, picture_side)
-        self._image_id: int = config.image_token_id
-        self._num_added = 0
-        if folder is not None:
-            shapes = language_shapes(built)
-            for i in range(NUM_ADAPTERS):
-                path = folder / adapter_name(i)
-                if not path.exists():
-                    write_adapter(path, shapes, rank, seed=i)
-                    write_head(path, _HEAD, config.text_config.hidden_size, _LABELS, "action", "what happens ?")
-                self.engine.load_adapter(adapter_name(i), str(path))
 
     def add(self, number: int, arrival: Arrival) -> None:
-        """Add an arrival. Each of its pictures is new and follows a distinct token; text fills up the prompt."""
-        shown = [3, *[self._image_id] * self._picture.num_tokens] * len(arrival.images)
-        text = itertools.islice(itertools.cycle(range(4, 100)), max(1, arrival.prompt_tokens - len(shown)))
-        self._num_added += 1
+        """Add an arrival. Each of its pictures is new; text fills up the prompt."""
+        pictures = [unseen(self._picture) for _ in arrival.images]
+        words = max(1, arrival.prompt_tokens - len(pictures) * (1 + self._picture.num_tokens))
         asks_head = not arrival.answer_tokens and not self._plain
-        self.engine.add(
-            Request(
-                request_id=str(number),
-                prompt_ids=(*shown, *text),
-                vision=tuple(
-                    msgspec.structs.replace(self._picture, content_hash=f"{self._num_added}/{place}")
-                    for place in range(len(arrival.images))
-                ),
-                adapter=None if self._plain else arrival.adapter,
-                head=_HEAD if asks_head else None,
-                sampling=SamplingParams(max_tokens=arrival.answer_tokens or 1, ignore_eos=True),
-            )
+        self._timed.add(
+            words,
+            arrival.answer_tokens or 1,
+            None if self._plain else arrival.adapter,
+            pictures,
+            request_id=str(number),
+            head=_HEAD if asks_head else None,
         )
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.has_work
 
     def step(self) -> tuple[RequestOutput, ...]:
         with self.clock.running():
@@ -165,47 +164,23 @@ class DriveResult(NamedTuple):
     in_bound: bool  # whether no request waited longer than the waiting bound
 
 
-class _DriveProgress:
-    """The progress of a worker through the arrivals: requests are submitted when they are due, or at the end of the
-    running step.
-    """
-
-    def __init__(self, worker: Worker, arrivals: Iterable[Arrival]) -> None:
-        self._worker = worker
-        self._started = worker.clock()
-        self._waiting = iter(enumerate(arrivals))
-        self._following = next(self._waiting, None)
-        self._waits = worker.record_waits()
-        self._finished: list[RequestOutput] = []
-
-    @property
-    def under_way(self) -> bool:
-        return self._following is not None or self._worker.engine.has_work
-
-    @property
-    def elapsed_s(self) -> float:
-        return self._worker.clock() - self._started
-
-    @property
-    def result(self) -> DriveResult:
-        return DriveResult(self._finished, self._waits.longest_s <= self._waits.bound_s)
-
-    def step(self) -> None:
-        worker = self._worker
-        if self._following is not None and not worker.engine.has_work:
-            worker.clock.skip_to(self._started + self._following[1].time_s)
-        while self._following is not None and self._following[1].time_s <= self.elapsed_s:
-            worker.add(*self._following)
-            self._following = next(self._waiting, None)
-        self._finished += [output for output in worker.step() if output.finished]
-
-
 def drive(workers: Mapping[str, Worker], arrivals: Sequence[Arrival]) -> dict[str, DriveResult]:
     """Run all workers through the same arrivals, the one with the earliest clock first."""
-    drives = {name: _DriveProgress(worker, arrivals) for name, worker in workers.items()}
-    while left := [each for each in drives.values() if each.under_way]:
-        min(left, key=lambda each: each.elapsed_s).step()
-    return {name: each.result for name, each in drives.items()}
+    times = [arrival.time_s for arrival in arrivals]
+    waits = {name: worker.record_waits() for name, worker in workers.items()}
+    started = {name: worker.clock() for name, worker in workers.items()}
+    finished: dict[str, list[RequestOutput]] = {name: [] for name in workers}
+    left = {
+        name: steps(worker, times, lambda number, worker=worker: worker.add(number, arrivals[number]), worker.clock)  # type: ignore[misc]
+        for name, worker in workers.items()
+    }
+    while left:
+        name = min(left, key=lambda name: workers[name].clock() - started[name])
+        if (outputs := next(left[name], None)) is None:
+            del left[name]
+        else:
+            finished[name] += [output for output in outputs if output.finished]
+    return {name: DriveResult(finished[name], own.longest_s <= own.bound_s) for name, own in waits.items()}
 
 
 def average_token_latency_ms(outputs: Sequence[RequestOutput]) -> float:

@@ -10,24 +10,22 @@ Activated ones (aLoRA) share the KV of the 960 tokens before their invocation, o
 
 from __future__ import annotations
 
-import itertools
+import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 
-from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
+from vlora.bench.dummy import dummy_picture, half_billion_config, language_shapes, unseen, write_adapter
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
+from vlora.bench.timed_engine import TimedEngine
 from vlora.bench.timing import interleaved, median_ms, median_ratio
 from vlora.config import EngineConfig
-from vlora.engine import LocalEngine
 from vlora.models.loading import dummy_model
-from vlora.models.processing import vision_input
-from vlora.types import Request, SamplingParams, VisionInput
 
 _NUM_QUESTIONS = 10
 _QUESTION = 32  # tokens
@@ -122,57 +120,39 @@ class _QuestionEngine:
         self,
         config: Any,
         prefix_cache: bool,
-        adapters: Mapping[str, str] | None = None,
+        adapters: Mapping[str, str] = MappingProxyType({}),
         begin: Sequence[int] = (),
         side: int = _SIDE,
         num_before: int = 8,
         question: int = _QUESTION,
     ) -> None:
-        """Load the model and the adapters."""
         settings = EngineConfig(
             model="dummy", arena_bytes=2**30, max_batch_size=16, max_step_tokens=512, prefix_cache=prefix_cache
         )
-        self._local = LocalEngine(settings, model=dummy_model(config, "bfloat16", torch.device("cpu"), seed=0))
-        for name, path in (adapters or {}).items():
-            self._local.engine.load_adapter(name, path)
-        self._adapters: Sequence[str | None] = list(adapters or ()) or [None] * _NUM_QUESTIONS
+        self._engine = TimedEngine(settings, dummy_model(config, "bfloat16", torch.device("cpu"), seed=0), adapters)
+        self._adapters: Sequence[str | None] = list(adapters) or [None] * _NUM_QUESTIONS
         self._begin, self._num_words = tuple(begin), question - len(begin)
-        self._draws = torch.Generator().manual_seed(0)
-        patch = 3 * config.vision_config.temporal_patch_size * config.vision_config.patch_size**2
-        fields = {
-            "pixel_values": torch.randn(side**2, patch, generator=self._draws),
-            "image_grid_thw": torch.tensor([[1, side, side]]),
-        }
-        picture = vision_input("image", fields, side**2 // 4)
-        # Speed does not depend on the pixels; the hash distinguishes pictures.
-        self._pictures = (msgspec.structs.replace(picture, content_hash=f"picture {n}") for n in itertools.count())
-        shown = [config.image_token_id] * picture.num_tokens
+        self._draws = random.Random(0)
+        self._picture = dummy_picture(config, side)
+        shown = [config.image_token_id] * self._picture.num_tokens
         self._before = (*self._words(num_before), config.vision_start_token_id, *shown, config.vision_end_token_id)
         self._prompt_len = len(self._before) + question
 
     def ask(self, num_questions: int, *, in_turn: bool = False) -> _Asked:
         """Answer with one token each; `in_turn`: one question after another, instead of all at once."""
-        before = self._local.engine.stats()
-        picture = next(self._pictures)
-        requests = [self._request(number, picture) for number in range(num_questions)]
-        for together in ([request] for request in requests) if in_turn else [requests]:
-            outputs = self._local.run(together)
-            assert all(parts[-1].finish_reason == "length" for parts in outputs.values()), "a question has no answer"
-        after = self._local.engine.stats()
+        before, picture = self._engine.engine.stats(), unseen(self._picture)
+        for adapter in self._adapters[:num_questions]:
+            words = (*self._before, *self._begin, *self._words(self._num_words))
+            self._engine.add(words, 1, adapter, vision=(picture,))
+            if in_turn:
+                self._engine.finish()
+        self._engine.finish()
+        after = self._engine.engine.stats()
         return _Asked(
             num_questions * self._prompt_len,
             after.num_computed_tokens - before.num_computed_tokens,
             after.num_vision_encoded - before.num_vision_encoded,
         )
 
-    def _request(self, number: int, picture: VisionInput) -> Request:
-        return Request(
-            request_id=f"question {number}",
-            prompt_ids=(*self._before, *self._begin, *self._words(self._num_words)),
-            vision=(picture,),
-            adapter=self._adapters[number],
-            sampling=SamplingParams(max_tokens=1, ignore_eos=True),
-        )
-
     def _words(self, count: int) -> list[int]:
-        return torch.randint(3, 1000, (count,), generator=self._draws).tolist()
+        return self._draws.choices(range(3, 1000), k=count)

@@ -29,6 +29,7 @@ from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
 from vlora.bench.serve.http_client import HttpConnection, connected
 from vlora.bench.serve.server_process import ADAPTERS, HEAD, ServerProcess, embedded_model_server, resident_mib
+from vlora.bench.timing import percentile
 from vlora.client import AsyncClient
 from vlora.errors import VLoraError
 
@@ -69,7 +70,7 @@ def measure(quick: bool) -> Measured:
         {"what": "HTTP streams, bad company", **_times(soak.latencies(bad=True))},
         {"what": "frames", **_times(soak.frame_s)},
     ]
-    company = _p99(soak.latencies(bad=True)) / _p99(soak.latencies(bad=False))
+    company = percentile(soak.latencies(bad=True), 99) / percentile(soak.latencies(bad=False), 99)
     growth = {name: soak.growth(name) for name in soak.memory_mib}
     goals = [
         Goal("answers lost, doubled or wrong", float(len(soak.wrong)), 0.0, True),
@@ -96,13 +97,9 @@ def measure(quick: bool) -> Measured:
 BENCH = Bench(name="soak", measure=measure)
 
 
-def _p99(seconds: list[float]) -> float:
-    return sorted(seconds)[int(0.99 * len(seconds))] if seconds else float("nan")
-
-
 def _times(seconds: list[float]) -> dict[str, Any]:
-    middle = sorted(seconds)[len(seconds) // 2] if seconds else float("nan")
-    return {"count": len(seconds), "median ms": middle * 1e3, "p99 ms": _p99(seconds) * 1e3}
+    median, p99 = (1e3 * percentile(seconds, percent) for percent in (50, 99))
+    return {"count": len(seconds), "median ms": median, "p99 ms": p99}
 
 
 @dataclasses.dataclass

@@ -18,21 +18,22 @@ import os
 import random
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import yaml
 from transformers import Qwen2VLForConditionalGeneration
 
-from benchmarks.trainer_process import CLASSES, TrainerProcess
+from benchmarks.arrivals import Clock, ThreadClock, WallClock, poisson, steps
+from benchmarks.split.processes import Process, run_together, running, training
+from benchmarks.split.rows import TRAIN, write_checkpoint
 from fusion.embedded import checkpoint_path
 from vlora.bench.dummy import ranks_config
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
-from vlora.bench.timing import threads
+from vlora.bench.timing import percentile, threads
 from vlora.config import EngineConfig
 from vlora.engine import Engine
 from vlora.models.processing import InputProcessor
@@ -59,38 +60,6 @@ FULL = Size(layers=4, requests=200, rounds=2)
 QUICK = Size(layers=2, requests=150, rounds=1)
 
 
-class Clock(Protocol):
-    """Seconds."""
-
-    def __call__(self) -> float: ...
-
-    def skip_to(self, when_s: float) -> None:
-        """Let the time pass until `when_s`, which may be over."""
-
-
-class WallClock:
-    """A `Clock` of real time."""
-
-    def __call__(self) -> float:
-        return time.perf_counter()
-
-    def skip_to(self, when_s: float) -> None:
-        time.sleep(max(0.0, when_s - self()))
-
-
-class EngineClock:
-    """Processor seconds of this thread, and the time that was skipped."""
-
-    def __init__(self) -> None:
-        self._skipped_s = 0.0
-
-    def __call__(self) -> float:
-        return time.thread_time() + self._skipped_s
-
-    def skip_to(self, when_s: float) -> None:
-        self._skipped_s += max(0.0, when_s - self())
-
-
 @dataclasses.dataclass
 class Served:
     """What one way measured. latencies_s: of its requests. seconds: of its runs. num_tokens: trained meanwhile."""
@@ -98,9 +67,6 @@ class Served:
     latencies_s: list[float] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
     num_tokens: int = 0
-
-    def quantile_s(self, share: float) -> float:
-        return sorted(self.latencies_s)[int(share * (len(self.latencies_s) - 1))]
 
 
 def measure(quick: bool) -> Measured:
@@ -117,13 +83,13 @@ def in_one_engine(size: Size) -> list[dict[str, Any]]:
     """The rows in processor seconds."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        clock = EngineClock()
+        clock = ThreadClock()
         engine = start(Path(folder), size.layers, clock)
         capacity = measure_capacity(engine, clock)
         for load in size.loads:
             found = {way: Served() for way in WAYS}
             for number in range(size.rounds):
-                gaps = arrivals(size.requests, load * capacity, seed=number)
+                gaps = poisson(load * capacity, size.requests, seed=number)
                 for way, slowdown in WAYS.items():
                     serve(engine, clock, gaps, slowdown, found[way])
             rows += rows_of("processor", load, load * capacity, found)
@@ -134,29 +100,40 @@ def in_one_engine(size: Size) -> list[dict[str, Any]]:
 def in_processes(size: Size) -> list[dict[str, Any]]:
     """The rows in wall time: no training, one in the engine with the promise, and one in a process of each class."""
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as opened:
+    with tempfile.TemporaryDirectory() as name:
         folder, clock = Path(name), WallClock()
         engine = start(folder, size.layers, clock)
-        processes: dict[str, TrainerProcess] = {}
-        for kind in CLASSES:
-            processes[kind] = TrainerProcess(folder, size.layers, kind)
-            opened.callback(processes[kind].close)
-        capacity = measure_capacity(engine, clock)
-        for load in size.loads:
-            found = {way: Served() for way in ("alone", "beside", *CLASSES)}
-            for number in range(size.rounds):
-                gaps = arrivals(size.requests, load * capacity, seed=number)
-                serve(engine, clock, gaps, None, found["alone"])
-                serve(engine, clock, gaps, SLOWDOWN, found["beside"])
-                for kind, process in processes.items():
-                    before = process.num_tokens
-                    process.resume()
-                    serve(engine, clock, gaps, None, found[kind])
-                    process.pause()
-                    found[kind].num_tokens += process.num_tokens - before
-            rows += rows_of("wall", load, load * capacity, found)
+        with trainer_processes(folder, size.layers) as processes:
+            capacity = measure_capacity(engine, clock)
+            for load in size.loads:
+                found = {way: Served() for way in ("alone", "beside", *processes)}
+                for number in range(size.rounds):
+                    gaps = poisson(load * capacity, size.requests, seed=number)
+                    serve(engine, clock, gaps, None, found["alone"])
+                    serve(engine, clock, gaps, SLOWDOWN, found["beside"])
+                    for kind, process in processes.items():
+                        with training(process, folder / "stop") as answer:
+                            serve(engine, clock, gaps, None, found[kind])
+                        found[kind].num_tokens += round(answer["in time"])
+                rows += rows_of("wall", load, load * capacity, found)
         engine.close()
     return rows
+
+
+@contextlib.contextmanager
+def trainer_processes(folder: Path, num_layers: int) -> Iterator[dict[str, Process]]:
+    """Plain PEFT on other copies of the model: with the engine's priority, with niceness 19, and in SCHED_IDLE.
+
+    They run on the cores of the thread that starts them. The first step warms up.
+    """
+    checkpoint = str(write_checkpoint(folder, num_layers))
+    flags: dict[str, Sequence[str]] = {"process": (), "nice process": ("--nice", "19"), "idle process": ()}
+    with running(*(Process("worker", checkpoint, *own) for own in flags.values())) as workers:
+        processes = dict(zip(flags, workers, strict=True))
+        run_together(workers, [TRAIN] * len(workers))
+        # Threads that exist by now keep their own priority; with one thread there is none that computes.
+        os.sched_setscheduler(processes["idle process"].pid, os.SCHED_IDLE, os.sched_param(0))
+        yield processes
 
 
 @contextlib.contextmanager
@@ -178,8 +155,8 @@ def start(folder: Path, num_layers: int, clock: Clock) -> Engine:
         for _ in range(64)
     ]
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    training = {"name": "trained", "data": "data.jsonl", "steps": 10**6, "held_out": 0}
-    (folder / "plan.yaml").write_text(yaml.safe_dump({"folder": "out", "trainings": [training]}))
+    plan = {"name": "trained", "data": "data.jsonl", "steps": 10**6, "held_out": 0}
+    (folder / "plan.yaml").write_text(yaml.safe_dump({"folder": "out", "trainings": [plan]}))
     config = EngineConfig(model="dummy", dtype="float32", threads=1, arena_bytes=256 << 20, switching="shadow")
     torch.manual_seed(0)
     engine = Engine(config, model=Qwen2VLForConditionalGeneration(ranks_config(num_layers)).eval(), clock=clock)
@@ -193,19 +170,10 @@ def start(folder: Path, num_layers: int, clock: Clock) -> Engine:
     return engine
 
 
-def arrivals(num_requests: int, rate: float, seed: int) -> list[float]:
-    """Random times of arrival from 0, in order."""
-    draw = random.Random(seed)
-    times = [0.0]
-    for _ in range(num_requests - 1):
-        times.append(times[-1] + draw.expovariate(rate))
-    return times
-
-
 def request(number: int) -> Request:
     ids = tuple(random.Random(number).choices(range(5, 8000), k=PROMPT))
     sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
-    return Request(request_id=f"r{number}", prompt_ids=ids, sampling=sampling)
+    return Request(request_id=str(number), prompt_ids=ids, sampling=sampling)
 
 
 def measure_capacity(engine: Engine, clock: Clock) -> float:
@@ -222,32 +190,25 @@ def serve(engine: Engine, clock: Clock, times: Sequence[float], slowdown: float 
     trainings = engine.parts.trainings
     trainings.promise.slowdown = slowdown or SLOWDOWN
     began, tokens_before = clock(), trainings.statuses()[0].num_tokens
-    due = deque((began + each, request(number)) for number, each in enumerate(times))
-    arrived: dict[str, float] = {}
-    while due or engine.has_work:
-        while due and due[0][0] <= clock():
-            when, each = due.popleft()
-            engine.add(each)
-            arrived[each.request_id] = when
-        if engine.has_work:
-            ended = [output for output in engine.step() if output.finished]
-            found.latencies_s += [clock() - arrived[output.request_id] for output in ended]
-            if slowdown is not None:
-                trainings.advance()
-        elif due and not (slowdown is not None and trainings.advance()):
-            _idle(clock, due[0][0], None if slowdown is None else trainings.retry_s)
+
+    def idle(next_s: float) -> None:
+        """Train, or skip to the next arrival or to the next piece that the promise allows."""
+        if slowdown is None:
+            clock.skip_to(next_s)
+        elif not trainings.advance():
+            retry_s = trainings.retry_s
+            if retry_s is None:  # for the training's thread
+                time.sleep(_POLL_S)
+                retry_s = _POLL_S
+            clock.skip_to(min(next_s, clock() + retry_s))
+
+    for outputs in steps(engine, times, lambda number: engine.add(request(number)), clock, idle):
+        ended = [output for output in outputs if output.finished]
+        found.latencies_s += [clock() - began - times[int(output.request_id)] for output in ended]
+        if slowdown is not None:
+            trainings.advance()
     found.seconds += clock() - began
     found.num_tokens += trainings.statuses()[0].num_tokens - tokens_before
-
-
-def _idle(clock: Clock, next_s: float, retry_s: float | None) -> None:
-    """Skip to the next arrival, or to the next piece that the promise allows; wait for the training's thread."""
-    if retry_s is not None:
-        next_s = min(next_s, clock() + retry_s)
-    else:
-        time.sleep(_POLL_S)
-        next_s = min(next_s, clock() + _POLL_S)
-    clock.skip_to(next_s)
 
 
 def rows_of(seconds: str, load: float, rate: float, found: dict[str, Served]) -> list[dict[str, Any]]:
@@ -259,9 +220,9 @@ def rows_of(seconds: str, load: float, rate: float, found: dict[str, Served]) ->
             "load": load,
             "requests a second": rate,
             "way": way,
-            "p50, ms": 1e3 * own.quantile_s(0.5),
-            "p99, ms": 1e3 * own.quantile_s(0.99),
-            "p99 over alone": own.quantile_s(0.99) / alone.quantile_s(0.99),
+            "p50, ms": 1e3 * percentile(own.latencies_s, 50),
+            "p99, ms": 1e3 * percentile(own.latencies_s, 99),
+            "p99 over alone": percentile(own.latencies_s, 99) / percentile(alone.latencies_s, 99),
             "trained tokens a second": own.num_tokens / own.seconds,
         }
         for way, own in found.items()

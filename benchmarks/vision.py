@@ -6,29 +6,27 @@ alternately; figures are medians over rounds.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import time
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 
 from vlora.bench.costs import RecordingCostModel
-from vlora.bench.dummy import dummy_picture, half_billion_config
+from vlora.bench.dummy import dummy_picture, half_billion_config, unseen
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
+from vlora.bench.timed_engine import TimedEngine
+from vlora.bench.timing import percentile
 from vlora.config import EngineConfig
-from vlora.engine import Engine
-from vlora.memory.host_to_device import Inline
 from vlora.models.loading import dummy_model
 from vlora.orchestrator import StepSize
-from vlora.types import Request, RequestOutput, SamplingParams, VisionInput
 
 _SIDE = 74  # patches per side of a picture of 1,024 pixels, rounded to whole tokens
 _TOWER = {"depth": 2, "embed_dim": 384, "num_heads": 6, "mlp_ratio": 4}
 _NUM_DECODING = 8
+_WORDS = 32
 _NUM_PLAIN = 130  # steps without pictures
 
 
@@ -65,15 +63,15 @@ def measure(quick: bool) -> Measured:
                 "encoding": name,
                 "decode steps": len(plain),
                 "p50 ms": 1e3 * statistics.median(plain),
-                "p99 ms": 1e3 * _p99(plain),
+                "p99 ms": 1e3 * percentile(plain, 99),
                 "beside pictures": len(beside),
-                "p50 ms beside": 1e3 * statistics.median(beside) if beside else math.nan,
-                "p99 ms beside": 1e3 * _p99(beside) if beside else math.nan,
+                "p50 ms beside": 1e3 * percentile(beside, 50),
+                "p99 ms beside": 1e3 * percentile(beside, 99),
                 "all s": statistics.median(found[name].total_s for found in rounds),
             }
         )
     divided = [found["divided"] for found in rounds]
-    tails = statistics.median(_p99(found.beside) / _p99(found.plain) for found in divided)
+    tails = statistics.median(percentile(found.beside, 99) / percentile(found.plain, 99) for found in divided)
     throughput = statistics.median(found["in the step"].total_s / found["divided"].total_s for found in rounds)
     goals = [
         Goal("p99 of decode steps beside pictures / without", tails, 2.0, True),
@@ -84,10 +82,6 @@ def measure(quick: bool) -> Measured:
 
 
 BENCH = Bench(name="vision", measure=measure)
-
-
-def _p99(seconds: list[float]) -> float:
-    return sorted(seconds)[int(0.99 * len(seconds))] if seconds else math.nan
 
 
 class _VisionEngine:
@@ -104,55 +98,32 @@ class _VisionEngine:
             vision_cache_bytes=0,
         )
         built = dummy_model(config, "float32", torch.device("cpu"), seed=0)
-        self._engine = Engine(settings, model=built, executor=Inline(), cost=self._recorded)
-        self._numbers = itertools.count()
+        self._engine = TimedEngine(settings, built, cost=self._recorded)
 
     def run(self, num_pictures: int, answer: int) -> _DecodeTimes:
         """Run decode steps alone, then with the pictures of other requests, until the last answer."""
         picture = dummy_picture(self._config, _SIDE)
-        self._add([picture], 1)
-        self._finish()  # the cost per patch is now known
+        self._engine.add(_WORDS, pictures=[unseen(picture)])
+        self._engine.finish()  # the cost per patch is now known
         for _ in range(_NUM_DECODING):
-            self._add([], answer)
+            self._engine.add(_WORDS, answer)
         plain = [step.seconds for step in (self._step() for _ in range(_NUM_PLAIN)) if _decodes(step)][10:]
         started = time.perf_counter()
         for _ in range(num_pictures):
-            self._add([picture], 1)
+            self._engine.add(_WORDS, pictures=[unseen(picture)])
         beside: list[float] = []
-        encoded = self._engine.stats().num_encoded_patches
+        encoded = self._engine.engine.stats().num_encoded_patches
         while self._engine.has_work:
             step = self._step()
-            now = self._engine.stats().num_encoded_patches
+            now = self._engine.engine.stats().num_encoded_patches
             if now > encoded and _decodes(step):
                 beside.append(step.seconds)
             encoded = now
         return _DecodeTimes(plain, beside, time.perf_counter() - started)
 
-    def _finish(self) -> None:
-        while self._engine.has_work:
-            self._step()
-
     def _step(self) -> _TimedStep:
         self._recorded.last_step = None
-        started = time.perf_counter()
-        outputs: tuple[RequestOutput, ...] = self._engine.step()
-        seconds = time.perf_counter() - started
-        assert all(output.error is None for output in outputs), outputs
-        return _TimedStep(seconds, self._recorded.last_step)
-
-    def _add(self, pictures: list[VisionInput], answer: int) -> None:
-        number = next(self._numbers)
-        config = self._config
-        shown = [token for picture in pictures for token in [config.image_token_id] * picture.num_tokens]
-        self._engine.add(
-            Request(
-                request_id=f"r{number}",
-                prompt_ids=(*shown, *range(3 + number % 50, 35 + number % 50)),
-                # Speed does not depend on the pixels; the hash distinguishes pictures.
-                vision=tuple(msgspec.structs.replace(each, content_hash=f"picture {number}") for each in pictures),
-                sampling=SamplingParams(max_tokens=answer, ignore_eos=True),
-            )
-        )
+        return _TimedStep(self._engine.timed_step(), self._recorded.last_step)
 
 
 def _decodes(step: _TimedStep) -> bool:

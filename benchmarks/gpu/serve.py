@@ -11,22 +11,21 @@ import gc
 import itertools
 import math
 import random
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from benchmarks.arrivals import WallClock, poisson, steps
 from benchmarks.gpu.profiling import memory_gib
 from vlora.bench.gpu import models
 from vlora.bench.gpu.context import Context
 from vlora.bench.report import Goal
 from vlora.bench.serve.baseline import Baseline, PreparedRequest
 from vlora.bench.serve.measurements import LoadRun, ObservedAnswer, row
+from vlora.bench.timed_engine import TimedEngine
 from vlora.config import EngineConfig
-from vlora.engine import Engine
-from vlora.types import Request, SamplingParams
 
 _RANK = 16
 _POISSON_LOAD = 0.8  # of the burst's requests per second
@@ -70,12 +69,12 @@ def run(context: Context) -> dict[str, Any]:
     burst = _serve(engine, mixed.prepared(1), [0.0] * mixed.requests)
     rows.append(row([burst], case="burst", by="vlora"))
     rate = _POISSON_LOAD * mixed.requests / burst.seconds
-    poisson = _serve(engine, mixed.prepared(2), _poisson(rate, mixed.requests))
-    rows.append(row([poisson], case=f"Poisson, {rate:.1f} requests/s", by="vlora"))
+    arriving = _serve(engine, mixed.prepared(2), poisson(rate, mixed.requests))
+    rows.append(row([arriving], case=f"Poisson, {rate:.1f} requests/s", by="vlora"))
     decoding = _serve(engine, streams.prepared(3), [0.0] * streams.requests)
     tokens_per_s, tail = _while_all_decode(decoding)
     rows.append(row([decoding], case=f"{streams.requests} streams, {streams.adapters} adapters", by="vlora"))
-    stats = engine.stats()
+    stats = engine.engine.stats()
     found: dict[str, Any] = {
         "rows": rows,
         "decode tokens/s": tokens_per_s,
@@ -85,7 +84,7 @@ def run(context: Context) -> dict[str, Any]:
         "reserved_gib": memory_gib(context),
     }
     context.keep(found)
-    engine.close()
+    engine.engine.close()
     del engine
     gc.collect()
     if context.on_gpu:
@@ -97,73 +96,43 @@ def run(context: Context) -> dict[str, Any]:
     return found | {"goals": _goals(tokens_per_s, tail, ratio) if context.on_gpu else []}
 
 
-def _engine(context: Context, num_adapters: int) -> Engine:
+def _engine(context: Context, num_adapters: int) -> TimedEngine:
     """Defaults of a server, without prefix cache."""
     model = models.built(context)
+    config = EngineConfig(
+        model="dummy",
+        device=str(context.device),
+        dtype=models.DTYPE,
+        max_batch_size=_BATCH,
+        arena_bytes=ARENA_BYTES if context.on_gpu else _SMALL_ARENA_BYTES,
+        prefix_cache=False,
+        merge_fidelity_floor=0.0,
+    )
     with models.adapter_folders(model, {_RANK: num_adapters}) as folders:
-        engine = Engine(
-            EngineConfig(
-                model="dummy",
-                device=str(context.device),
-                dtype=models.DTYPE,
-                max_batch_size=_BATCH,
-                arena_bytes=ARENA_BYTES if context.on_gpu else _SMALL_ARENA_BYTES,
-                prefix_cache=False,
-                merge_fidelity_floor=0.0,
-            ),
-            model=model,
-        )
-        for index, (name, path) in enumerate(folders.items()):
-            assert name == f"r{_RANK}-{index}"
-            engine.load_adapter(name, path)
-    return engine
+        return TimedEngine(config, model, folders, background=True)
 
 
-def _serve(engine: Engine, requests: Sequence[PreparedRequest], due_s: Sequence[float]) -> LoadRun:
+def _serve(engine: TimedEngine, requests: Sequence[PreparedRequest], due_s: Sequence[float]) -> LoadRun:
     """Add each request when it is due, in seconds from now, and run steps until all are answered."""
-    started = time.perf_counter()
+    clock = WallClock()
+    started = clock()
     answers = [
         ObservedAnswer(started + due, prompt_tokens=len(request.prompt_ids))
         for request, due in zip(requests, due_s, strict=True)
     ]
-    added = 0
-    while added < len(requests) or engine.has_work:
-        now = time.perf_counter()
-        while added < len(requests) and answers[added].due_s <= now:
-            request = requests[added]
-            engine.add(
-                Request(
-                    request_id=str(added),
-                    prompt_ids=request.prompt_ids,
-                    adapter=f"r{_RANK}-{request.adapter}",
-                    sampling=SamplingParams(max_tokens=request.answer_tokens, ignore_eos=True),
-                )
-            )
-            added += 1
-        if not engine.has_work:
-            time.sleep(max(0.0, answers[added].due_s - time.perf_counter()))
-            continue
-        for output in engine.step():
+
+    def add(number: int) -> None:
+        own = requests[number]
+        engine.add(own.prompt_ids, own.answer_tokens, f"r{_RANK}-{own.adapter}", request_id=str(number))
+
+    for outputs in steps(engine, due_s, add, clock):
+        now = clock()
+        for output in outputs:
             answer = answers[int(output.request_id)]
-            now = time.perf_counter()
-            if output.error is not None:
-                answer.error = str(output.error)
             answer.answer_tokens += len(output.token_ids)
             answer.pieces_s.append(now)
             answer.end_s = now
-    run = LoadRun(answers, started, max(answer.end_s for answer in answers))
-    if run.errors:
-        raise RuntimeError(f"{len(run.errors)} of {len(requests)} requests failed: {run.errors[0]}")
-    return run
-
-
-def _poisson(rate: float, count: int) -> list[float]:
-    draws = random.Random(0)
-    due, found = 0.0, []
-    for _ in range(count):
-        due += draws.expovariate(rate)
-        found.append(due)
-    return found
+    return LoadRun(answers, started, max(answer.end_s for answer in answers))
 
 
 def _while_all_decode(run: LoadRun) -> tuple[float, float]:

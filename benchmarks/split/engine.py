@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import random
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.split.processes import Process, run_together, running
+from benchmarks.arrivals import poisson
+from benchmarks.split.processes import Process, run_together, running, training
 from benchmarks.split.rows import TRAIN, Size, row
 from vlora.bench.report import Goal
 from vlora.bench.timing import by_turns
@@ -53,7 +52,7 @@ def _memory(checkpoint: Path) -> list[dict[str, Any]]:
         engine = Process("engine_process", *options, *(("--base", address) if way == OWN else ()))
         bases = [Process("base_process", options[0], address, *options[1:])] if way == BOTH else []
         with running(engine, *bases), running(Process("worker", *options, "--base", address)) as clients:
-            engine.request([0.0] * 4)
+            engine.ask([0.0] * 4)
             run_together(clients, [TRAIN | {"steps": 2}])
             servers, own = sum(each.pss_mib() for each in (engine, *bases)), clients[0].pss_mib()
             sizes = {"executor MiB": servers, "clients MiB": own, "all MiB": servers + own}
@@ -105,21 +104,14 @@ def _serving(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
     ):
         run_together([client], [TRAIN])
         for _ in range(2):  # the first time warms up
-            rate = LOAD * _QUEUED / engine.request([0.0] * _QUEUED)["seconds"]
+            rate = LOAD * _QUEUED / engine.ask([0.0] * _QUEUED)["seconds"]
         latencies: dict[str, list[Sequence[float]]] = {ALONE: [], BESIDE: []}
         tokens_s: list[float] = []
         for turn in range(size.rounds):
-            draw, times = random.Random(turn), [0.0]
-            for _ in range(_QUEUED * 2):
-                times.append(times[-1] + draw.expovariate(rate))
-            latencies[ALONE] += engine.request(times)["latencies_s"]
-            until = checkpoint.parent / f"until{turn}"
-            client.send(
-                do="finetune", begin=time.monotonic(), until=str(until), rows=TRAIN["rows"], length=TRAIN["length"]
-            )
-            latencies[BESIDE] += engine.request(times)["latencies_s"]
-            until.touch()
-            answer = client.answer()
+            times = poisson(rate, 2 * _QUEUED + 1, seed=turn)
+            latencies[ALONE] += engine.ask(times)["latencies_s"]
+            with training(client, checkpoint.parent / "stop") as answer:
+                latencies[BESIDE] += engine.ask(times)["latencies_s"]
             tokens_s.append(answer["tokens"] / answer["wall_s"])
     rows = []
     for clock, what in enumerate((SERVING, f"{SERVING}, wall time", f"{SERVING}, without products for it")):
@@ -154,9 +146,9 @@ def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
         )
         for dtype, what in ((dtype, f"{MEMORY}, {dtype}") for dtype in DTYPES)
     ]
-    training, serving = found[TRAINING, OWN]["ratio"], found[SERVING, BESIDE]["ratio"]
+    through, serving = found[TRAINING, OWN]["ratio"], found[SERVING, BESIDE]["ratio"]
     return [
         *memory,
-        Goal("training through an idle engine, CPU time beside a base executor", training, 1.1, True),
+        Goal("training through an idle engine, CPU time beside a base executor", through, 1.1, True),
         Goal("p99 of requests beside a training client, beside alone", serving, 1.15, True),
     ]

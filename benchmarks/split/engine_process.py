@@ -17,31 +17,15 @@ import queue
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from benchmarks.arrivals import ThreadClock, steps
 from benchmarks.training import request
 from vlora.config import EngineConfig, ServedBase
 from vlora.engine import Engine
-
-
-class EngineClock:
-    """Processor time of a thread, and the time in which it slept."""
-
-    def __init__(self) -> None:
-        self._slept_s = 0.0
-
-    def __call__(self) -> float:
-        return time.thread_time() + self._slept_s
-
-    def sleep(self, bell: threading.Event, seconds: float | None) -> None:
-        """Sleep until the bell rings, or for so long."""
-        before = time.perf_counter()
-        bell.wait(seconds)
-        self._slept_s += time.perf_counter() - before
 
 
 class Server:
@@ -59,7 +43,7 @@ class Server:
             prefix_cache=False,
             serve_base=base,
         )
-        self._clock = EngineClock()
+        self._clock = ThreadClock()
         self._engine = Engine(config, clock=self._clock)
         self._work = self._engine.parts.other_work
         self._bell = threading.Event()
@@ -90,26 +74,25 @@ class Server:
         if not self._lines.empty() or self._work.advance():
             return
         limits = [limit for limit in (seconds, self._work.retry_s) if limit is not None]
-        self._clock.sleep(self._bell, max(0.0, min(limits)) if limits else None)
+        before = time.perf_counter()
+        self._bell.wait(max(0.0, min(limits)) if limits else None)
+        self._clock.skip(time.perf_counter() - before)
 
     def _serve(self, times: Sequence[float]) -> dict[str, Any]:
-        began = self._clock()
-        due = deque((began + each, request(number)) for number, each in enumerate(times))
-        arrived: dict[str, tuple[float, float, float]] = {}  # on the engine's clock, in wall time, and time of products
+        began, promise = self._clock(), self._engine.parts.trainings.promise
+        arrived: dict[str, tuple[float, float]] = {}  # in wall time, and the time of products
         latencies: list[tuple[float, float, float]] = []
-        promise = self._engine.parts.trainings.promise
-        while due or self._engine.has_work:
-            while due and due[0][0] <= self._clock():
-                when, request = due.popleft()
-                self._engine.add(request)
-                arrived[request.request_id] = when, time.perf_counter(), promise.spent_s
-            if self._engine.has_work:
-                ended = [arrived[output.request_id] for output in self._engine.step() if output.finished]
-                now, wall, spent = self._clock(), time.perf_counter(), promise.spent_s
-                latencies += [(now - a, wall - b, now - a - (spent - c)) for a, b, c in ended]
-                self._work.advance()
-            else:
-                self._idle(due[0][0] - self._clock())
+
+        def add(number: int) -> None:
+            self._engine.add(request(number))
+            arrived[str(number)] = time.perf_counter(), promise.spent_s
+
+        for outputs in steps(self._engine, times, add, self._clock, lambda until: self._idle(until - self._clock())):
+            now, wall, spent = self._clock(), time.perf_counter(), promise.spent_s
+            for ended in (output.request_id for output in outputs if output.finished):
+                own_s = now - began - times[int(ended)]
+                latencies.append((own_s, wall - arrived[ended][0], own_s - (spent - arrived[ended][1])))
+            self._work.advance()
         return {"latencies_s": latencies, "seconds": self._clock() - began}
 
 

@@ -8,7 +8,6 @@ turns.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -149,13 +148,13 @@ def _run(
     before, begin = base.cpu_s(), time.monotonic() + _LEAD_S
     shared = {"client": place, "begin": begin, "rows": ROWS, "length": mix.prompt}
     for client in inference:
-        client.send(do="infer", tokens=mix.answer, requests=mix.requests, **shared)
+        client.send({"do": "infer", "tokens": mix.answer, "requests": mix.requests, **shared})
     for client in training:
-        client.send(do="finetune", until=str(stop), **shared)
-    served = [json.loads(client.read()) for client in inference]
+        client.send({"do": "finetune", "until": str(stop), **shared})
+    served = [client.answer() for client in inference]
     busy = (base.cpu_s() - before) / (time.monotonic() - begin)
     stop.touch()
-    return window_of(served, [json.loads(client.read()) for client in training], begin, busy)
+    return window_of(served, [client.answer() for client in training], begin, busy)
 
 
 def rows_of(windows: Mapping[str, Sequence[Window]], mix: Mix) -> list[dict[str, Any]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from benchmarks.split.rows import TRAIN
 from vlora.bench.harness import module_command
 
 # One thread, and freed memory of tensors returns to the system.
@@ -18,7 +20,9 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MALLOC_MMAP_THR
 
 
 class Process:
-    """A process of this bench. Its first line of output means that it is ready."""
+    """A process of this bench. Its first line of output means that it is ready. printed: what it printed last."""
+
+    printed = ""
 
     def __init__(self, module: str, *arguments: str) -> None:
         command, environment = module_command(f"benchmarks.split.{module}", *arguments)
@@ -26,9 +30,9 @@ class Process:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment | _ENVIRONMENT
         )
 
-    def ready(self) -> None:
-        """Wait for the first line."""
-        self.read()
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def read(self) -> str:
         """The next line. Raises RuntimeError when the process has ended."""
@@ -38,30 +42,23 @@ class Process:
             raise RuntimeError(f"a process of the bench ended with exit code {self._process.wait()}")
         return line
 
-    def send(self, **command: Any) -> None:
-        """Send a command to a client, which answers with one line."""
-        self._write(command)
+    def answer(self) -> Any:
+        """The answer to a message, a line."""
+        return json.loads(self.read())
 
-    def answer(self) -> dict[str, Any]:
-        """The answer to a command."""
-        found: dict[str, Any] = json.loads(self.read())
-        return found
-
-    def request(self, message: Any) -> dict[str, Any]:
-        """Send a message to an engine, and wait for the answer."""
-        self._write(message)
+    def ask(self, message: Any) -> Any:
+        self.send(message)
         return self.answer()
 
-    def _write(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
+        """Send a client a command, or an engine times of arrival; it answers with one line."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(message) + "\n")
         self._process.stdin.flush()
 
-    def stop(self) -> str:
-        """End the process. Returns what it printed last."""
+    def stop(self) -> None:
         self._process.terminate()
-        rest, _ = self._process.communicate()
-        return rest
+        self.printed, _ = self._process.communicate()
 
     def cpu_s(self) -> float:
         """Processor time so far, of all threads, in the kernel's nanoseconds."""
@@ -83,11 +80,30 @@ class Process:
 
 
 @contextlib.contextmanager
+def training(client: Process, stop: Path) -> Iterator[dict[str, Any]]:
+    """Train until the end of the block, whose value is the answer then; "in time": tokens of passes that had ended.
+
+    stop: a file that ends it.
+    """
+    command = {name: value for name, value in TRAIN.items() if name != "steps"}
+    stop.unlink(missing_ok=True)
+    client.send(command | {"do": "finetune", "begin": time.monotonic(), "until": str(stop)})
+    answer: dict[str, Any] = {}
+    try:
+        yield answer
+    finally:
+        ended_s = time.monotonic()
+        stop.touch()
+    answer |= client.answer()
+    answer["in time"] = sum(tokens for _, _, end_s, tokens in answer["events"] if end_s <= ended_s)
+
+
+@contextlib.contextmanager
 def running(*processes: Process) -> Iterator[Sequence[Process]]:
     """Wait until all are ready, and end them after the block."""
     try:
         for process in processes:
-            process.ready()
+            process.read()
         yield processes
     finally:
         for process in processes:
@@ -97,5 +113,5 @@ def running(*processes: Process) -> Iterator[Sequence[Process]]:
 def run_together(clients: Sequence[Process], commands: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Let every client carry out its command at the same time. Returns their answers."""
     for client, command in zip(clients, commands, strict=True):
-        client.send(**command)
+        client.send(command)
     return [client.answer() for client in clients]

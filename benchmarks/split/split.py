@@ -8,6 +8,7 @@ and executors are processes with one thread each. The part "engine" measures a s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import tempfile
@@ -42,30 +43,16 @@ def memory(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
         address = f"unix:{checkpoint.parent}/memory{place}.sock"
         bases = [Process("base_process", str(checkpoint), address, "--dtype", dtype)] if split else []
         flags = ("--base", address) if split else ()
-        with running(*bases):
+        with running(*bases), contextlib.ExitStack() as opened:
             clients: list[Process] = []
-            try:
-                for k in size.clients:
-                    added = [
-                        Process("worker", str(checkpoint), "--dtype", dtype, "--seed", str(seed), *flags)
-                        for seed in range(len(clients), k)
-                    ]
-                    clients += added
-                    for client in added:
-                        client.ready()
-                    run_together(clients, [TRAIN] * k)
-                    own, base = sum(c.pss_mib() for c in clients), sum(b.pss_mib() for b in bases)
-                    found.append(
-                        row(
-                            "memory",
-                            way,
-                            clients=k,
-                            **{"executor MiB": base, "clients MiB": own, "all MiB": own + base},
-                        )
-                    )
-            finally:
-                for client in clients:
-                    client.stop()
+            for k in size.clients:
+                seeds = range(len(clients), k)
+                added = (Process("worker", str(checkpoint), "--dtype", dtype, "--seed", str(n), *flags) for n in seeds)
+                clients += opened.enter_context(running(*added))
+                run_together(clients, [TRAIN] * k)
+                own, base = sum(c.pss_mib() for c in clients), sum(b.pss_mib() for b in bases)
+                sizes = {"executor MiB": base, "clients MiB": own, "all MiB": own + base}
+                found.append(row("memory", way, clients=k, **sizes))
     return found
 
 
@@ -163,31 +150,25 @@ def _compared(what: str, ways: dict[str, Callable[[], float]], rounds: int) -> l
 def table_5(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
     """The paper's table 5 in shape: decoding clients of different batch sizes under three ways to batch."""
     addresses = [f"unix:{checkpoint.parent}/policy{place}.sock" for place in range(len(POLICIES))]
-    bases = [
-        Process("base_process", str(checkpoint), address, "--policy", policy)
-        for policy, address in zip(POLICIES, addresses, strict=True)
-    ]
     flags = [flag for address in addresses for flag in ("--base", address)]
     walls: dict[str, list[float]] = {policy: [] for policy in POLICIES}
     speeds: dict[str, list[float]] = {policy: [] for policy in POLICIES}
-    for base in bases:
-        base.ready()
-    try:
-        with running(*(Process("worker", str(checkpoint), *flags) for _ in size.rows)) as clients:
-            for turn in range(size.rounds + 1):
-                for place, policy in enumerate(POLICIES):
-                    if not turn:
-                        run_together(
-                            clients,
-                            [{"do": "prefill", "client": place, "rows": rows, "length": 8} for rows in size.rows],
-                        )
-                        continue
-                    command = {"do": "decode", "client": place, "tokens": size.tokens}
-                    answers = run_together(clients, [command] * len(clients))
-                    walls[policy].append(statistics.mean(a["wall_s"] for a in answers) / size.tokens)
-                    speeds[policy].append(sum(a["tokens"] for a in answers) / max(a["wall_s"] for a in answers))
-    finally:
-        stopped = [base.stop() for base in bases]
+    executors = (
+        Process("base_process", str(checkpoint), address, "--policy", policy)
+        for policy, address in zip(POLICIES, addresses, strict=True)
+    )
+    with (
+        running(*executors) as bases,
+        running(*(Process("worker", str(checkpoint), *flags) for _ in size.rows)) as clients,
+    ):
+        for place in range(len(POLICIES)):
+            run_together(clients, [{"do": "prefill", "client": place, "rows": rows, "length": 8} for rows in size.rows])
+        for _ in range(size.rounds):
+            for place, policy in enumerate(POLICIES):
+                command = {"do": "decode", "client": place, "tokens": size.tokens}
+                answers = run_together(clients, [command] * len(clients))
+                walls[policy].append(statistics.mean(a["wall_s"] for a in answers) / size.tokens)
+                speeds[policy].append(sum(a["tokens"] for a in answers) / max(a["wall_s"] for a in answers))
     return [
         row(
             "table 5: clients of different batch sizes",
@@ -196,10 +177,10 @@ def table_5(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
             **{
                 "tokens a second": statistics.median(speeds[policy]),
                 "latency ms": 1e3 * statistics.median(walls[policy]),
-                "calls a product": _calls_a_product(last),
+                "calls a product": _calls_a_product(base.printed),
             },
         )
-        for policy, last in zip(POLICIES, stopped, strict=True)
+        for policy, base in zip(POLICIES, bases, strict=True)
     ]
 
 

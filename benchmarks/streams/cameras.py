@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image
 
 from fusion.embedded import checkpoint_path
-from vlora.bench.serve.measurements import percentile
 from vlora.bench.serve.server_process import write_embedded_adapter
+from vlora.bench.timing import percentile
 from vlora.client import AsyncClient, AsyncFrameStream
 from vlora.errors import VLoraError
 from vlora.models import InputProcessor
@@ -82,8 +82,7 @@ class Observed:
 
     def percentile_s(self, percent: float) -> float:
         """A latency; infinite if nothing was answered."""
-        found = percentile(self.latencies_s, percent)
-        return float("inf") if found is None else found
+        return percentile(self.latencies_s, percent) if self.latencies_s else float("inf")
 
     def add(self, other: Observed) -> None:
         """Add the observations of other cameras."""

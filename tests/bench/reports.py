@@ -133,7 +133,7 @@ def _memory(patch: Patch, slow: float) -> Report:
         )
 
     clock = iter((0.0, slow))
-    patch(memory, "dummy_model", "write_adapter", "LocalEngine", "_record_loading_times", language_shapes=lambda _: {})
+    patch(memory, "dummy_model", "write_adapter", "TimedEngine", "_record_loading_times", language_shapes=lambda _: {})
     patch(memory, _own_bytes=lambda *_: 1, _run_requests=served, _overhead=lambda *_: 0.5 * slow)
     patch(memory, time=SimpleNamespace(perf_counter=lambda: next(clock)))
     return measured(memory.BENCH, True)
@@ -144,7 +144,7 @@ def _loading(patch: Patch, slow: float) -> Report:
         load_s.append(1.0)
         return [slow] * 3
 
-    patch(loading, "dummy_model", "Engine", "write_adapter", language_shapes=lambda _: {}, _load=load)
+    patch(loading, "dummy_model", "TimedEngine", "write_adapter", language_shapes=lambda _: {}, _load=load)
     patch(loading, _steps=lambda engine: iter(lambda: 1.0, None))
     return measured(loading.BENCH, True)
 

@@ -27,14 +27,14 @@ from atmm.tuning.search import Case, Shape
 from benchmarks import atmm as operator_bench
 from benchmarks import cluster, heads, learning, packed, teachers
 from benchmarks import training as beside
+from benchmarks.arrivals import ThreadClock, poisson
 from benchmarks.cluster_simulation import simulate
 from benchmarks.gpu.prefill import prefill_flops
+from benchmarks.split.processes import training
 from benchmarks.teachers import ALONE, DOMAINS, METHODS, SMALL
-from benchmarks.trainer_process import TrainerProcess
-from benchmarks.training import EngineClock, Served
+from benchmarks.training import Served
 from tests.bench.reports import PROTECTED, learned
 from tests.families import build_model
-from tests.processes import PATIENCE_S
 from vlora.bench.costs import StepSample, fit, fit_costs, patch_cost
 from vlora.bench.dummy import BenchModel, language_shapes, small_config
 from vlora.bench.harness import Measured
@@ -337,8 +337,8 @@ def test_packed_and_plain_training_have_the_same_losses() -> None:
 
 def test_the_clock_counts_the_threads_work_and_skipped_time(monkeypatch: pytest.MonkeyPatch) -> None:
     worked = 3.0
-    monkeypatch.setattr(beside.time, "thread_time", lambda: worked)
-    clock = EngineClock()
+    monkeypatch.setattr(time, "thread_time", lambda: worked)
+    clock = ThreadClock()
     assert clock() == 3.0
     clock.skip_to(8.0)
     worked += 1.0
@@ -349,11 +349,11 @@ def test_the_clock_counts_the_threads_work_and_skipped_time(monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_every_way_serves_all_requests_and_only_training_trains(tmp_path: Path) -> None:
-    clock = EngineClock()
+    clock = ThreadClock()
     engine = beside.start(tmp_path, 1, clock)
     found = {way: Served() for way in ("alone", "beside, no promise")}
     for way in found:
-        beside.serve(engine, clock, beside.arrivals(5, 4.0, seed=1), beside.WAYS[way], found[way])
+        beside.serve(engine, clock, poisson(4.0, 5, seed=1), beside.WAYS[way], found[way])
         assert len(found[way].latencies_s) == 5 and min(found[way].latencies_s) > 0
     engine.close()
     assert found["alone"].num_tokens == 0 < found["beside, no promise"].num_tokens
@@ -361,25 +361,20 @@ def test_every_way_serves_all_requests_and_only_training_trains(tmp_path: Path) 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_a_training_process_works_only_between_resume_and_pause(tmp_path: Path) -> None:
+def test_training_processes_have_their_class_and_count_what_ends_in_time(tmp_path: Path) -> None:
     cores = os.sched_getaffinity(0)
-    with beside.one_core():
-        process = TrainerProcess(tmp_path, 1, "nice process")
+    with beside.one_core(), beside.trainer_processes(tmp_path, 1) as processes:
+        pids = [process.pid for process in processes.values()]
+        assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in pids][:2] == [0, 19]
+        assert [os.sched_getscheduler(pid) for pid in pids] == [os.SCHED_OTHER, os.SCHED_OTHER, os.SCHED_IDLE]
+        assert all(len(os.sched_getaffinity(pid)) == 1 for pid in pids)
+        with training(processes["process"], tmp_path / "stop") as answer:
+            time.sleep(2.0)
+        assert 0 < answer["in time"] <= answer["tokens"]
+        with training(processes["process"], tmp_path / "stop") as answer:
+            pass
+        assert answer["in time"] == 0
     assert os.sched_getaffinity(0) == cores
-    try:
-        assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19 and len(os.sched_getaffinity(process.pid)) == 1
-        time.sleep(0.2)  # a step that was under way has ended
-        before = process.num_tokens
-        time.sleep(0.2)
-        assert process.num_tokens == before > 0
-        process.resume()
-        ends_s = time.monotonic() + PATIENCE_S
-        while process.num_tokens == before and time.monotonic() < ends_s:
-            time.sleep(0.05)
-        process.pause()
-        assert process.num_tokens > before
-    finally:
-        process.close()
 
 
 def test_rows_of_learning_have_the_phases_answers_and_events() -> None:

@@ -34,9 +34,10 @@ from vlora.bench.serve.comparison import (
     write_model_files,
 )
 from vlora.bench.serve.load import drive
-from vlora.bench.serve.measurements import LoadRun, ObservedAnswer, percentile, row
+from vlora.bench.serve.measurements import LoadRun, ObservedAnswer, row
 from vlora.bench.serve.surfaces import ChatCompletions, EventReader
 from vlora.bench.serve.workload import Workload, WorkloadRequest, arrivals, workload_requests
+from vlora.bench.timing import percentile
 from vlora.errors import BadConfig
 from vlora.models.processing import InputProcessor
 

@@ -4,29 +4,22 @@ cost model is fitted to them, and each timed step is reported next to the fit.
 
 from __future__ import annotations
 
-import itertools
 import statistics
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 
-from vlora.bench.dummy import BenchModel, dummy_picture, language_shapes, model_named, write_adapter
+from vlora.bench.dummy import BenchModel, dummy_picture, model_named, unseen
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
-from vlora.bench.timed_engine import FixedModePolicy
+from vlora.bench.timed_engine import FixedModePolicy, TimedEngine
 from vlora.bench.timing import thread_counts, threads, threads_label, work_seconds
 from vlora.config import EngineConfig
-from vlora.engine import Engine
 from vlora.engine.build import token_thresholds
-from vlora.memory.host_to_device import Inline
 from vlora.models.loading import device_of, dummy_model
 from vlora.orchestrator import CostModel, Costs, StepSize, TokenThresholds
-from vlora.types import Request, SamplingParams
 
 
 def cases(quick: bool, model: str = "qwen2-0.5b", device: str = "cpu") -> dict[str, tuple[bool, str, str, int]]:
@@ -144,8 +137,7 @@ def fit(
     Every kind of step that a policy may choose is included: over W0 and over merged weights without a lane, unmerged
     with distinct and with shared adapters, mixed; prefill, decode, and prefill that joins running decodes.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        timer = _StepTimer(model, device, Path(folder), max(batches)[0])
+    timer = _StepTimer(model, device, max(batches)[0])
     names: list[str | None] = list(timer.names)
     # The first run loads and merges each adapter; the second one only merges.
     loaded, merged = ([timer.steps([name], 1, 1, merging=True) for name in names] for _ in range(2))
@@ -208,8 +200,7 @@ def patch_cost(samples: Sequence[StepSample]) -> float:
 class _StepTimer:
     """An engine that times individual steps."""
 
-    def __init__(self, model: BenchModel, device: torch.device, folder: Path, max_requests: int) -> None:
-        """Build the engine and load its adapters."""
+    def __init__(self, model: BenchModel, device: torch.device, max_requests: int) -> None:
         self._config = model.config()
         built = dummy_model(self._config, "bfloat16", device, seed=0)
         settings = EngineConfig(
@@ -223,12 +214,9 @@ class _StepTimer:
         self._clock = work_seconds(device)
         self._policy, self._recorded = FixedModePolicy(), RecordingCostModel()
         self.thresholds = token_thresholds(built)
-        self._engine = Engine(settings, model=built, executor=Inline(), policy=self._policy, cost=self._recorded)
-        self._numbers = itertools.count()
         self.names = [f"a{i}" for i in range(_NUM_ADAPTERS)]
-        shapes = language_shapes(built)
-        for i, name in enumerate(self.names):
-            self._engine.load_adapter(name, write_adapter(folder / name, shapes, RANK, seed=i))
+        ranks = dict.fromkeys(self.names, RANK)
+        self._engine = TimedEngine(settings, built, ranks, policy=self._policy, cost=self._recorded)
 
     def steps(
         self, adapters: Sequence[str | None], prompt: int, num_decode: int, *, merging: bool, joining: int = 0
@@ -237,52 +225,24 @@ class _StepTimer:
         more prompt of that many tokens, computed in a step of its own with all decoding requests.
         """
         self._policy.merging = merging
-        num_steps = 1 + num_decode + (joining > 0)
         for adapter in adapters:
-            self._add(adapter, prompt, num_steps)
+            self._engine.add(prompt, 1 + num_decode + (joining > 0), adapter)
         self._recorded.sizes.clear()
-        seconds = [self._step() for _ in range(1 + num_decode)]
+        seconds = [self._engine.timed_step(self._clock) for _ in range(1 + num_decode)]
         if joining:
-            self._add(adapters[-1], joining, 1)
-            seconds.append(self._step())
-        while self._engine.has_work:  # a GPU's last step, which is recorded after the next launch
-            self._engine.step()
+            self._engine.add(joining, 1, adapters[-1])
+            seconds.append(self._engine.timed_step(self._clock))
+        self._engine.finish()  # a GPU's last step, which is recorded after the next launch
         return [StepSample(*sample) for sample in zip(self._recorded.sizes, seconds, strict=True)]
 
     def steps_with_picture(self, side: int) -> list[StepSample]:
         """Encode a picture of side x side patches: one sample, the sum of the steps it takes."""
-        number, picture = next(self._numbers), dummy_picture(self._config, side)
-        request = Request(
-            request_id=f"r{number}",
-            prompt_ids=(*[self._config.image_token_id] * picture.num_tokens, 3),
-            vision=(msgspec.structs.replace(picture, content_hash=f"picture {number}"),),
-            sampling=SamplingParams(max_tokens=1, ignore_eos=True),
-        )
-        self._engine.add(request)
+        self._engine.add(1, pictures=[unseen(dummy_picture(self._config, side))])
         self._recorded.num_patches, seconds, encoded = 0.0, 0.0, -1.0
         while self._engine.has_work:
-            started = self._clock()
-            self._engine.step()
+            step_s = self._engine.timed_step(self._clock)
             if self._recorded.num_patches == encoded:
                 continue  # the prefill step
             encoded = self._recorded.num_patches
-            seconds += self._clock() - started
+            seconds += step_s
         return [StepSample(StepSize(0, (), 0, self._recorded.num_patches), seconds)]
-
-    def _add(self, adapter: str | None, prompt: int, answer: int) -> None:
-        self._engine.add(
-            Request(
-                request_id=f"r{next(self._numbers)}",
-                prompt_ids=tuple(range(3, 3 + prompt)),
-                adapter=adapter,
-                sampling=SamplingParams(max_tokens=answer, ignore_eos=True),
-            )
-        )
-
-    def _step(self) -> float:
-        """Run one step. Returns its seconds."""
-        started = self._clock()
-        outputs = self._engine.step()
-        seconds = self._clock() - started
-        assert all(output.error is None for output in outputs), outputs
-        return seconds

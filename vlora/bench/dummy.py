@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ Vision = Literal["tower", "none"]
 _LAYERS = 24
 """Number of layers of Qwen2-0.5B."""
 
+_HASHES = itertools.count()
+
 
 class _Tower(NamedTuple):
     """Sizes of a vision tower."""
@@ -38,7 +41,10 @@ class _Tower(NamedTuple):
 _QWEN_TOWER = _Tower(depth=32, embed_dim=1280, num_heads=16)
 """The tower of Qwen2-VL of every size: 665 million parameters."""
 
-_NO_TOWER = _Tower(depth=1, embed_dim=64, num_heads=2, mlp_ratio=2)
+_SMALL_TOWER, _NO_TOWER = _Tower(2, 128, 4), _Tower(1, 64, 2, mlp_ratio=2)
+
+_ENDLESS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+"""No word ends an answer."""
 
 
 def half_billion_config(num_layers: int = _LAYERS, vision: Vision = "tower") -> Qwen2VLConfig:
@@ -49,24 +55,14 @@ def half_billion_config(num_layers: int = _LAYERS, vision: Vision = "tower") -> 
         vision: "tower" has 98 million parameters (Qwen2-VL's blocks at ViT-B's width and depth) with all layers, and
             otherwise the same fraction of its blocks as `num_layers` is of all layers.
     """
-    return _config(
-        _scaled_tower(num_layers) if vision == "tower" else _NO_TOWER,
-        vocab_size=151936,
-        special_tokens=151652,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=num_layers,
-        num_attention_heads=14,
-    )
+    tower = _scaled_tower(num_layers) if vision == "tower" else _NO_TOWER
+    return _qwen2_vl(tower, (151936, 151652), (896, 4864), num_layers, 14)
 
 
 def real_tower_config(num_layers: int = _LAYERS) -> Qwen2VLConfig:
     """As `half_billion_config`, with the tower of Qwen2-VL, or the same fraction of its blocks as of the layers."""
-    config = half_billion_config(num_layers, "none")
     tower = _QWEN_TOWER._replace(depth=max(1, _QWEN_TOWER.depth * num_layers // _LAYERS))
-    for name, value in tower._asdict().items():
-        setattr(config.vision_config, name, value)
-    return config
+    return _qwen2_vl(tower, (151936, 151652), (896, 4864), num_layers, 14)
 
 
 def _scaled_tower(num_layers: int) -> _Tower:
@@ -77,34 +73,15 @@ def small_config(vision: Vision = "tower") -> Qwen2VLConfig:
     """Qwen2-VL with 5 million parameters, and a tower of one million: for measurements that depend mainly on the
     number of adapters.
     """
-    return _config(
-        _Tower(depth=2, embed_dim=128, num_heads=4) if vision == "tower" else _NO_TOWER,
-        vocab_size=8192,
-        special_tokens=8187,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
+    tower = _SMALL_TOWER if vision == "tower" else _NO_TOWER
+    return _qwen2_vl(tower, (8192, 8187), (256, 704), 4, 4, bos_token_id=0, eos_token_id=1)
 
 
 def ranks_config(num_layers: int) -> Qwen2VLConfig:
     """Layers of 15 million parameters, and a small vocabulary: for several ranks, each of which holds the complete
     output head. The tower is negligible, because ranks do not share it.
     """
-    return _config(
-        _NO_TOWER,
-        vocab_size=8192,
-        special_tokens=8187,
-        hidden_size=1024,
-        intermediate_size=4096,
-        num_hidden_layers=num_layers,
-        num_attention_heads=16,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
+    return _qwen2_vl(_NO_TOWER, (8192, 8187), (1024, 4096), num_layers, 16, bos_token_id=0, eos_token_id=1)
 
 
 def served_config(num_layers: int = _LAYERS) -> Qwen2VLConfig:
@@ -113,62 +90,61 @@ def served_config(num_layers: int = _LAYERS) -> Qwen2VLConfig:
     With a tied head, random weights repeat the last token for any input. The answers of this model depend on picture,
     prompt and adapter, so that errors are visible.
     """
-    return _config(
-        _scaled_tower(num_layers),
-        vocab_size=32768,
-        special_tokens=32760,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=num_layers,
-        num_attention_heads=14,
-        tied=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    return _qwen2_vl(_scaled_tower(num_layers), (32768, 32760), (896, 4864), num_layers, 14, tied=False, **_ENDLESS)
 
 
 def small_served_config() -> Qwen2VLConfig:
     """As `served_config` with 10 million parameters, for quick runs."""
-    return _config(
-        _Tower(depth=2, embed_dim=128, num_heads=4),
-        vocab_size=4096,
-        special_tokens=4088,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        tied=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    return _qwen2_vl(_SMALL_TOWER, (4096, 4088), (256, 1024), 8, 4, tied=False, **_ENDLESS)
 
 
-def _config(
-    tower: _Tower, special_tokens: int, hidden_size: int, *, tied: bool = True, **text: int | None
+def _qwen2_vl_7b() -> Qwen2VLConfig:
+    more: dict[str, Any] = {"num_key_value_heads": 4, "max_position_embeddings": 32768}
+    return _qwen2_vl(_QWEN_TOWER, (152064, 151652), (3584, 18944), 28, 28, (16, 24, 24), tied=False, **more)
+
+
+def _qwen2_vl(
+    tower: _Tower,
+    vocabulary: tuple[int, int],
+    widths: tuple[int, int],
+    layers: int,
+    heads: int,
+    mrope: tuple[int, int, int] = (8, 12, 12),
+    *,
+    tied: bool = True,
+    **text: Any,
 ) -> Qwen2VLConfig:
-    """A Qwen2-VL with attention heads of width 64, two of them for KV.
+    """A Qwen2-VL with two attention heads for KV.
 
     Args:
         tower: Sizes of the vision tower.
-        special_tokens: The first of the ids that mark vision input.
-        hidden_size: Width of the language model.
+        vocabulary: The number of words, and the first of the ids that mark vision input.
+        widths: Of the language model, and of its MLP.
+        layers: Of the language model.
+        heads: Of its attention.
+        mrope: Sections of its rotary embedding.
         tied: Whether the output head has the embeddings' weights.
         text: Further settings of the language model.
     """
+    marks = vocabulary[1]
     return Qwen2VLConfig(
         text_config={
-            **text,
-            "hidden_size": hidden_size,
+            "vocab_size": vocabulary[0],
+            "hidden_size": widths[0],
+            "intermediate_size": widths[1],
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
             "num_key_value_heads": 2,
             "max_position_embeddings": 4096,
             "tie_word_embeddings": tied,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": list(mrope)},
+            **text,
         },
-        vision_config={**tower._asdict(), "hidden_size": hidden_size, "patch_size": 14},
-        vision_start_token_id=special_tokens,
-        vision_end_token_id=special_tokens + 1,
-        image_token_id=special_tokens + 3,
-        video_token_id=special_tokens + 4,
+        vision_config={**tower._asdict(), "hidden_size": widths[0], "patch_size": 14},
+        vision_start_token_id=marks,
+        vision_end_token_id=marks + 1,
+        image_token_id=marks + 3,
+        video_token_id=marks + 4,
         tie_word_embeddings=tied,
     )
 
@@ -183,6 +159,11 @@ def dummy_picture(config: Any, side: int) -> VisionInput:
         fields = {"pixel_values": torch.randn(1, 3, vision.image_size, vision.image_size)}
     picture = vision_input("image", fields, placeholder_count(config, fields))
     return msgspec.structs.replace(picture, num_patches=encode_patches(config, picture))
+
+
+def unseen(picture: VisionInput) -> VisionInput:
+    """A picture that no cache has seen: speed does not depend on the pixels, and the hash distinguishes pictures."""
+    return msgspec.structs.replace(picture, content_hash=f"picture {next(_HASHES)}")
 
 
 def write_adapter(
@@ -277,26 +258,6 @@ class BenchModel(NamedTuple):
     config: Callable[[], Any]  # creates its config
     arena_bytes: int  # one half holds eight adapters of rank 64, the other half the KV of 128 short requests
     all_policies: bool = False  # whether a machine has memory for an engine of every policy at once
-
-
-def _qwen2_vl_7b() -> Qwen2VLConfig:
-    return Qwen2VLConfig(
-        text_config={
-            "vocab_size": 152064,
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-        },
-        vision_config={"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "num_heads": 16, "patch_size": 14},
-        vision_start_token_id=151652,
-        vision_end_token_id=151653,
-        image_token_id=151655,
-        video_token_id=151656,
-    )
 
 
 def _llava_13b() -> LlavaConfig:

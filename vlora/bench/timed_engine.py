@@ -1,17 +1,23 @@
-"""An engine that runs individual steps of requests with a given context, for benches that time steps."""
+"""An engine over a model with random weights, for benches that run and time single steps."""
 
 from __future__ import annotations
 
+import itertools
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
+from vlora.bench.dummy import language_shapes, write_adapter
 from vlora.config import EngineConfig
 from vlora.engine import Engine
 from vlora.memory.host_to_device import Inline
 from vlora.orchestrator import Candidate, Decision, PolicyState
-from vlora.orchestrator.policies.base import Policy
-from vlora.types import Mode, Request, SamplingParams
+from vlora.types import Mode, Request, RequestOutput, SamplingParams, VisionInput
 
 
 class FixedModePolicy:
@@ -40,51 +46,106 @@ _FIRST_WORD, _LAST_WORD = 3, 1000  # token ids of prompts, which no model of the
 
 
 class TimedEngine:
-    """An engine with loaded adapters.
+    """An engine whose requests are added and whose steps are run one by one.
 
     Args:
-        config: Without prefix cache, so that each request of a batch reads its own KV.
+        config: With `begin`, without prefix cache, so that each request of a batch reads its own KV.
         model: The model, with random weights.
-        adapters: Folders by name. Names with one folder are adapters of their own.
-        context: Tokens of each request before its first decode step.
-        longest: Tokens of an answer: more than the steps that are run.
-        policy: As `Engine`.
+        adapters: Folders by name, or ranks of random adapters. Names with one folder are adapters of their own.
+        context: Tokens of each request of `begin` before its first decode step.
+        longest: Tokens of their answers: more than the steps that are run.
+        background: Read and copy adapters in threads, as a server does.
+        parts: Policy, cost model and clock, as `Engine`.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        model: object,
-        adapters: Mapping[str, str],
+        model: Any,
+        adapters: Mapping[str, str | int] = MappingProxyType({}),
         *,
-        context: int,
-        longest: int,
-        policy: Policy | None = None,
+        context: int = 1,
+        longest: int = 1,
+        background: bool = False,
+        **parts: Any,
     ) -> None:
-        self.engine = Engine(config, model=model, executor=Inline(), policy=policy)
-        for name, path in adapters.items():
-            self.engine.load_adapter(name, path)
+        self._image_id: int = model.config.image_token_id
+        shapes = language_shapes(model)
+        self.engine = Engine(config, model=model, executor=None if background else Inline(), **parts)
+        with tempfile.TemporaryDirectory() as folder:
+            for seed, (name, source) in enumerate(adapters.items()):
+                own = source if isinstance(source, str) else write_adapter(Path(folder) / name, shapes, source, seed)
+                self.engine.load_adapter(name, own)
         self._context, self._longest = context, longest
         self._ids: list[str] = []
-        self._num_begun = 0
+        self._numbers = itertools.count()
+        self._draws = torch.Generator().manual_seed(0)
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.has_work
+
+    def add(
+        self,
+        words: int | Sequence[int],
+        answer: int = 1,
+        adapter: str | None = None,
+        pictures: Sequence[VisionInput] = (),
+        **fields: Any,
+    ) -> str:
+        """Add a request. Returns its id.
+
+        Args:
+            words: The tokens of its text, or their number. A token stands before each picture.
+            answer: Tokens of the answer.
+            fields: Further ones of `Request`.
+        """
+        if isinstance(words, int):
+            words = torch.randint(_FIRST_WORD, _LAST_WORD, (words,), generator=self._draws).tolist()
+        shown = [token for each in pictures for token in (_FIRST_WORD, *[self._image_id] * each.num_tokens)]
+        request = Request(
+            prompt_ids=(*shown, *words),
+            adapter=adapter,
+            sampling=SamplingParams(max_tokens=answer, ignore_eos=True),
+            **{"request_id": str(next(self._numbers)), "vision": tuple(pictures), **fields},
+        )
+        self.engine.add(request)
+        return request.request_id
+
+    def step(self) -> tuple[RequestOutput, ...]:
+        outputs = self.engine.step()
+        for output in outputs:
+            assert output.error is None, output.error
+        return outputs
+
+    def timed_step(self, clock: Callable[[], float] = time.perf_counter) -> float:
+        """Seconds of a step."""
+        started = clock()
+        self.step()
+        return clock() - started
+
+    def finish(self) -> None:
+        """Run steps until all requests have ended."""
+        while self.engine.has_work:
+            self.step()
 
     def begin(self, adapters: Sequence[str | None]) -> Step:
         """Prefill one request per adapter, ending earlier ones. The returned call runs one decode step of these
         requests, or of those that are kept.
         """
         self.keep(0)
-        self._add(adapters, self._context, self._longest)
-        self._step()  # a GPU's engine answers with the tokens of a step when it has launched the next one
+        self._prefill(adapters, self._context, self._longest)
+        self.step()  # a GPU's engine answers with the tokens of a step when it has launched the next one
 
         def step() -> None:
-            outputs = self._step()
+            outputs = self.step()
             assert len(outputs) == len(self._ids), f"{len(outputs)} of {len(self._ids)} requests were answered"
 
         return step
 
     def prefill(self, adapters: Sequence[str | None], num_tokens: int) -> None:
         """Answer one token to a prompt per adapter, with `num_tokens` prompt tokens in total. No request may run."""
-        self._add(adapters, num_tokens // len(adapters), 1)
+        self._prefill(adapters, num_tokens // len(adapters), 1)
         self._ids.clear()
 
     def keep(self, batch: int) -> None:
@@ -93,24 +154,9 @@ class TimedEngine:
             self.engine.cancel(request_id)
         del self._ids[batch:]
 
-    def _add(self, adapters: Sequence[str | None], num_tokens: int, longest: int) -> None:
+    def _prefill(self, adapters: Sequence[str | None], num_tokens: int, answer: int) -> None:
         """Add a request per adapter, and run steps until each has its first token."""
-        generator = torch.Generator().manual_seed(0)
-        for adapter in adapters:
-            prompt = torch.randint(_FIRST_WORD, _LAST_WORD, (num_tokens,), generator=generator).tolist()
-            sampling = SamplingParams(max_tokens=longest, ignore_eos=True)
-            request_id = f"{self._num_begun}"
-            self._num_begun += 1
-            self._ids.append(request_id)
-            self.engine.add(
-                Request(request_id=request_id, prompt_ids=tuple(prompt), adapter=adapter, sampling=sampling)
-            )
+        self._ids += [self.add(num_tokens, answer, adapter) for adapter in adapters]
         answered: set[str] = set()
         while len(answered) < len(self._ids):
-            answered.update(self._step())
-
-    def _step(self) -> list[str]:
-        outputs = self.engine.step()
-        for output in outputs:
-            assert output.error is None, output.error
-        return [output.request_id for output in outputs]
+            answered.update(output.request_id for output in self.step())

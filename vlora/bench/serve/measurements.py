@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from vlora.bench.timing import percentile
+
 PERCENTILES = (50, 95, 99)
 
 
@@ -72,16 +74,8 @@ def latencies(runs: Sequence[LoadRun]) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for name, seconds in (("TTFT", first), ("ITL", gaps), ("latency", whole)):
         for percent in PERCENTILES:
-            found[f"{name} p{percent} s"] = percentile(seconds, percent)
+            found[f"{name} p{percent} s"] = percentile(seconds, percent) if seconds else None
     return found
-
-
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Nearest rank: the smallest value that at least `percent` of all values do not exceed. None for no values."""
-    if not values:
-        return None
-    rank = math.ceil(percent / 100 * len(values))
-    return sorted(values)[max(rank, 1) - 1]
 
 
 def row(runs: Sequence[LoadRun], **labels: Any) -> dict[str, Any]:
