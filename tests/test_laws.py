@@ -27,7 +27,7 @@ def own(names: str) -> set[str]:
 
 BASE = own("errors types wording writing")
 LEVEL_1 = (
-    BASE | own("adapter_files auth_rate_limit config lazy logging_format parallel threads tls") | {"atmm", "heads"}
+    BASE | own("adapter_files auth_rate_limit config lazy logging_format parallel threads wire") | {"atmm", "heads"}
 )
 LEVEL_2 = LEVEL_1 | own("lora memory")
 LEVEL_3 = LEVEL_2 | own("orchestrator models")
@@ -37,15 +37,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{each: set() for each in own("adapter_files lazy logging_format")},
     **dict.fromkeys(own("plan_files opencv config auth_rate_limit parallel client"), BASE),
     **dict.fromkeys(own("types writing"), own("errors")),
-    "vlora.tls": BASE | own("config"),
+    "vlora.wire": BASE | own("config"),
     "vlora.memory": LEVEL_1,
     "vlora.lora": LEVEL_1 | own("memory"),
     "vlora.routing": BASE | own("orchestrator"),
     "vlora.orchestrator": BASE | own("config memory"),
     "vlora.models": LEVEL_2,
     "vlora.engine": LEVEL_3 | own("training split"),
-    "vlora.cluster": BASE | own("adapter_files config engine logging_format plan_files routing"),
-    "vlora.split": BASE | own("auth_rate_limit config lazy models") | {"atmm"},
+    "vlora.cluster": BASE | own("adapter_files config engine logging_format plan_files routing wire"),
+    "vlora.split": BASE | own("auth_rate_limit config lazy models wire") | {"atmm"},
     "vlora.training": LEVEL_2 | own("models plan_files"),
     "vlora.learning": BASE | own("adapter_files confidence lora plan_files threads training"),
     "vlora.server": LEVEL_3 | own("cluster engine client learning"),
@@ -170,7 +170,7 @@ WITHOUT_TORCH = own(
     "orchestrator routing simulator client cluster.cluster cluster.on_ray.actor cluster.on_ray.cluster cluster.replica "
     "memory.block_manager memory.adapter_cache memory.prefix_cache engine.ipc.client engine.ipc.messages "
     "engine.ipc.supervisor engine.ipc.transport engine.ipc.worker types server.http.routes server.launch "
-    "split.batching training.plan"
+    "split.batching training.plan wire.connection"
 )
 
 

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 import torch
 
 from vlora.split import transport
-from vlora.split.addresses import Address
+from vlora.split.admission import Admission, Limits
 from vlora.split.base_server import BaseServer
 from vlora.split.batching import C, Call, CallQueue
 from vlora.split.executor import BaseExecutor
-from vlora.split.handshake import Greeter, Limits
 from vlora.split.layers import frozen_layers
 from vlora.split.peer import Peer
 from vlora.split.serving import load_base
+from vlora.wire.address import Address
 
 POLICIES = ("opportunistic", "no lockstep", "lockstep")
 """Those of the paper's table 5."""
@@ -93,8 +93,8 @@ def main() -> None:
     executor = BaseExecutor(frozen_layers(load_base(args.folder, args.dtype)), name=args.folder)
     limits = Limits()
     server = BaseServer(executor, _queue(args.policy), limits)
-    greeter = Greeter(executor, limits, places=server.places)
-    server.listen(transport.listen(Address.parse(args.address)), greeter)
+    admission = Admission(executor, limits, places=server.places)
+    server.listen(transport.listen(Address.parse(args.address)), admission)
     print("ready", flush=True)
     parent = os.getppid()  # without the bench, nothing else would end this process
     server.run(lambda: bool(stopped) or os.getppid() != parent)

@@ -17,7 +17,6 @@ from tests.cluster.sleeping_engine import SleepingEngine, version_of
 from tests.virtual_clock import VirtualClockLoop
 from vlora.cluster import members
 from vlora.cluster.cluster import Cluster
-from vlora.cluster.door import Address
 from vlora.cluster.members import Health
 from vlora.engine import operations
 from vlora.engine.ipc import messages
@@ -28,6 +27,7 @@ from vlora.engine.operations import Operation
 from vlora.errors import BadAdapter, BadRequest, Disconnected, VLoraError
 from vlora.routing import Router
 from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput
+from vlora.wire.address import Address
 
 P = ParamSpec("P")
 T = TypeVar("T")

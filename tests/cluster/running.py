@@ -20,13 +20,13 @@ from tests.cluster.sleeping_engine import COMMAND, expected
 from tests.processes import PATIENCE_S
 from vlora.cluster.adapter_sender import ShippingLimits
 from vlora.cluster.cluster import Cluster
-from vlora.cluster.door import Address
-from vlora.cluster.framing import pack
 from vlora.cluster.members import Health
 from vlora.cluster.replica import ReplicaSettings
 from vlora.config import EngineConfig
 from vlora.routing import Router
 from vlora.types import Request, RequestOutput, SamplingParams, seed_of
+from vlora.wire.address import Address
+from vlora.wire.framing import pack_value
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class ReplicaProcess:
         )
         given = {"secret": SECRET, "command": COMMAND, **settings}
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(pack(ReplicaSettings(config=config, **given)))
+        process.stdin.write(pack_value(ReplicaSettings(config=config, **given)))
         await process.stdin.drain()
         line = (await process.stdout.readline()).decode()
         words = line.split()

@@ -37,10 +37,11 @@ from tests.server.scripted import write_adapter
 from vlora.client import Client, FrameResult
 from vlora.cluster import claim
 from vlora.cluster.claim import RunningReplica
-from vlora.cluster.door import Address, connect
+from vlora.cluster.connection import connect
 from vlora.cluster.journal_file import JournalFile
 from vlora.errors import BadConfig
 from vlora.routing import RecordedRouter, replay_file
+from vlora.wire.address import Address
 
 pytestmark = pytest.mark.slow
 
@@ -137,7 +138,7 @@ class SlowLink:
             pump.cancel()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there = await asyncio.open_connection(*self._target)
+        there = await asyncio.open_connection(*self._target[:2])
         for source, target in ((reader, there[1]), (there[0], writer)):
             pump = asyncio.create_task(self._pass_on(source, target))
             self._pumps.add(pump)

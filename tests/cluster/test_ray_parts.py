@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from tests.processes import PATIENCE_S, until
-from vlora.cluster import claim, framing
+from vlora.cluster import claim
 from vlora.cluster.nodes.certificates import Authority
 from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.actor import ActorSettings, NotOpened, Opened, ReplicaActor
@@ -36,6 +36,7 @@ from vlora.cluster.on_ray.site import SITE_VARIABLE, Site, taken_slot, write_sit
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
 from vlora.types import ErrorValue
+from vlora.wire.framing import read_value
 
 
 def test_settings_of_another_ray_do_not_reach_this_one() -> None:
@@ -276,7 +277,7 @@ def test_a_replica_without_room_is_reported_again_after_scaling(monkeypatch: pyt
         data = io.BytesIO(out.getvalue())
         events: list[Any] = []
         while data.tell() < len(data.getvalue()):
-            events.append(framing.read(data, Event))  # type: ignore[arg-type]
+            events.append(read_value(data, Event))  # type: ignore[arg-type]
         return events
 
     until(lambda: len(reports()) == 1)

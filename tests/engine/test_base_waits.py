@@ -1,4 +1,4 @@
-"""Products wait, because requests leave no room: their clients' places, greetings and tokens."""
+"""Products wait, because requests leave no room: their clients' places, handshakes and tokens."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from vlora.engine.base_service import EngineExecutor
 from vlora.errors import Disconnected, Unauthorized, VLoraError
 from vlora.orchestrator.latency_promise import LatencyPromise
 from vlora.split import Base, connect, transport
-from vlora.split.addresses import Address
+from vlora.split.admission import Admission, Limits
 from vlora.split.base_server import BaseServer
 from vlora.split.batching import CallQueue
 from vlora.split.frames import Direction
-from vlora.split.handshake import Greeter, Limits
+from vlora.wire.address import Address
 
 OLD, NEW = (Token(name=name, secret=name * 16) for name in "on")
 
@@ -46,8 +46,8 @@ class Waiting:
         self.executor.attend = self.server.attend
         self.woken = threading.Event()
         self.executor.wake = self.woken.set
-        self.greeter = Greeter(self.executor, limits, tokens=tokens, places=self.server.places)
-        self.server.listen(transport.listen(Address.parse(self.address)), self.greeter)
+        self.admission = Admission(self.executor, limits, tokens=tokens, places=self.server.places)
+        self.server.listen(transport.listen(Address.parse(self.address)), self.admission)
         self.errors: dict[int, VLoraError | None] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self.server.run, args=(self._stop.is_set,))
@@ -124,7 +124,7 @@ def test_a_removed_token_closes_its_connections(guarded: Waiting) -> None:
     old, new = (connect(guarded.address, token=token.secret) for token in (OLD, NEW))
     with old, new:
         until(lambda: guarded.server.num_clients == 2)
-        guarded.greeter.tokens = (NEW,)
+        guarded.admission.tokens = (NEW,)
         until(lambda: guarded.server.num_clients == 1)
         with pytest.raises(Unauthorized):
             old.calls.call(Direction.FORWARD, 0, 1, [torch.ones(4, 8)])
@@ -136,7 +136,7 @@ def test_a_removed_token_closes_its_connections(guarded: Waiting) -> None:
 
 def test_a_token_that_expires_closes_its_connections(guarded: Waiting) -> None:
     soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=0.3)
-    guarded.greeter.tokens = (dataclasses.replace(OLD, expires=soon),)
+    guarded.admission.tokens = (dataclasses.replace(OLD, expires=soon),)
     with connect(guarded.address, token=OLD.secret):
         until(lambda: guarded.server.num_clients == 1)
         until(lambda: guarded.server.num_clients == 0)

@@ -26,10 +26,10 @@ from vlora.engine.base_service import base_layers
 from vlora.engine.ipc import messages
 from vlora.errors import BadConfig, Unauthorized
 from vlora.split import connect, transport
-from vlora.split.addresses import Address
 from vlora.split.executor import BaseExecutor
 from vlora.split.layers import frozen_layers
 from vlora.split.serving import load_base
+from vlora.wire.address import Address
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "llava"])

@@ -14,18 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlora.engine.ipc.transport import ClientTransport, EngineTransport
+from vlora.engine.ipc.transport import EngineTransport
+from vlora.wire.framing import MessageTransport
 
 _LARGE = 3_000_001  # more than the kernel buffers for one end
 
 
-def run(main: Callable[[ClientTransport, EngineTransport, asyncio.Queue[bytes]], Awaitable[None]]) -> None:
+def run(main: Callable[[MessageTransport, EngineTransport, asyncio.Queue[bytes]], Awaitable[None]]) -> None:
     """Run with both ends of a connection, and a queue of what the front end receives."""
 
     async def with_ends() -> None:
         here, there = socket.socketpair()
         inbox: asyncio.Queue[bytes] = asyncio.Queue()
-        client = await ClientTransport.open(here, inbox.put_nowait)
+        client = await MessageTransport.open(here, inbox.put_nowait)
         with there:
             await asyncio.wait_for(main(client, EngineTransport(there), inbox), 30)
             client.close()
@@ -41,7 +42,7 @@ def test_messages_cross_in_order_both_ways_at_once() -> None:
     def message(number: int) -> bytes:
         return b"%d " % number + b"." * (_LARGE if number % 50 == 7 else 0)
 
-    async def main(client: ClientTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
+    async def main(client: MessageTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
         received: list[bytes] = []
 
         def other() -> None:
@@ -69,7 +70,7 @@ def test_messages_cross_in_order_both_ways_at_once() -> None:
 def test_messages_are_independent_of_how_the_stream_is_cut(messages: list[bytes], cuts: list[int]) -> None:
     async def main() -> None:
         inbox: list[bytes] = []
-        client = ClientTransport(inbox.append)
+        client = MessageTransport(inbox.append)
         stream = b"".join(struct.pack("<Q", len(message)) + message for message in messages)
         length = len(stream)
         for number in range(len(stream)):
@@ -107,7 +108,7 @@ def test_a_read_interrupted_by_a_signal_continues() -> None:
 
 
 def test_an_error_of_the_message_callback_closes_the_transport() -> None:
-    async def main(client: ClientTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
+    async def main(client: MessageTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
         client.on_message = int
         for word in (b"1", b"two", b"three"):
             engine.send(word)
@@ -123,7 +124,7 @@ def test_messages_sent_before_the_end_are_received() -> None:
     async def engine_ends() -> None:
         here, there = socket.socketpair()
         inbox: asyncio.Queue[bytes] = asyncio.Queue()
-        client = await ClientTransport.open(here, inbox.put_nowait)
+        client = await MessageTransport.open(here, inbox.put_nowait)
         with there:
             EngineTransport(there).send(b"last message")
             there.shutdown(socket.SHUT_RDWR)  # as when its process ends
@@ -132,7 +133,7 @@ def test_messages_sent_before_the_end_are_received() -> None:
         client.send(b"dropped")
         client.close()
 
-    async def front_end_ends(client: ClientTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
+    async def front_end_ends(client: MessageTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
         client.send(b"last message")
         client.close()
         assert await asyncio.to_thread(engine.receive, block=True) == b"last message"
@@ -160,7 +161,7 @@ def test_a_closed_front_end_with_unread_messages_ends_the_reading() -> None:
 def test_a_full_socket_blocks_the_engine() -> None:
     """No message is dropped, and memory does not grow."""
 
-    async def main(client: ClientTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
+    async def main(client: MessageTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
         count, sent = 20_000, [0]
 
         def other() -> None:
@@ -210,7 +211,7 @@ def test_transports_of_other_event_loops_are_accepted() -> None:
             self.written += data
 
     async def main() -> None:
-        client, other = ClientTransport(lambda data: None), Other()
+        client, other = MessageTransport(lambda data: None), Other()
         client.connection_made(other)  # type: ignore[arg-type]
         client.send(b"word")
         assert other.written == struct.pack("<Q", 4) + b"word"
@@ -219,7 +220,7 @@ def test_transports_of_other_event_loops_are_accepted() -> None:
 
 
 def test_a_message_over_the_limit_closes_the_transport() -> None:
-    async def main(client: ClientTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
+    async def main(client: MessageTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
         client.max_bytes = 100
         engine.send(b"x" * 100)
         assert await inbox.get() == b"x" * 100
@@ -231,7 +232,7 @@ def test_a_message_over_the_limit_closes_the_transport() -> None:
 
 
 def test_a_reply_is_sent_while_the_engine_is_busy() -> None:
-    async def main(client: ClientTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
+    async def main(client: MessageTransport, engine: EngineTransport, inbox: asyncio.Queue[bytes]) -> None:
         engine.reply_at_once(b"ping", lambda: b"pong")
         client.send(b"ping")
         client.send(b"word")

@@ -22,7 +22,7 @@ from vlora.server.http.routes import make_app
 from vlora.server.http.server import HttpServer
 from vlora.server.rpyc.server import RpycServer
 from vlora.server.security.access import Access
-from vlora.tls import server_context
+from vlora.wire.tls import server_context
 
 
 class Running(NamedTuple):

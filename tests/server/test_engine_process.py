@@ -23,10 +23,10 @@ from vlora.config import EngineConfig, ServedBase
 from vlora.engine.ipc import supervisor
 from vlora.engine.ipc.client import EngineClient
 from vlora.engine.ipc.supervisor import SupervisedEngine
-from vlora.engine.ipc.transport import ClientTransport
 from vlora.engine.operations import ADAPTERS_PER_REPLY
 from vlora.errors import BadAdapter, BadConfig, BadPlan, BadRequest, EngineDead, UnknownAdapter
 from vlora.types import Request, RequestOutput, SamplingParams
+from vlora.wire.framing import MessageTransport
 
 
 def request(name: str, prompt: str, most: int = 400, **fields: Any) -> Request:
@@ -226,14 +226,14 @@ async def test_a_failed_start_of_an_engine_is_reported_with_its_cause(
 
 
 async def test_the_engine_ends_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[ClientTransport] = []
-    open_transport = ClientTransport.open
+    opened: list[MessageTransport] = []
+    open_transport = MessageTransport.open
 
-    async def recording(*arguments: Any) -> ClientTransport:
+    async def recording(*arguments: Any) -> MessageTransport:
         opened.append(await open_transport(*arguments))
         return opened[-1]
 
-    monkeypatch.setattr(ClientTransport, "open", recording)
+    monkeypatch.setattr(MessageTransport, "open", recording)
     monkeypatch.setattr("vlora.engine.ipc.client.FINAL_MESSAGE_S", PATIENCE_S)  # for the exit code on a busy machine
     engine = await start()
     opened[0].close()  # as after a kill of the parent

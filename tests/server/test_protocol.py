@@ -26,7 +26,6 @@ from tests.server.wires import WIRES, InProcess, Wire
 from vlora.client import AsyncClient, Client
 from vlora.cluster import members
 from vlora.cluster.cluster import Cluster
-from vlora.cluster.door import Address
 from vlora.config import EngineConfig, ServerConfig
 from vlora.errors import (
     Aborted,
@@ -47,6 +46,7 @@ from vlora.server.http.routes import make_app
 from vlora.server.security.access import Access
 from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput
 from vlora.types.replicas import DOWN, HIDDEN, AdapterPlace, ClusterStatus, ReplicaStatus
+from vlora.wire.address import Address
 
 PNG = png()
 ADAPTERS = {

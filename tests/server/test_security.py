@@ -24,7 +24,7 @@ from vlora.config import ServerConfig, Token
 from vlora.errors import BadConfig, Disconnected, OverCapacity, Unauthorized
 from vlora.server.security.access import Access
 from vlora.server.security.tokens import read_tokens
-from vlora.tls import server_context
+from vlora.wire.tls import server_context
 
 ROOT = Path(__file__).parents[2]
 USER, ADMIN, EXPIRED = "user-token-0123456789", "admin-token-0123456789", "expired-token-0123456789"

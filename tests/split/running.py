@@ -17,13 +17,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from tests.families import build_model, make_prompt
 from vlora.config import Token
 from vlora.split import transport
-from vlora.split.addresses import Address
+from vlora.split.admission import Admission, Limits
 from vlora.split.base_server import BaseServer
 from vlora.split.batching import CallQueue
 from vlora.split.executor import BaseExecutor
-from vlora.split.handshake import Greeter, Limits
 from vlora.split.layers import frozen_layers
 from vlora.split.serving import address_of
+from vlora.wire.address import Address
 
 MODELS = ("qwen2_vl", "llava", "gpt2")
 
@@ -77,13 +77,13 @@ def serving(
     limits = limits or Limits()
     executor = BaseExecutor(frozen_layers(copy.deepcopy(model)), name="tiny", shard=shard)
     server = BaseServer(executor, CallQueue() if queue is None else queue, limits)
-    greeter = Greeter(executor, limits, tokens=tokens, tls=tls, places=server.places)
+    admission = Admission(executor, limits, tokens=tokens, tls=tls, places=server.places)
     sockets = [
         transport.listen(Address.parse(address)) for address in (f"unix:{folder}/base{shard[0]}.sock", "127.0.0.1:0")
     ]
     unix, tcp = map(address_of, sockets)
     for sock in sockets:
-        server.listen(sock, greeter)
+        server.listen(sock, admission)
     stop = threading.Event()
     thread = threading.Thread(target=server.run, args=(stop.is_set,), name="base-server")
     thread.start()

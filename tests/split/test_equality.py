@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 from tests.split.running import Serving, example, serving, tiny
 from vlora.errors import BadConfig, Disconnected
 from vlora.split import connect
-from vlora.split.handshake import Limits
+from vlora.split.admission import Limits
 
 NUM_STEPS = 13
 WITHIN = 1e-5

@@ -21,35 +21,24 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import trustme
 
-import vlora.split.handshake as greeting_module
 from tests.processes import PATIENCE_S, until
 from tests.split.running import Serving, serving, tiny
 from tests.split.test_equality import WITHIN, apart, losses
-from vlora.auth_rate_limit import AuthRateLimit
 from vlora.config import Token
 from vlora.errors import BadConfig, BadRequest, Disconnected, OverCapacity, Unauthorized
-from vlora.split import Base, challenge, connect, transport
-from vlora.split.addresses import Address, secured
+from vlora.split import Base, connect, transport
+from vlora.split.addresses import secured
+from vlora.split.admission import Admission, Limits
 from vlora.split.batching import Call, CallQueue
 from vlora.split.connection import BaseConnection
-from vlora.split.frames import (
-    CALL_BYTES,
-    DTYPES,
-    MAX_WELCOME_BYTES,
-    NONCE_BYTES,
-    PROTOCOL,
-    CallHead,
-    Challenge,
-    Direction,
-    Hello,
-    Proof,
-    Welcome,
-)
-from vlora.split.handshake import Greeter, Limits
+from vlora.split.frames import CALL_BYTES, DTYPES, PROTOCOL, BaseInfo, CallHead, ClientInfo, Direction
+from vlora.wire import framing, handshake
+from vlora.wire.address import Address
 
 ROOT = Path(__file__).parents[2]
 STALL_S = 0.5
@@ -68,7 +57,7 @@ def plain(model: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def served(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with serving(model, tmp_path_factory.mktemp("base"), limits=Limits(stall_s=STALL_S, greeting_s=STALL_S)) as found:
+    with serving(model, tmp_path_factory.mktemp("base"), limits=Limits(stall_s=STALL_S, handshake_s=STALL_S)) as found:
         yield found
 
 
@@ -103,16 +92,24 @@ def forward(base: Base, rows: int = 1) -> torch.Tensor:
     return base.calls.call(Direction.FORWARD, 0, 1, [torch.zeros(rows, layer.d_in)])[0]
 
 
-def admitted(address: str) -> tuple[socket.socket, Welcome]:
-    """A raw connection over TCP after its greeting."""
-    sock = transport.open_connection(Address.parse(address), None, PATIENCE_S)
+def introduce(sock: socket.socket) -> BaseInfo:
+    """The handshake of a client without a token."""
     deadline = time.monotonic() + PATIENCE_S
-    transport.send_message(sock, Hello(PROTOCOL, b"n" * 32, "", "raw", False))
-    transport.receive_message(sock, Challenge, 4096, deadline)
-    transport.send_message(sock, Proof(b""))
-    welcome = transport.receive_message(sock, Welcome, MAX_WELCOME_BYTES, deadline)
+    about = msgspec.msgpack.encode(ClientInfo("", "raw", False))
+    found = handshake.run(
+        handshake.introduce(PROTOCOL, None, peer="", about=about),
+        lambda data: framing.send(sock, data),
+        lambda: framing.receive(sock, 1 << 20, deadline),
+    )
+    return msgspec.msgpack.decode(found, type=BaseInfo)
+
+
+def admitted(address: str) -> tuple[socket.socket, BaseInfo]:
+    """A raw connection over TCP after its handshake."""
+    sock = transport.open_connection(Address.parse(address), None, PATIENCE_S)
+    info = introduce(sock)
     sock.settimeout(PATIENCE_S)
-    return sock, welcome
+    return sock, info
 
 
 def all_of(sock: socket.socket) -> bytes:
@@ -165,7 +162,7 @@ def test_hostile_calls_end_their_connections_only(
     until(lambda: served.server.num_clients == 0)
 
 
-def test_half_sent_calls_and_greetings_time_out(
+def test_half_sent_calls_time_out(
     served: Serving, model: Any, plain: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     with training(served, model, plain):
@@ -176,13 +173,6 @@ def test_half_sent_calls_and_greetings_time_out(
             assert all_of(sock) == b""
             reason = f"a call or its reply was incomplete for {STALL_S:g} s; its connection is closed"
             assert lines(caplog) == [f"client 'raw' at 127.0.0.1: {reason}"]
-        caplog.clear()
-        greetings = (b"", b"\x01", b"GET / HTTP/1.1\r\n\r\n", b"\x05\0\0\0hello")
-        for sent in greetings:
-            sock = transport.open_connection(Address.parse(served.tcp), None, PATIENCE_S)
-            sock.sendall(sent)
-            assert all_of(sock) == b""
-        assert all(line.startswith("127.0.0.1 was not admitted: ") for line in lines(caplog, len(greetings)))
 
 
 class Never(CallQueue[Any]):
@@ -238,17 +228,17 @@ def test_silent_peers_of_one_listener_do_not_block_the_others(
         assert lines(caplog, 2 + 32)[0] == "a connection was closed: 32 others are not authenticated yet"
 
 
-def test_a_peer_that_is_gone_before_its_greeting_is_one_line(served: Serving, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_that_is_gone_at_its_handshake_is_one_line(served: Serving, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         peer = socket.create_connection(listener.getsockname())
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         peer.close()  # with a reset
         sock, _ = listener.accept()
-        greeter = Greeter(served.executor, Limits(), places=served.server.places)
+        admission = Admission(served.executor, Limits(), places=served.server.places)
         until(lambda: bool(select.select([sock], [], [], 0)[0]))
-        assert greeter.greet(sock) is None and sock.fileno() == -1
+        assert admission.admit(sock) is None and sock.fileno() == -1
     (line,) = lines(caplog)
-    assert line.startswith("a client over TCP was not admitted: ")
+    assert line.startswith("a client over TCP was refused: ")
 
 
 def test_a_client_that_does_not_read_its_reply_times_out(
@@ -418,8 +408,7 @@ def test_an_executor_without_free_descriptors_waits_for_some(checkpoint: Path, t
             time.sleep(1.5)
             assert cpu_seconds(process.pid) - before < 0.75, "the server polls a connection that it cannot accept"
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (hard, hard))
-            transport.send_message(waiting, Hello(PROTOCOL, b"n" * 32, "", "raw", False))
-            transport.receive_message(waiting, Challenge, 4096, time.monotonic() + PATIENCE_S)
+            introduce(waiting)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -443,17 +432,15 @@ def test_an_executor_that_is_gone_or_has_another_model_is_one_line(model: Any, t
 
 
 class Impostor:
-    """In place of an executor: admits clients, and closes the connection at each call.
+    """In place of an executor: admits clients, and closes the connection at each call."""
 
-    Attributes:
-        received: What clients sent after the greeting.
-    """
-
-    def __init__(self, welcome: Welcome, *, delay_s: float = 0.0, token_required: bool = False) -> None:
+    def __init__(self, info: BaseInfo, *, delay_s: float = 0.0) -> None:
         """delay_s: before it closes a connection."""
         self.num_calls = 0
-        self.received = b""
-        self._answers = Challenge(b"n" * NONCE_BYTES, token_required), welcome
+        self._messages = (
+            handshake.encode(handshake.Challenge(PROTOCOL.version, bytes(32), needs_proof=False)),
+            handshake.encode(handshake.Welcome(b"", msgspec.msgpack.encode(info))),
+        )
         self._delay_s = delay_s
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -476,28 +463,27 @@ class Impostor:
                 return
             deadline = time.monotonic() + PATIENCE_S
             with sock, contextlib.suppress(OSError):
-                transport.receive_message(sock, Hello, 4096, deadline)
-                transport.send_message(sock, self._answers[0])
-                transport.receive_message(sock, Proof, 4096, deadline)
-                transport.send_message(sock, self._answers[1])
-                self.received += transport.receive(sock, CALL_BYTES, deadline)
+                for message in self._messages:
+                    framing.receive(sock, 4096, deadline)
+                    framing.send(sock, message)
+                framing.receive_exactly(sock, CALL_BYTES, deadline)
                 self.num_calls += 1
                 time.sleep(self._delay_s)
 
 
 @pytest.fixture(scope="module")
-def welcome(served: Serving) -> Welcome:
+def info(served: Serving) -> BaseInfo:
     sock, found = admitted(served.tcp)
     sock.close()
     return found
 
 
-def test_a_call_that_ends_every_connection_is_given_up(welcome: Welcome) -> None:
-    with Impostor(welcome) as dying, connect(dying.address, patience_s=30.0) as base:
+def test_a_call_that_ends_every_connection_is_given_up(info: BaseInfo) -> None:
+    with Impostor(info) as dying, connect(dying.address, patience_s=30.0) as base:
         with pytest.raises(Disconnected, match=r"failed 4 times during one call .* see its log") as failure:
             forward(base)
         assert dying.num_calls == 4 and base.num_repeated == 3 and "\n" not in str(failure.value)
-    with Impostor(welcome, delay_s=0.3) as slow, connect(slow.address, patience_s=0.5) as base:
+    with Impostor(info, delay_s=0.3) as slow, connect(slow.address, patience_s=0.5) as base:
         with pytest.raises(Disconnected, match=r"does not answer for 0.5 s"):
             forward(base)
         assert 1 <= slow.num_calls <= 2
@@ -571,56 +557,15 @@ def test_only_a_right_token_is_admitted_and_none_is_sent(
         assert served.server.num_clients <= 4
         refusals = [record.getMessage() for record in caplog.records if "was refused" in record.getMessage()]
         assert len(refusals) == 6 and not any(token.secret in caplog.text for token in TOKENS)
-        first, second = Relay(served.tcp), Relay(served.tcp)
-        for relay in (first, second):
-            ask(relay.address, token=SECRET)
-            assert len(relay.recorded) > 1000 and SECRET.encode() not in relay.recorded
-        assert first.recorded[:200] != second.recorded[:200], "a recorded greeting could be sent again"
-        proofs = {challenge.prove(SECRET, role, b"c" * 32, b"b" * 32) for role in ("client", "base")}
-        assert len(proofs) == 2, "a proof could be sent back as the other side's"
-        # Wrong tokens are limited.
-        limits = {"tokens": TOKENS, "rate_limit": AuthRateLimit(), "places": served.server.places}
-        sock = transport.listen(Address.parse("127.0.0.1:0"))
-        served.server.listen(sock, Greeter(served.executor, Limits(), **limits))  # type: ignore[arg-type]
-        address = f"127.0.0.1:{sock.getsockname()[1]}"
-        with pytest.raises(OverCapacity, match="too many wrong tokens from 127"):
+        relay = Relay(served.tcp)
+        ask(relay.address, token=SECRET)
+        assert len(relay.recorded) > 1000 and SECRET.encode() not in relay.recorded
+        with pytest.raises(OverCapacity, match="too many wrong tokens from 127"):  # which are limited
             for _ in range(50):
                 with pytest.raises(Unauthorized):
-                    connect(address, token=UNKNOWN)
+                    connect(served.tcp, token=UNKNOWN)
         with pytest.raises(OverCapacity):
-            connect(address, token=SECRET)
-
-
-def test_a_client_with_a_token_sends_nothing_to_an_executor_that_does_not_know_it(
-    served: Serving, welcome: Welcome, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for address in (served.unix, served.tcp):
-        with pytest.raises(Unauthorized, match=r"does not ask for a token.* connect without token= ") as refusal:
-            connect(address, token=SECRET)
-        assert "\n" not in str(refusal.value)
-        ask(address)
-    for token_required in (False, True):
-        refused = pytest.raises(Unauthorized, match=r"does not (ask for a token|know the token)")
-        with Impostor(welcome, token_required=token_required) as impostor, refused:
-            forward(connect(impostor.address, token=SECRET, patience_s=PATIENCE_S))
-        assert impostor.received == b""
-    with Impostor(welcome) as trusted, pytest.raises(Disconnected):
-        forward(connect(trusted.address, patience_s=0.2))  # without a token to check it by
-    assert trusted.received != b""
-
-    class Gullible:
-        """Accepts any proof."""
-
-        def check(self, *_: object) -> Token:
-            return Token(name="x", secret="an-impostors-own-secret")
-
-        def prove(self, *arguments: Any) -> bytes:
-            return challenge.prove(*arguments)
-
-    with serving(model, tmp_path, tokens=TOKENS) as gullible:
-        monkeypatch.setattr(greeting_module, "challenge", Gullible())
-        with pytest.raises(Unauthorized, match="does not know the token"):
-            connect(gullible.tcp, token=SECRET)
+            connect(served.tcp, token=SECRET)
 
 
 def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:

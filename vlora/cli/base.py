@@ -127,7 +127,7 @@ def serve(
     part = _shard(shard)
     with waiting(f"loading {model}") as loaded, until_stopped() as stop:
         from vlora.engine.host_resources import default_threads
-        from vlora.split.handshake import Limits
+        from vlora.split.admission import Limits
         from vlora.split.serving import ServeSettings
         from vlora.threads import compute_with
 
@@ -153,9 +153,8 @@ def _serve(
     stop: threading.Event,
 ) -> None:
     """Serve until stopped. loaded: called before the line that clients may connect."""
-    from vlora.auth_rate_limit import AuthRateLimit
     from vlora.split.serving import serve_base
-    from vlora.tls import server_context
+    from vlora.wire.tls import server_context
 
     def announce(line: str) -> None:
         loaded()
@@ -168,7 +167,6 @@ def _serve(
         stopped=stop.is_set,
         tokens=security.tokens,
         tls=server_context(security),
-        rate_limit=AuthRateLimit(),
     )
 
 

@@ -1,7 +1,7 @@
 """`Cluster`: many replicas behind `EngineInterface`. It has each request's tokens, so a replica's end loses none.
 
-Requests, images and tokens go over lines to the replicas' engines (`door.py`); the router decides which replica gets
-which request, and `flights.py` has the requests. The cluster belongs to one event loop.
+Requests, images and tokens go over connections to the replicas' engines (`connection.py`); the router decides which
+replica gets which request, and `flights.py` has the requests. The cluster belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 from vlora.cluster.adapter_sender import AdapterSender, ShippingLimits
 from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.cluster.adapters import ReplicatedAdapters
-from vlora.cluster.door import Address
 from vlora.cluster.flights import Flights
 from vlora.cluster.members import Health, Member, alive, clients
 from vlora.cluster.replica_adapters import ReplicaAdapters
@@ -41,6 +40,7 @@ from vlora.errors import Aborted, BadRequest, EngineDead, UnknownReplica
 from vlora.routing import MoveCosts, Report, Room, Router
 from vlora.types import AdapterStatus, Request, RequestOutput
 from vlora.types.replicas import DEVICE, FAILED, HOST, PENDING, REGISTERED, UNKNOWN, AdapterPlace, ClusterStatus
+from vlora.wire.address import Address
 
 log = logging.getLogger("vlora.cluster")
 
@@ -65,7 +65,7 @@ class Cluster(EngineInterface):
         """Begin without replicas. Call in a running event loop.
 
         Args:
-            secret: The shared secret, see `handshake`.
+            secret: The shared secret, see `vlora.wire.handshake`.
             absent_s: How long requests wait while there is no replica.
             adapters: The desired adapters at first; the cluster closes it. None for an empty state without a file.
             shipping: Send adapters' files to replicas whose machines lack them, within limits; None: do not.

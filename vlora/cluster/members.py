@@ -1,4 +1,4 @@
-"""The replicas of a cluster: their lines, kept open, and their signs of life."""
+"""The replicas of a cluster: their connections, kept open, and their signs of life."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from vlora.cluster.door import Address, connect, watch_beats
+from vlora.cluster.connection import connect, watch_beats
 from vlora.engine.ipc.client import EngineClient
 from vlora.errors import Disconnected, EngineDead, VLoraError
+from vlora.wire.address import Address
 
 log = logging.getLogger("vlora.cluster")
 
@@ -54,7 +55,7 @@ class Member:
         """Open no line yet.
 
         Args:
-            secret: See `handshake`.
+            secret: See `vlora.wire.handshake`.
             prepare: A coroutine that runs on a new line before the replica joins.
             on_join, on_leave: Called when it can be used, and when it cannot any more.
         """

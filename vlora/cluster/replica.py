@@ -1,8 +1,8 @@
-"""A replica: an engine process, and the door through which a front end reaches it. Both end together.
+"""A replica: an engine process, and the listener through which a front end reaches it. Both end together.
 
-Run as `python -m vlora.cluster.replica`, with a `ReplicaSettings` on stdin (`framing`). It prints one line: the port of
-its door and the process id of its engine, or an `ErrorValue` as JSON if it cannot start. It ends when stdin is closed;
-with a claim it outlives the process that started it, and ends after a time without a front end. It loads no torch.
+Run as `python -m vlora.cluster.replica`, with a `ReplicaSettings` on stdin. It prints its port and the id of its
+engine's process, or an `ErrorValue` as JSON if it cannot start. It ends when stdin is closed; with a claim it outlives
+the process that started it, and ends after a time without a front end. It loads no torch.
 
 One front end is served at a time. A later one that knows the secret replaces it, as after a restart; the requests of
 the former one are cancelled.
@@ -24,19 +24,22 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from vlora.cluster import adapter_messages, claim, framing
+from vlora.cluster import adapter_messages, claim
 from vlora.cluster.adapter_messages import Files, FilesOperation, Finish, Hold, Offer, Piece
 from vlora.cluster.adapter_store import AdapterStore, Busy, check_versions, default_root
 from vlora.cluster.claim import RunningReplica
-from vlora.cluster.door import Address, Certificate, Door, Inbox
-from vlora.cluster.handshake import Hello
+from vlora.cluster.connection import beat_of, protocol
 from vlora.config import EngineConfig
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.client import ENGINE_COMMAND, start_process
-from vlora.engine.ipc.transport import ClientTransport
 from vlora.errors import Aborted, OverCapacity, VLoraError
 from vlora.logging_format import configure
 from vlora.types import ErrorValue, RequestOutput
+from vlora.wire.address import Address
+from vlora.wire.connection import Listener
+from vlora.wire.framing import MessageTransport, read_value
+from vlora.wire.heartbeat import Silence
+from vlora.wire.tls import Certificate
 
 log = logging.getLogger("vlora.cluster")
 
@@ -158,9 +161,9 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a replica's process. They come over stdin, because other users can read a command line.
 
     Attributes:
-        secret: See `handshake`.
+        secret: See `vlora.wire.handshake`.
         port: 0 chooses one.
-        cert_file, key_file: Of the door; empty for a door on loopback without TLS.
+        cert_file, key_file: Of the listener; empty for one on loopback without TLS.
         command: Starts the engine process.
         claim_file: The process claims it, and does not end with stdin; empty: it does.
         alone_s: With a claim, it ends after so many seconds without a front end.
@@ -180,14 +183,14 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Replica:
     """The engine of this replica, and its front end of the moment. Created by `start`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, engine: ClientTransport, ready: messages.Ready) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, engine: MessageTransport, ready: messages.Ready) -> None:
         self._process = process
         self._engine = engine
         self._ready = ready
         self._peer: _Peer | None = None
         self._ending: Counter[str] = Counter()  # requests of former front ends, by id, until their last output
         self._call_ids = itertools.count()
-        self._door: Door | None = None
+        self._listener: Listener | None = None
         self._files = AdapterReceiver()
         self._alone_since: float | None = asyncio.get_running_loop().time()
         engine.on_message = self._from_engine
@@ -202,15 +205,15 @@ class Replica:
         certificate: Certificate | None = None,
         command: Sequence[str] = ENGINE_COMMAND,
     ) -> Replica:
-        """Start the engine process, then open the door.
+        """Start the engine process, then listen.
 
         Raises:
-            BadConfig: The door cannot be opened.
+            BadConfig: As `Listener.open`.
             VLoraError: As `start_process`.
         """
         self = cls(*await start_process(config, command=command))
         try:
-            self._door = await Door.open(address, secret, self._admit, certificate=certificate)
+            self._listener = await Listener.open(address, protocol(), secret, self._admit, certificate=certificate)
         except BaseException:
             await self.close()
             raise
@@ -218,8 +221,8 @@ class Replica:
 
     @property
     def port(self) -> int:
-        assert self._door is not None
-        return self._door.port
+        assert self._listener is not None
+        return self._listener.port
 
     @property
     def engine_pid(self) -> int:
@@ -236,8 +239,8 @@ class Replica:
         log.warning("there has been no front end for %g s; this replica ends", alone_s)
 
     async def close(self) -> None:
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
         if self._peer is not None:
             self._peer.transport.close()
         await self._files.close()
@@ -248,15 +251,16 @@ class Replica:
 
     # -- the front end ------------------------------------------------------------------------------------------------
 
-    def _admit(self, transport: ClientTransport, inbox: Inbox, hello: Hello, address: str) -> None:
+    def _admit(self, transport: MessageTransport, about: bytes, address: str) -> bytes:
+        beat_s = beat_of(about)
         if self._peer is not None:
             log.warning("the front end at %s replaces the one at %s", address, self._peer.address)
             self._leave(self._peer)
         peer = self._peer = _Peer(transport, address)
         self._alone_since = None
-        transport.send(messages.encode(self._ready))
-        peer.watching = asyncio.create_task(self._watch(peer, hello.beat_s), name="vlora-replica-beats")
-        inbox.hand_over(transport, lambda data: self._from_peer(peer, data))
+        peer.watching = asyncio.create_task(self._watch(peer, beat_s), name="vlora-replica-beats")
+        transport.on_message = lambda data: self._from_peer(peer, data)
+        return messages.encode(self._ready)
 
     def _leave(self, peer: _Peer) -> None:
         """End a front end: nothing reads the answers of its requests."""
@@ -273,7 +277,8 @@ class Replica:
 
     async def _watch(self, peer: _Peer, beat_s: float) -> None:
         """Notice the end of a front end, also if its connection stays open. Ping the engine while it is heard."""
-        missed = received = 0
+        silence = Silence(lambda: peer.transport.num_bytes_received)
+        missed = 0
         while missed < MISSED_BEATS:
             await asyncio.wait({peer.transport.closed}, timeout=beat_s)
             if peer.transport.closed.done():
@@ -281,12 +286,8 @@ class Replica:
                 level = logging.INFO if error is None else logging.WARNING
                 log.log(level, "the front end at %s is gone%s", peer.address, "" if error is None else f": {error}")
                 break
-            before, received = received, peer.transport.num_bytes_received
-            if received == before:
-                missed += 1
-                continue
-            missed = 0
-            self._engine.send(messages.PING)  # the front end's own pings may wait behind a large message
+            if not (missed := silence.beat()):
+                self._engine.send(messages.PING)  # the front end's own pings may wait behind a large message
         else:
             log.warning("the front end at %s gave no sign of life for %g s", peer.address, missed * beat_s)
         peer.watching = None
@@ -363,7 +364,7 @@ class _Peer:
         calls: Its own call ids by those that the engine sees.
     """
 
-    def __init__(self, transport: ClientTransport, address: str) -> None:
+    def __init__(self, transport: MessageTransport, address: str) -> None:
         self.transport = transport
         self.address = address
         self.unfinished: Counter[str] = Counter()
@@ -408,7 +409,7 @@ def _print(line: str) -> None:
 
 def main() -> None:
     configure(os.environ)
-    settings = framing.read(sys.stdin.buffer, ReplicaSettings)
+    settings = read_value(sys.stdin.buffer, ReplicaSettings)
     try:
         code = asyncio.run(serve(settings))
     except VLoraError as error:

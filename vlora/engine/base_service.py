@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from atmm.stored_linear import StoredLinear
-from vlora.auth_rate_limit import AuthRateLimit
 from vlora.config import ServedBase, Token
 from vlora.engine.device_runtime import DeviceRuntime
 from vlora.engine.piece_prices import PiecePrices
@@ -22,14 +21,14 @@ from vlora.errors import BadConfig
 from vlora.orchestrator.latency_promise import QUIET_S, LatencyPromise
 from vlora.split import frames, transport
 from vlora.split.addresses import secured, warn_of_no_tls
+from vlora.split.admission import Admission, Limits
 from vlora.split.base_server import BaseServer, Stopped
 from vlora.split.batching import FIXED_ROWS, CallQueue
 from vlora.split.executor import BaseExecutor
-from vlora.split.handshake import Greeter, Limits
 from vlora.split.layers import frozen_layers
 from vlora.split.peer import Peer
 from vlora.threads import compute_alone
-from vlora.tls import server_context
+from vlora.wire.tls import server_context
 
 _LONGEST_S = 0.2  # of a piece, for the request that arrives during it
 _ATTEND_S = 0.2
@@ -222,7 +221,7 @@ class BaseService:
     """An `EngineExecutor` and its server. `start` may be called once, after the model was loaded."""
 
     executor: EngineExecutor
-    _greeter: Greeter
+    _admission: Admission
 
     def __init__(self, settings: ServedBase) -> None:
         """Bind the addresses, so that one in use is reported before the model loads.
@@ -258,23 +257,22 @@ class BaseService:
         queue: CallQueue[Peer] = CallQueue()
         self._server = server = BaseServer(self.executor, queue, LIMITS)
         self.executor.attend = server.attend
-        self._greeter = Greeter(
+        self._admission = Admission(
             self.executor,
             LIMITS,
             tokens=settings.tokens,
             tls=self._tls,
-            rate_limit=AuthRateLimit(),
             places=server.places,
         )
         for sock in self._listeners:
-            server.listen(sock, self._greeter)
+            server.listen(sock, self._admission)
         self._thread = threading.Thread(target=self._serve, args=(server,), name="vlora-base-server", daemon=True)
         self._thread.start()
         return self.executor
 
     def replace_tokens(self, tokens: tuple[Token, ...]) -> None:
         """Admit clients with these tokens from now on. The connections of others close."""
-        self._greeter.tokens = tokens
+        self._admission.tokens = tokens
 
     @property
     def stats(self) -> Mapping[str, Any]:

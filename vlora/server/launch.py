@@ -23,7 +23,7 @@ from vlora.errors import BadConfig, EngineDead, listed
 from vlora.server.frontend import FrontEnd
 from vlora.server.rpyc.server import RpycServer
 from vlora.server.security.access import Access
-from vlora.tls import server_context
+from vlora.wire.tls import server_context
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,7 +1,7 @@
 """The executor's process: takes what clients sent, chooses, computes, answers.
 
 One thread reads, computes and writes; on one machine a call then costs two messages of some bytes and no change of
-threads. Greetings run in threads of their own, so that a slow one delays no other client.
+threads. Handshakes run in threads of their own, so that a slow one delays no other client.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import torch
 
 from vlora.errors import BadRequest
 from vlora.split import frames, transport
+from vlora.split.admission import Admission, Limits
 from vlora.split.batching import Call, CallQueue
 from vlora.split.executor import BaseExecutor
 from vlora.split.frames import DTYPES, CallHead, Direction, ReplyHead, Status
-from vlora.split.handshake import Greeter, Limits
 from vlora.split.peer import Peer, ReceivedCall
 
 log = logging.getLogger(__name__)
 
-_MAX_GREETINGS = 32  # of one listener: peers over TCP must not keep clients of a Unix socket out
+_MAX_HANDSHAKES = 32  # of one listener: peers over TCP must not keep clients of a Unix socket out
 _FINE_S = 0.02  # epoll rounds waits up to milliseconds, select does not
 _GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _TICK_S = 0.5  # how often stop requests, stalled peers, removed tokens and free resources are looked for
@@ -43,11 +43,11 @@ class Stopped(Exception):
 
 
 class _Listener(NamedTuple):
-    """A listening socket. greetings: its free places of connections that are not authenticated yet."""
+    """A listening socket. handshakes: its free places of connections that are not authenticated yet."""
 
     sock: socket.socket
-    greeter: Greeter
-    greetings: threading.BoundedSemaphore
+    admission: Admission
+    handshakes: threading.BoundedSemaphore
 
 
 @dataclasses.dataclass
@@ -63,7 +63,7 @@ class BaseServer:
     """Serves one executor to clients until it is stopped.
 
     Attributes:
-        places: Free places of clients; a greeting takes one.
+        places: Free places of clients; an admission takes one.
         num_batches: Number of products so far; several for a large call beside small ones.
     """
 
@@ -90,9 +90,9 @@ class BaseServer:
     def num_clients(self) -> int:
         return len(self._peers)
 
-    def listen(self, sock: socket.socket, greeter: Greeter) -> None:
+    def listen(self, sock: socket.socket, admission: Admission) -> None:
         sock.setblocking(False)
-        self._listeners[sock.fileno()] = _Listener(sock, greeter, threading.BoundedSemaphore(_MAX_GREETINGS))
+        self._listeners[sock.fileno()] = _Listener(sock, admission, threading.BoundedSemaphore(_MAX_HANDSHAKES))
         self._poll.register(sock, select.EPOLLIN)
 
     def run(self, stopped: Callable[[], bool]) -> None:
@@ -165,16 +165,18 @@ class BaseServer:
             if error.errno in _NO_RESOURCES:
                 self._pause(listener.sock, error)
             return  # otherwise the client is gone already
-        if not listener.greetings.acquire(blocking=False):
-            log.warning("a connection was closed: %d others are not authenticated yet", _MAX_GREETINGS)
+        if not listener.handshakes.acquire(blocking=False):
+            log.warning("a connection was closed: %d others are not authenticated yet", _MAX_HANDSHAKES)
             sock.close()
             return
-        thread = threading.Thread(target=self._greet, args=(sock, listener), name="vlora-base-greeting", daemon=True)
+        thread = threading.Thread(
+            target=self._admit_one, args=(sock, listener), name="vlora-base-handshake", daemon=True
+        )
         try:
             thread.start()
         except RuntimeError as error:  # the system's limit on threads
             log.warning("a connection was closed: %s", error)
-            listener.greetings.release()
+            listener.handshakes.release()
             sock.close()
 
     def _pause(self, sock: socket.socket, error: OSError) -> None:
@@ -188,11 +190,11 @@ class BaseServer:
             self._poll.register(sock, select.EPOLLIN)
         self._paused.clear()
 
-    def _greet(self, sock: socket.socket, listener: _Listener) -> None:
+    def _admit_one(self, sock: socket.socket, listener: _Listener) -> None:
         try:
-            peer = listener.greeter.greet(sock)
+            peer = listener.admission.admit(sock)
         finally:
-            listener.greetings.release()
+            listener.handshakes.release()
         if peer is None:
             return
         with self._closing:

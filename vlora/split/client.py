@@ -31,8 +31,8 @@ class ShardedCalls:
 
     def __init__(self, shards: Sequence[BaseConnection]) -> None:
         """Order the shards. Raises BadConfig if they are not all shards of one base."""
-        shards = sorted(shards, key=lambda each: each.welcome.shard)
-        given = [each.welcome.shard for each in shards]
+        shards = sorted(shards, key=lambda each: each.info.shard)
+        given = [each.info.shard for each in shards]
         if given != [(index, len(shards)) for index in range(len(shards))]:
             stated = ", ".join(f"{index + 1}/{number}" for index, number in given)
             raise BadConfig(f"these executors serve the shards {stated}; give the addresses of all shards, each once")
@@ -141,7 +141,7 @@ def connect(
             return connection
 
         executors = [open_one(address) for address in addresses]
-        whole = len(executors) == 1 and executors[0].welcome.shard[1] == 1
+        whole = len(executors) == 1 and executors[0].info.shard[1] == 1
         calls: LayerCalls = executors[0] if whole else ShardedCalls(executors)
         if noise is not None:
             second = None
@@ -213,7 +213,7 @@ class Base:
 
     def _check(self, layer: nn.Module | None, name: str, own: Collection[str]) -> None:
         """Raise BadConfig unless the layer has the base's shape and values."""
-        model = next(iter(self._executors)).welcome.model
+        model = next(iter(self._executors)).info.model
         if layer is None:
             raise BadConfig(
                 f"the base executor serves {model!r}, with a layer {name!r} that this model lacks; its own layers are "
@@ -227,7 +227,7 @@ class Base:
                     f"the base executor serves {model!r} with a layer {name!r} of shape {[info.d_out, info.d_in]}; "
                     f"this model's has {list(shape)}: wrap a model of the base's checkpoint"
                 )
-            found = digest(layer, info.first, info.last, getattr(torch, executor.welcome.dtype))
+            found = digest(layer, info.first, info.last, getattr(torch, executor.info.dtype))
             if found and found != info.digest:
                 raise BadConfig(
                     f"the base executor serves {model!r}, and its layer {name!r} has other weights than this model's: "

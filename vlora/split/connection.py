@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import ssl
 import sys
@@ -16,28 +15,23 @@ from typing import Protocol
 import msgspec
 import torch
 
-from vlora.errors import BadConfig, BadRequest, Disconnected, OverCapacity, Unauthorized, error_from_code
-from vlora.split import challenge, frames, transport
-from vlora.split.addresses import Address
+from vlora.errors import BadConfig, BadRequest, Disconnected, OverCapacity
+from vlora.split import frames, transport
 from vlora.split.frames import (
     DTYPES,
-    MAX_WELCOME_BYTES,
-    NONCE_BYTES,
     PROTOCOL,
     REPLY_BYTES,
-    Admission,
+    BaseInfo,
     CallHead,
-    Challenge,
+    ClientInfo,
     Direction,
     Group,
-    Hello,
-    Proof,
-    Refused,
     ReplyHead,
     Status,
-    Welcome,
 )
 from vlora.split.peer import SMALL_BYTES
+from vlora.wire import framing, handshake
+from vlora.wire.address import Address
 
 _RETRY_S = 0.1
 _MAX_REPEATS = 3
@@ -97,12 +91,12 @@ class BaseConnection:
         self._sock: socket.socket | None = None
         self._slot: torch.Tensor | None = None
         self._closed = False
-        self.welcome = self._open("", time.monotonic() + patience_s)
-        self.dtype: torch.dtype = getattr(torch, self.welcome.dtype)
+        self.info = self._open("", time.monotonic() + patience_s)
+        self.dtype: torch.dtype = getattr(torch, self.info.dtype)
 
     @property
     def groups(self) -> Sequence[Group]:
-        return self.welcome.groups
+        return self.info.groups
 
     def close(self) -> None:
         """Close for good: later calls, and one that another thread waits for, raise Disconnected."""
@@ -117,9 +111,9 @@ class BaseConnection:
                 sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads from it
             sock.close()
 
-    # -- greeting -----------------------------------------------------------------------------------------------------
+    # -- handshake ----------------------------------------------------------------------------------------------------
 
-    def _open(self, fingerprint: str, deadline: float) -> Welcome:
+    def _open(self, fingerprint: str, deadline: float) -> BaseInfo:
         """Connect. fingerprint: of the base that is expected; "" for any. Raises VLoraError."""
         try:
             sock = transport.open_connection(self._address, self._tls, max(_RETRY_S, deadline - time.monotonic()))
@@ -133,53 +127,37 @@ class BaseConnection:
                 f"no base executor at {self._address}: {error.strerror or error}; start one with vlora base serve"
             ) from error
         try:
-            return self._greet(sock, fingerprint, deadline)
+            return self._introduce(sock, fingerprint, deadline)
         except BaseException as error:
             sock.close()
-            if isinstance(error, OSError | msgspec.MsgspecError):
+            if isinstance(error, OSError | msgspec.MsgspecError | Disconnected):
                 raise Disconnected(
-                    f"the greeting of {self._address} failed: {error}; it may be another kind of server"
+                    f"the handshake with {self._address} failed: {error}; it may be another kind of server"
                     + ("" if self._tls or self._address.path else ", or require TLS (tls=)")
                 ) from error
             raise
 
-    def _greet(self, sock: socket.socket, fingerprint: str, deadline: float) -> Welcome:
-        nonce = secrets.token_bytes(NONCE_BYTES)
+    def _introduce(self, sock: socket.socket, fingerprint: str, deadline: float) -> BaseInfo:
         local = bool(self._address.path) and sys.platform == "linux"
-        name = f"{socket.gethostname()}:{os.getpid()}"
-        transport.send_message(sock, Hello(PROTOCOL, nonce, fingerprint, name, local))
-        asked = transport.receive_message(sock, Challenge, MAX_WELCOME_BYTES, deadline)
-        if self._token is not None and not asked.token_required:
-            raise Unauthorized(
-                f"{self._address} does not ask for a token, so it cannot prove that it knows yours; check the address, "
-                "or connect without token= to an executor that has no tokens"
-            )
-        digest = b"" if self._token is None else challenge.prove(self._token, "client", nonce, asked.nonce)
-        transport.send_message(sock, Proof(digest))
+        client = ClientInfo(fingerprint, f"{socket.gethostname()}:{os.getpid()}", local)
+        secret = None if self._token is None else self._token.encode()
         descriptors: list[int] = []
-        if local:
-            answer, descriptors = transport.receive_with_descriptors(sock, Admission, MAX_WELCOME_BYTES, deadline)
-        else:
-            answer = transport.receive_message(sock, Admission, MAX_WELCOME_BYTES, deadline)
         try:
-            if isinstance(answer, Refused):
-                raise error_from_code(answer.code, f"base executor {self._address}: {answer.reason}")
-            # The client decides whether a proof is needed: an impostor would say that none is.
-            if self._token is None:
-                known = not asked.token_required
-            else:
-                known = challenge.knows(self._token, answer.proof, nonce, asked.nonce)
-            if not known:
-                raise Unauthorized(f"{self._address} does not know the token that it asks for; check the address")
-            if answer.dtype not in DTYPES:
-                raise BadConfig(f"the base at {self._address} has type {answer.dtype}; update this client")
-            self._slot = transport.map_memory(descriptors[0], 2 * answer.half_bytes) if descriptors else None
+            welcome = handshake.run(
+                handshake.introduce(PROTOCOL, secret, peer=str(self._address), about=msgspec.msgpack.encode(client)),
+                lambda data: framing.send(sock, data),
+                lambda: framing.receive(sock, handshake.MAX_WELCOME_BYTES, deadline, descriptors if local else None),
+            )
+            info = msgspec.msgpack.decode(welcome, type=BaseInfo)
+            if info.dtype not in DTYPES:
+                raise BadConfig(f"the base at {self._address} has type {info.dtype}; update this client")
+            self._slot = transport.map_memory(descriptors[0], 2 * info.half_bytes) if descriptors else None
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
         sock.settimeout(self._patience_s)
         self._sock = sock
-        return answer
+        return info
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -204,7 +182,7 @@ class BaseConnection:
 
     def rows_per_call(self, direction: Direction, group: int, mask: int) -> int:
         widest = max(map(sum, frames.widths(self.groups[group], direction, mask)))
-        return max(1, min(self.welcome.max_rows, self.welcome.half_bytes // (widest * self.dtype.itemsize)))
+        return max(1, min(self.info.max_rows, self.info.half_bytes // (widest * self.dtype.itemsize)))
 
     def _repeated(
         self, direction: Direction, group: int, mask: int, inputs: Sequence[torch.Tensor]
@@ -241,7 +219,7 @@ class BaseConnection:
         """Connect again until the deadline. Raises Disconnected after it, BadConfig for another base model."""
         while time.monotonic() < deadline:
             try:
-                self._open(self.welcome.fingerprint, deadline)
+                self._open(self.info.fingerprint, deadline)
             except (Disconnected, OverCapacity):  # the executor may not have noticed yet that this client left
                 self._check_open(cause)
                 time.sleep(_RETRY_S)
@@ -270,7 +248,7 @@ class BaseConnection:
         head = CallHead(
             self._number,
             direction,
-            DTYPES.index(self.welcome.dtype),
+            DTYPES.index(self.info.dtype),
             group,
             mask,
             rows,
@@ -291,9 +269,9 @@ class BaseConnection:
     def receive(self, direction: Direction, group: int, mask: int, rows: int) -> Sequence[torch.Tensor]:
         """The result of the call that was sent. Raises OSError, BadRequest."""
         sock = self._connected()
-        head = ReplyHead.unpack(transport.receive(sock, REPLY_BYTES))
+        head = ReplyHead.unpack(framing.receive_exactly(sock, REPLY_BYTES))
         if head.status == Status.REFUSED:
-            reason = transport.receive(sock, min(head.num_bytes, 65_536)).decode(errors="replace")
+            reason = framing.receive_exactly(sock, min(head.num_bytes, 65_536)).decode(errors="replace")
             self.disconnect()
             raise BadRequest(f"the base executor at {self._address} refused a call: {reason}")
         _, widths = frames.widths(self.groups[group], direction, mask)
@@ -302,8 +280,8 @@ class BaseConnection:
             raise ConnectionError("the reply is not that of the call")
         self.num_calls += 1
         if self._slot is not None:
-            half = self._slot[self.welcome.half_bytes :]
+            half = self._slot[self.info.half_bytes :]
             return [each.clone() for each in transport.carve(half, self.dtype, rows, widths)]
         memory = torch.empty(size, dtype=torch.uint8)
-        transport.receive_into(sock, transport.as_bytes(memory))
+        framing.receive_into(sock, transport.as_bytes(memory))
         return transport.carve(memory, self.dtype, rows, widths)

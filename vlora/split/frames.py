@@ -1,8 +1,8 @@
-"""Messages between a client and a base executor: msgpack during the greeting, then fixed heads and raw tensors.
+"""Calls of a client to a base executor, and what both send of themselves in the handshake (`vlora.wire.handshake`).
 
-The greeting is Hello, Challenge, Proof, then Welcome or Refused. After it the client sends one call at a time, and each
-is answered by one reply. A tensor follows its head on the connection, or is in memory that both processes map; heads
-never are, so a client cannot change what was checked. There is no pickle.
+After the handshake the client sends one call at a time, and each is answered by one reply: a head of fixed size, and
+raw tensors. A tensor follows its head on the connection, or is in memory that both processes map; heads never are, so a
+client cannot change what was checked. There is no pickle.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from typing import NamedTuple
 
 import msgspec
 
-PROTOCOL = 2
-NONCE_BYTES = 32
-MAX_GREETING_BYTES = 4096
-"""Of a message to the executor, which reads it before the client is authenticated."""
-MAX_WELCOME_BYTES = 64 * 2**20
+from vlora.wire.handshake import Protocol
+
+PROTOCOL = Protocol("base executor", "base executor, protocol 3", "token")
 DTYPES = ("float32", "bfloat16", "float16")
 """A dtype's number in a head is its index here."""
 
@@ -108,48 +106,30 @@ def widths(group: Group, direction: int, mask: int) -> tuple[list[int], list[int
     return (outer, inner) if direction == Direction.BACKWARD else (inner, outer)
 
 
-class Hello(msgspec.Struct, frozen=True):
-    """The client's first message.
+class ClientInfo(msgspec.Struct, frozen=True):
+    """What a client says of itself in the handshake.
 
     Attributes:
-        nonce: Random bytes of the client.
         fingerprint: Of the base that the client worked with before; empty at the first connection.
         client: A name for the executor's log.
         shared_memory: Whether tensors travel in shared memory; on Unix sockets only.
     """
 
-    protocol: int
-    nonce: bytes
     fingerprint: str
     client: str
     shared_memory: bool
 
 
-class Challenge(msgspec.Struct, frozen=True):
-    """nonce: random bytes of the executor. token_required: whether the proof must be that of a token."""
-
-    nonce: bytes
-    token_required: bool
-
-
-class Proof(msgspec.Struct, frozen=True):
-    """digest: of the token and both nonces; empty without a token."""
-
-    digest: bytes
-
-
-class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The client is admitted.
+class BaseInfo(msgspec.Struct, frozen=True):
+    """What an executor says of itself in the handshake, once the client is admitted.
 
     Attributes:
-        proof: The executor's own proof of the token, so that a client does not send activations to another process.
         fingerprint: Digest of all layers; equal for equal weights.
         shard: Index and number of the executors that share each layer's outputs.
         half_bytes: Maximum bytes of a call's inputs, and of its outputs. Shared memory has two such halves.
         instance: Random bytes of the executor, equal at all of its addresses.
     """
 
-    proof: bytes
     model: str
     fingerprint: str
     dtype: str
@@ -158,13 +138,3 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     max_rows: int
     half_bytes: int
     instance: bytes
-
-
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The client is not admitted. code: of a `vlora.errors` class."""
-
-    code: str
-    reason: str
-
-
-Admission = Welcome | Refused

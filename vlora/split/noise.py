@@ -140,7 +140,7 @@ class _Prepared:
 
 def require_another(base: Sequence[BaseConnection], second: BaseConnection, address: str) -> None:
     """Raise BadConfig if the second executor is the base, at whichever address: it would see noise and sum."""
-    if second.welcome.instance in [each.welcome.instance for each in base]:
+    if second.info.instance in [each.info.instance for each in base]:
         raise BadConfig(f"the second executor {address!r} is the base itself; noise needs another one")
 
 

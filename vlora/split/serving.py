@@ -20,18 +20,17 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
-from vlora.auth_rate_limit import AuthRateLimit
 from vlora.config import Token
 from vlora.errors import BadConfig
 from vlora.models.pretrained import from_pretrained, load_complete
 from vlora.split import transport
-from vlora.split.addresses import Address
+from vlora.split.admission import Admission, Limits
 from vlora.split.base_server import BaseServer
 from vlora.split.batching import CallQueue
 from vlora.split.executor import BaseExecutor
-from vlora.split.handshake import Greeter, Limits
 from vlora.split.layers import frozen_layers
 from vlora.split.peer import Peer
+from vlora.wire.address import Address
 
 
 def load_base(model: str, dtype: str = "auto") -> Any:
@@ -89,7 +88,6 @@ def serve_base(
     stopped: Callable[[], bool],
     tokens: Sequence[Token] = (),
     tls: ssl.SSLContext | None = None,
-    rate_limit: AuthRateLimit | None = None,
 ) -> None:
     """Serve until stopped.
 
@@ -117,11 +115,9 @@ def serve_base(
         del layers
         queue: CallQueue[Peer] = CallQueue(max_wait_s=settings.max_wait_s, join_rows=settings.join_rows)
         server = BaseServer(executor, queue, settings.limits)
-        greeter = Greeter(
-            executor, settings.limits, tokens=tokens, tls=tls, rate_limit=rate_limit, places=server.places
-        )
+        admission = Admission(executor, settings.limits, tokens=tokens, tls=tls, places=server.places)
         for sock in listeners:
-            server.listen(sock, greeter)
+            server.listen(sock, admission)
         index, number = settings.shard
         shard = f", shard {index + 1}/{number}" if number > 1 else ""
         bound = ", ".join(map(address_of, listeners))
@@ -137,4 +133,4 @@ def serve_base(
 
 def address_of(sock: socket.socket) -> str:
     name = sock.getsockname()
-    return str(Address(name, "", 0) if isinstance(name, str) else Address("", *name[:2]))
+    return str(Address("", 0, name) if isinstance(name, str) else Address(*name[:2]))

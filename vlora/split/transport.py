@@ -1,4 +1,4 @@
-"""Connections between clients and a base executor: addresses, whole messages, shared memory.
+"""Connections between clients and a base executor: sockets and shared memory.
 
 On one machine a Unix socket carries the heads, and tensors are in memory that both processes map. Elsewhere everything
 travels over TCP, with TLS where the executor has a certificate.
@@ -6,7 +6,6 @@ travels over TCP, with TLS where the executor has a certificate.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import errno
 import fcntl
@@ -15,20 +14,16 @@ import os
 import socket
 import ssl
 import stat
-import struct
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
 import torch
 
 from vlora.errors import BadConfig
-from vlora.split.addresses import Address
+from vlora.wire.address import Address
+from vlora.wire.heartbeat import keep_alive
 
-_SIZE = struct.Struct("<I")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SEAL") else 0
-_DESCRIPTOR = array.array("i").itemsize
 
 
 def listen(address: Address) -> socket.socket:
@@ -120,70 +115,7 @@ def tune(sock: socket.socket) -> None:
     """Send small messages at once, and detect the loss of a peer's machine."""
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-
-
-# -- messages of the greeting -----------------------------------------------------------------------------------------
-
-
-def send_message(sock: socket.socket, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
-    data = msgspec.msgpack.encode(message)
-    if descriptors:
-        socket.send_fds(sock, [_SIZE.pack(len(data))], list(descriptors))
-        sock.sendall(data)
-    else:
-        sock.sendall(_SIZE.pack(len(data)) + data)
-
-
-def receive_message(sock: socket.socket, kind: Any, max_bytes: int, deadline: float) -> Any:
-    """The next message. Raises OSError, TimeoutError after the deadline (`time.monotonic`), msgspec.MsgspecError."""
-    return _decode(sock, receive(sock, _SIZE.size, deadline), kind, max_bytes, deadline)
-
-
-def receive_with_descriptors(sock: socket.socket, kind: Any, max_bytes: int, deadline: float) -> tuple[Any, list[int]]:
-    """As `receive_message` on a Unix socket, with at most one descriptor that was sent along."""
-    _limit(sock, deadline)
-    head, ancillary, _, _ = sock.recvmsg(_SIZE.size, socket.CMSG_SPACE(_DESCRIPTOR))
-    found = array.array("i")
-    for level, what, data in ancillary:
-        if (level, what) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found.frombytes(data[: len(data) - len(data) % _DESCRIPTOR])
-    rest = receive(sock, _SIZE.size - len(head), deadline) if head else b""
-    return _decode(sock, head + rest, kind, max_bytes, deadline), list(found)
-
-
-def _decode(sock: socket.socket, head: bytes | bytearray, kind: Any, max_bytes: int, deadline: float) -> Any:
-    if len(head) < _SIZE.size:
-        raise ConnectionError("the connection was closed")
-    (size,) = _SIZE.unpack(head)
-    if size > max_bytes:
-        raise ConnectionError("the peer does not use this protocol")
-    return msgspec.msgpack.decode(receive(sock, size, deadline), type=kind)
-
-
-def receive(sock: socket.socket, size: int, deadline: float | None = None) -> bytearray:
-    """Exactly so many bytes. Raises OSError; TimeoutError after the deadline, if there is one."""
-    data = bytearray(size)
-    receive_into(sock, memoryview(data), deadline)
-    return data
-
-
-def receive_into(sock: socket.socket, left: memoryview, deadline: float | None = None) -> None:
-    """As `receive`, into memory. Without a deadline the socket's own timeout applies to each read."""
-    while left:
-        if deadline is not None:
-            _limit(sock, deadline)
-        count = sock.recv_into(left)
-        if not count:
-            raise ConnectionError("the connection was closed")
-        left = left[count:]
-
-
-def _limit(sock: socket.socket, deadline: float) -> None:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("the message did not arrive in time")
-    sock.settimeout(left)
+        keep_alive(sock)
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ import pytest
 from click.testing import CliRunner
 
 from vlora.cli import cli
-from vlora.cluster import framing
 from vlora.cluster.nodes import runs
 from vlora.cluster.nodes.head import taken_over
 from vlora.cluster.nodes.runs import HEAD, NODE, Run, runs_folder
@@ -31,6 +30,7 @@ from vlora.cluster.on_ray.reports import HeadReport, HeadSettings
 from vlora.cluster.on_ray.settings import RUN_VARIABLE, TOKEN_PATH_VARIABLE, Folder
 from vlora.cluster.on_ray.site import Site, write_site
 from vlora.errors import BadConfig
+from vlora.wire.framing import receive_value
 
 pytestmark = [
     pytest.mark.slow,
@@ -85,7 +85,7 @@ def test_the_end_of_the_process_above_ends_ray_and_keeps_replicas_if_asked(
     async def main() -> None:
         environ = os.environ | {TOKEN_PATH_VARIABLE: folder.token_file}
         head = await Process.start("vlora.cluster.on_ray.head", settings, environ)
-        assert (await framing.receive(head.output, HeadReport)).problem == ""
+        assert (await receive_value(head.output, HeadReport)).problem == ""
         assert not os.path.exists(folder.last_address)
         kept = [f"session_2026-01-01_00-00-{number:02}_1_1" for number in (9, 10, 11)]
         assert sorted(os.listdir(folder.ray_folder)) == [*kept, "session_latest"]

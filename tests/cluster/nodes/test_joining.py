@@ -22,7 +22,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from vlora.cluster.door import Address, Certificate
 from vlora.cluster.nodes import runs
 from vlora.cluster.nodes.certificates import Authority, utc_now
 from vlora.cluster.nodes.content import adapter_digest, model_digest
@@ -31,7 +30,7 @@ from vlora.cluster.nodes.join import (
     Adapter,
     Admitted,
     Facts,
-    HeadDoor,
+    HeadListener,
     ask_head,
     check_clock,
     check_content,
@@ -44,6 +43,8 @@ from vlora.cluster.nodes.token import create_token, derived, read_token
 from vlora.cluster.on_ray.node_settings import Resources
 from vlora.cluster.on_ray.settings import Folder
 from vlora.errors import BadConfig, BadPlan, Disconnected, Unauthorized, VLoraError
+from vlora.wire.address import Address
+from vlora.wire.tls import Certificate
 
 PLAN = """\
 head: 10.0.0.1:18870
@@ -173,7 +174,7 @@ async def a_head(
         authority.issue("127.0.0.1").write(folder)
         certificate = Certificate(f"{folder.path}/cert.pem", f"{folder.path}/key.pem")
         address = Address("127.0.0.1", 0)
-        door = await HeadDoor.open(address, TOKEN, certificate, authority, lambda: facts, lines.append)
+        door = await HeadListener.open(address, TOKEN, certificate, authority, lambda: facts, lines.append)
         try:
             yield Address("127.0.0.1", door.port), lines
         finally:
@@ -219,12 +220,12 @@ def test_other_tokens_versions_and_addresses_are_refused(tmp_path: Path) -> None
     facts = facts_here(tmp_path)
     with pytest.raises(Unauthorized, match=r"^the head at 127\.0\.0\.1:\d+ has another token; copy its token file"):
         ask(facts, b"another token of 32 characters, here")
-    other = r"^the head of a cluster at \S+ runs vlora '\S+' .*, this machine vlora '9' .*; install the same"
+    other = r"^the head of a cluster at \S+ has 'vlora \S+ .*', this end 'vlora 9, .*'; install the same"
     with pytest.raises(BadConfig, match=other):
         ask(facts, version="9")
     with pytest.raises(Disconnected, match=r"^no connection to a head of a cluster at 127.0.0.1:1: .* starts a head$"):
         ask(facts, change=lambda address: Address(address.host, 1))
-    with pytest.raises(Disconnected, match=r"^Ray does not run on the head; it is started again"):
+    with pytest.raises(Disconnected, match=r"Ray does not run on the head; it is started again"):
         ask(None)
     check_versions(facts, "2.60.0")
     with pytest.raises(
@@ -239,7 +240,7 @@ def test_a_cluster_has_one_front_end_at_a_time(tmp_path: Path) -> None:
     async def main() -> None:
         async with a_head(facts_here(tmp_path)) as (address, lines):
             _, line = await ask_head(address, TOKEN, "10.0.0.7", front_end=True)
-            with pytest.raises(BadConfig, match=r"^the cluster has a front end already, at 10\.0\.0\.7; end it before"):
+            with pytest.raises(BadConfig, match=r"the cluster has a front end already, at 10\.0\.0\.7; end it before"):
                 await ask_head(address, TOKEN, "10.0.0.8", front_end=True)
             (await ask_head(address, TOKEN, "10.0.0.8")).line.close()  # a node joins
             line.close()

@@ -27,7 +27,7 @@ import pytest
 from tests.cluster.running import InThread, asked, check, outputs_of
 from tests.cluster.test_shipping import write
 from tests.processes import until
-from vlora.cluster.door import connect
+from vlora.cluster.connection import connect
 from vlora.cluster.members import Health
 from vlora.cluster.nodes.cluster import NodesCluster
 from vlora.cluster.nodes.plan import ClusterPlan, read_cluster_plan

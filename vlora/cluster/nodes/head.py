@@ -1,4 +1,4 @@
-"""The head of a cluster, run by `vlora cluster up`: Ray's control service, and the door at which machines join."""
+"""The head of a cluster, run by `vlora cluster up`: Ray's control service, and the listener at which machines join."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from vlora.cluster.door import Address, Certificate
 from vlora.cluster.nodes.certificates import Authority, own_addresses
 from vlora.cluster.nodes.content import adapter_digest, model_digest
-from vlora.cluster.nodes.join import Adapter, Facts, HeadDoor, python_version
+from vlora.cluster.nodes.join import Adapter, Facts, HeadListener, python_version
 from vlora.cluster.nodes.node import Machine, close_run, new_folder, new_key, until_stopped, write_files
 from vlora.cluster.nodes.plan import ClusterPlan, absolute_adapters
 from vlora.cluster.nodes.runs import HEAD, end_run, registered
@@ -28,6 +27,8 @@ from vlora.cluster.on_ray.processes import RayNode, RayStart
 from vlora.cluster.on_ray.settings import Folder, Ports, is_free, is_private
 from vlora.cluster.on_ray.site import Site
 from vlora.errors import BadConfig
+from vlora.wire.address import Address
+from vlora.wire.tls import Certificate
 
 
 def address_of(plan: ClusterPlan) -> str:
@@ -120,7 +121,7 @@ def taken_over(former: Folder, token: bytes, host: str) -> str | None:
 
 
 class _Head:
-    """A head's Ray, its door, and their files."""
+    """A head's Ray, its listener, and their files."""
 
     def __init__(
         self,
@@ -139,25 +140,27 @@ class _Head:
         self._key = key or new_key()
         self.folder = new_folder(token) if former is None or key is None else former
         self.ray = RayNode(self.folder, self._prepare, keeps_replicas=True)
-        self._door: HeadDoor | None = None
+        self._listener: HeadListener | None = None
         self._log: LogPipe | None = None
 
     async def open(self) -> None:
-        """Open the door, before Ray starts, so that an address in use is known at once."""
+        """Listen, before Ray starts, so that an address in use is known at once."""
         folder, host, authority = self.folder, self._machine.host, Authority()
         self._log = LogPipe(folder.log_pipe)
         certificates = authority.issue(host, own_addresses())
         write_files(folder, self._key, host, self._facts, self._machine, certificates)
         certificate = Certificate(f"{folder.path}/cert.pem", f"{folder.path}/key.pem")
         address = Address(host, self._plan.head.port)
-        self._door = await HeadDoor.open(address, self._token, certificate, authority, self._known, self._announce)
+        self._listener = await HeadListener.open(
+            address, self._token, certificate, authority, self._known, self._announce
+        )
 
     async def close(self) -> None:
         """End Ray, and the replicas unless they are in use: then the folder stays for the next head."""
         used = self._takes_over  # from a front end that has not come back since
-        if self._door is not None:
-            used = self._door.has_front_end or (used and not self._door.had_front_end)
-            self._door.close()
+        if self._listener is not None:
+            used = self._listener.has_front_end or (used and not self._listener.had_front_end)
+            self._listener.close()
         used = used and bool(replica_processes(self.folder))
         await close_run(self.ray, self.folder, self._log, keeps_replicas=used)
         if used:
@@ -167,8 +170,8 @@ class _Head:
         return self._facts if self.ray.runs else None
 
     async def _prepare(self) -> RayStart:
-        if self._door is not None:
-            self._door.drop()
+        if self._listener is not None:
+            self._listener.drop()
         self._facts = msgspec.structs.replace(self._facts, run=secrets.token_hex())
         if taken := [port for port in range(self.ports.first, self.ports.last + 1) if not is_free(port)]:
             raise BadConfig(f"port {taken[0]} is in use; choose other `ray_ports` in the plan, or end its program")

@@ -1,28 +1,26 @@
-"""The exchange between a head and a machine that joins: proof of the token, then the facts that all must share.
-
-The line is that of replicas (`door`): TLS, proof of the token, and one version on both ends.
-"""
+"""The handshake of a head and a machine that joins: TLS, proof of the token, and the facts that all must share."""
 
 from __future__ import annotations
 
 import asyncio
 import datetime
 import platform
-import socket
 from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
 
-from vlora.cluster.door import Address, Certificate, Door, Inbox, open_proved
-from vlora.cluster.handshake import Hello
+from vlora.cluster.connection import protocol
 from vlora.cluster.nodes.certificates import Authority, Certificates, own_addresses, utc_now
 from vlora.cluster.nodes.token import derived
-from vlora.engine.ipc.transport import ClientTransport
 from vlora.errors import BadConfig, Disconnected, Unauthorized, VLoraError
-from vlora.types import ErrorValue
+from vlora.wire.address import Address
+from vlora.wire.connection import Listener, connect
+from vlora.wire.framing import MessageTransport
+from vlora.wire.heartbeat import keep_alive
+from vlora.wire.tls import Certificate
 
-_BEAT_S = 1.0
+_SERVER = "head of a cluster"
 _SHOWN_TIME = "%Y-%m-%d %H:%M"
 
 
@@ -56,7 +54,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     adapters: dict[str, Adapter]
 
 
-class Join(msgspec.Struct, frozen=True, tag=True):
+class Join(msgspec.Struct, frozen=True):
     """A machine's message.
 
     Attributes:
@@ -70,7 +68,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     front_end: bool = False
 
 
-class Admitted(msgspec.Struct, frozen=True, tag=True):
+class Admitted(msgspec.Struct, frozen=True):
     """The head's answer.
 
     Attributes:
@@ -84,20 +82,11 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
     clock: datetime.datetime
 
 
-class Denied(msgspec.Struct, frozen=True, tag=True):
-    error: ErrorValue
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_to_head = msgspec.msgpack.Decoder(Join)
-_to_node = msgspec.msgpack.Decoder(Admitted | Denied)
-
-
 def python_version() -> str:
     return ".".join(platform.python_version_tuple()[:2])
 
 
-class HeadDoor:
+class HeadListener:
     """The head's end. Created by `open`.
 
     Attributes:
@@ -112,8 +101,8 @@ class HeadDoor:
         self._announce = announce
         self.had_front_end = False
         self._front_end: str | None = None  # its address
-        self._lines: set[ClientTransport] = set()
-        self._door: Door
+        self._connections: set[MessageTransport] = set()
+        self._listener: Listener
 
     @classmethod
     async def open(
@@ -124,7 +113,7 @@ class HeadDoor:
         authority: Authority,
         facts: Callable[[], Facts | None],
         announce: Callable[[str], None],
-    ) -> HeadDoor:
+    ) -> HeadListener:
         """Listen for machines.
 
         Args:
@@ -136,76 +125,54 @@ class HeadDoor:
         """
         self = cls(authority, facts, announce)
         secret = derived(token, "head").encode()
-        try:
-            self._door = await Door.open(address, secret, self._admit, certificate=certificate)
-        except BadConfig as error:
-            raise BadConfig(str(error).replace("the replica cannot listen", "the head cannot listen")) from error
+        self._listener = await Listener.open(address, protocol(_SERVER), secret, self._admit, certificate=certificate)
         return self
 
     @property
     def port(self) -> int:
-        return self._door.port
+        return self._listener.port
 
     @property
     def has_front_end(self) -> bool:
         return self._front_end is not None
 
     def close(self) -> None:
-        self._door.close()
+        self._listener.close()
         self.drop()
 
     def drop(self) -> None:
         """Close the connections of all machines. They ask again."""
-        for line in tuple(self._lines):
-            line.close()
+        for each in tuple(self._connections):
+            each.close()
 
-    def _admit(self, transport: ClientTransport, inbox: Inbox, hello: Hello, address: str) -> None:
-        inbox.hand_over(transport, lambda data: self._answer(transport, address, _to_head.decode(data)))
-
-    def _answer(self, transport: ClientTransport, address: str, join: Join) -> None:
+    def _admit(self, transport: MessageTransport, about: bytes, address: str) -> bytes:
+        join = msgspec.msgpack.decode(about, type=Join)
         host = join.host or address.rpartition(":")[0].strip("[]")
-        other = self._front_end
         if (facts := self._facts()) is None:
-            reply: Admitted | Denied = Denied(
-                ErrorValue("disconnected", "Ray does not run on the head; it is started again")
-            )
-        elif join.front_end and other is not None:
-            error = BadConfig(f"the cluster has a front end already, at {other}; end it before you start another one")
-            reply = Denied(ErrorValue.of(error))
-        else:
-            reply = Admitted(host, facts, self._authority.issue(host, join.addresses), self._authority.clock())
-            self._announce(f"{host} joins{' with the front end' if join.front_end else ''}")
-        transport.send(_encode(reply))
-        if isinstance(reply, Denied):
-            transport.close_after_sending()
-            return
+            raise Disconnected("Ray does not run on the head; it is started again")
+        if join.front_end and (other := self._front_end) is not None:
+            raise BadConfig(f"the cluster has a front end already, at {other}; end it before you start another one")
+        found = Admitted(host, facts, self._authority.issue(host, join.addresses), self._authority.clock())
+        self._announce(f"{host} joins{' with the front end' if join.front_end else ''}")
         if join.front_end:
             self._front_end, self.had_front_end = host, True
-        self._lines.add(transport)
-        notice_a_lost_peer(transport)
+        self._connections.add(transport)
+        keep_alive(transport.extra("socket"))
         transport.closed.add_done_callback(lambda closed: self._left(transport, closed, front_end=join.front_end))
+        return msgspec.msgpack.encode(found)
 
-    def _left(self, transport: ClientTransport, closed: asyncio.Future[None], *, front_end: bool) -> None:
+    def _left(self, transport: MessageTransport, closed: asyncio.Future[None], *, front_end: bool) -> None:
         closed.cancelled() or closed.exception()  # it has left in any way
-        self._lines.discard(transport)
+        self._connections.discard(transport)
         if front_end:
             self._front_end = None
-
-
-def notice_a_lost_peer(transport: ClientTransport) -> None:
-    """Let the system close the connection of a machine that has vanished, within seconds."""
-    found = transport.extra("socket")
-    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, option):
-            found.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 class Answer(NamedTuple):
     """A head's answer. line: the connection, which stays open as long as the head and its Ray."""
 
     admitted: Admitted
-    line: ClientTransport
+    line: MessageTransport
 
 
 async def ask_head(
@@ -224,23 +191,18 @@ async def ask_head(
         Disconnected: There is no head at the address, or its Ray does not run.
     """
 
-    async def exchange(transport: ClientTransport, inbox: Inbox) -> Answer:
-        transport.send(_encode(Join(host, own_addresses(), front_end)))
-        found = _to_node.decode(await inbox.get())
-        if isinstance(found, Denied):
-            raise found.error.to_exception()
-        notice_a_lost_peer(transport)
-        return Answer(found, transport)
-
+    join = Join(host, own_addresses(), front_end)
     secret = derived(token, "head").encode()
     try:
-        return await open_proved(
-            address, secret, exchange, tls=True, beat_s=_BEAT_S, version=version, peer="head of a cluster"
+        transport, _, welcome = await connect(
+            address, protocol(_SERVER, version), secret, tls=True, about=msgspec.msgpack.encode(join)
         )
     except Unauthorized as error:
         raise Unauthorized(f"the head at {address} has another token; copy its token file to this machine") from error
     except Disconnected as error:
         raise Disconnected(f"{error}; `vlora cluster up` starts a head") from error
+    keep_alive(transport.extra("socket"))
+    return Answer(msgspec.msgpack.decode(welcome, type=Admitted), transport)
 
 
 def check_clock(found: Admitted, clock: datetime.datetime | None = None) -> None:

@@ -11,7 +11,6 @@ import secrets
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
-from vlora.cluster.door import Address
 from vlora.cluster.nodes.certificates import Certificates
 from vlora.cluster.nodes.content import adapter_digest, model_digest
 from vlora.cluster.nodes.join import Admitted, Facts, ask_head, check_clock, check_content, check_versions
@@ -24,8 +23,9 @@ from vlora.cluster.on_ray.own_processes import end_all
 from vlora.cluster.on_ray.processes import RayNode, RayStart
 from vlora.cluster.on_ray.settings import Folder, Ports, is_free
 from vlora.cluster.on_ray.site import Site, variables_of, write_site
-from vlora.engine.ipc.transport import ClientTransport
 from vlora.errors import BadConfig, VLoraError
+from vlora.wire.address import Address
+from vlora.wire.framing import MessageTransport
 
 log = logging.getLogger("vlora.cluster")
 
@@ -106,7 +106,7 @@ class Membership:
         self._machine = machine
         self._front_end = front_end
         self._asking = asyncio.Lock()  # a connection that is forgotten would stay the front end's
-        self._line: ClientTransport | None = None
+        self._line: MessageTransport | None = None
         self._admitted: Admitted | None = None  # for the next start
         self._run = ""  # of the Ray that this one belongs to
 

@@ -11,10 +11,10 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator, Field, model_validator
 
 from vlora.cluster.adapter_sender import ShippingLimits
-from vlora.cluster.door import Address
 from vlora.cluster.on_ray.settings import Ports
 from vlora.plan_files.fields import AdapterName, Number, PlanModel, PlanPath, Whole
 from vlora.plan_files.reading import read_model
+from vlora.wire.address import Address
 
 _RANGE = re.compile(r"(\d{1,5})-(\d{1,5})")
 _MAX_PORT = 65_535

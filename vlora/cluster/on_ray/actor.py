@@ -24,7 +24,6 @@ import psutil
 
 from vlora.cluster import claim
 from vlora.cluster.claim import RunningReplica
-from vlora.cluster.framing import pack
 from vlora.cluster.on_ray.log_pipe import open_pipe
 from vlora.cluster.on_ray.own_processes import kill_replica
 from vlora.cluster.on_ray.settings import Folder
@@ -33,6 +32,7 @@ from vlora.cluster.replica import ReplicaSettings
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
 from vlora.types import ErrorValue
+from vlora.wire.framing import pack_value
 
 _LOOK_S = 0.05  # between two looks for what a starting replica publishes
 
@@ -175,7 +175,7 @@ class ReplicaActor:
             os.close(log)
         assert process.stdin is not None and process.stdout is not None
         with process.stdin, process.stdout:
-            process.stdin.write(pack(settings))
+            process.stdin.write(pack_value(settings))
             process.stdin.flush()
             line = process.stdout.readline()
         if line.startswith(b"{"):

@@ -15,7 +15,6 @@ from vlora.cluster.adapter_sender import ShippingLimits
 from vlora.cluster.adapter_state import AdapterState
 from vlora.cluster.autoscaler import Autoscaler
 from vlora.cluster.cluster import Cluster
-from vlora.cluster.door import Address
 from vlora.cluster.journal_file import JournalFile
 from vlora.cluster.members import Health, Member, alive, clients
 from vlora.cluster.on_ray import settings as ray_settings
@@ -34,6 +33,7 @@ from vlora.routing import Advice, RecordedRouter, Router
 from vlora.routing.scaling import DOWN_AFTER_S, UP_AFTER_S, ScalingSettings
 from vlora.types import EngineStats
 from vlora.types.replicas import DRAINING, SERVING, ClusterStatus
+from vlora.wire.address import Address
 
 log = logging.getLogger("vlora.cluster")
 

@@ -23,13 +23,14 @@ from ray.job_config import JobConfig
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from vlora.cluster import claim, framing
+from vlora.cluster import claim
 from vlora.cluster.on_ray import node_settings
 from vlora.cluster.on_ray import settings as ray_settings
 from vlora.cluster.on_ray.actor import NotOpened, Opened, ReplicaActor
 from vlora.cluster.on_ray.reports import DriverSettings, Event, Failed, Located, Lost, Need, Order, Restart, Scale
 from vlora.errors import BadConfig
 from vlora.types import ErrorValue
+from vlora.wire.framing import pack_value, read_value
 
 _WATCH_S = 60.0  # of one call that watches an actor; those of a killed driver end by then
 _FIRST_PAUSE_S = 0.2
@@ -100,7 +101,7 @@ class Driver:
 
     def say(self, event: Event) -> None:
         with self._saying:
-            self._out.write(framing.pack(event))
+            self._out.write(pack_value(event))
             self._out.flush()
 
     def _hold(self, name: str, place: int) -> None:
@@ -191,7 +192,7 @@ def machines() -> list[Machine]:
 
 
 def main() -> None:
-    settings = framing.read(sys.stdin.buffer, DriverSettings)
+    settings = read_value(sys.stdin.buffer, DriverSettings)
     # Ray writes pages to both when a process ends; the front end's log has its own lines about that.
     out, problems = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(2), "w")
     with open(settings.log_file, "ab") as log:
@@ -211,7 +212,7 @@ def main() -> None:
         os._exit(1)
     with contextlib.suppress(EOFError):  # the front end has closed it, or has ended
         while True:
-            order: Any = framing.read(sys.stdin.buffer, cast(Any, Order))
+            order: Any = read_value(sys.stdin.buffer, cast(Any, Order))
             match order:
                 case Scale(number=number):
                     driver.scale(number)

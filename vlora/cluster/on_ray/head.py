@@ -1,9 +1,8 @@
 """The process that runs Ray on a machine, and ends all that belongs to it and nothing else.
 
-Run as `python -m vlora.cluster.on_ray.head`, with a `HeadSettings` on stdin (`framing`). It writes a `HeadReport` to
-stdout, and ends Ray and the replicas when stdin ends, or only Ray where the settings say so. If Ray ends, so does this
-process, but replicas serve on.
-`ray stop` is never used: it ends every Ray of the machine.
+Run as `python -m vlora.cluster.on_ray.head`, with a `HeadSettings` on stdin. It writes a `HeadReport` to stdout, and
+ends Ray and the replicas when stdin ends, or only Ray where the settings say so. If Ray ends, so does this process, but
+replicas serve on. `ray stop` is never used: it ends every Ray of the machine.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from typing import IO
 
 import psutil
 
-from vlora.cluster import framing
 from vlora.cluster.on_ray.own_processes import end_all, end_ray
 from vlora.cluster.on_ray.reports import HeadReport, HeadSettings
 from vlora.cluster.on_ray.settings import Folder
+from vlora.wire.framing import pack_value, read_value
 
 _STARTED = "Ray runtime started"
 _SESSIONS = 3
@@ -47,7 +46,7 @@ def wait_started(output: IO[str], lines: deque[str]) -> bool:
 
 
 def main() -> None:
-    settings = framing.read(sys.stdin.buffer, HeadSettings)
+    settings = read_value(sys.stdin.buffer, HeadSettings)
     end_ray(settings.folder)  # of a head that was killed
     with contextlib.suppress(FileNotFoundError):
         os.unlink(settings.folder.last_address)
@@ -113,7 +112,7 @@ def _report(ray: subprocess.Popen[str], parts: list[psutil.Process]) -> None:
         with contextlib.suppress(psutil.Error):  # it has ended since
             parts += [each for each in psutil.Process(ray.pid).children() if each.name() in _PARTS]
     report = HeadReport("" if started else " / ".join(lines) or f"it ended with code {ray.wait()}")
-    sys.stdout.buffer.write(framing.pack(report))
+    sys.stdout.buffer.write(pack_value(report))
     sys.stdout.buffer.flush()
     for _ in ray.stdout:
         pass

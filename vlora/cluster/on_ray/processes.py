@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from vlora.cluster import framing
 from vlora.cluster.on_ray.actor import ActorSettings
 from vlora.cluster.on_ray.reports import (
     DriverSettings,
@@ -31,6 +30,7 @@ from vlora.cluster.on_ray.reports import (
 from vlora.cluster.on_ray.settings import Folder, Ports
 from vlora.errors import EngineDead, VLoraError
 from vlora.types import ErrorValue
+from vlora.wire.framing import pack_value, receive_value
 
 log = logging.getLogger("vlora.cluster")
 
@@ -64,7 +64,7 @@ class Process:
             start_new_session=True,
         )
         self = cls(process)
-        self._stdin.write(framing.pack(settings))
+        self._stdin.write(pack_value(settings))
         return self
 
     @property
@@ -72,7 +72,7 @@ class Process:
         return self._process.pid
 
     def send(self, value: Any) -> None:
-        self._stdin.write(framing.pack(value))
+        self._stdin.write(pack_value(value))
 
     async def wait(self) -> int:
         return await self._process.wait()
@@ -167,7 +167,7 @@ class RayNode:
         self.head = await Process.start("vlora.cluster.on_ray.head", settings, start.environ)
         problem = "it ended"
         with contextlib.suppress(asyncio.IncompleteReadError):
-            problem = (await framing.receive(self.head.output, HeadReport)).problem
+            problem = (await receive_value(self.head.output, HeadReport)).problem
         if problem:
             await self.head.end(_HEAD_STOP_S)  # with stdin open, so that it keeps the folder for the next start
             self.head = None
@@ -300,7 +300,7 @@ class RayProcesses(RayNode):
         """Pass on events until the driver ends."""
         try:
             while True:
-                event = await framing.receive(driver.output, Event)
+                event = await receive_value(driver.output, Event)
                 if isinstance(event, Located):
                     self._homes[event.name] = event.at.node
                 self._heard = True

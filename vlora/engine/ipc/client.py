@@ -18,12 +18,12 @@ from vlora.engine.host_resources import thread_waiting
 from vlora.engine.interface import EngineInterface
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.load_reports import WatchedLoad
-from vlora.engine.ipc.transport import ClientTransport, UnreadableMessage
 from vlora.engine.operations import KeepAdapters, LoadAdapter, Operation, RegisterAdapters
 from vlora.engine.output_stream import OutputStream
 from vlora.engine.snapshot import EngineLoad
 from vlora.errors import BadRequest, EngineDead
 from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput
+from vlora.wire.framing import MessageTransport, UnreadableMessage
 
 ENGINE_COMMAND = (sys.executable, "-m", "vlora.engine.ipc.worker")
 
@@ -55,7 +55,7 @@ class EngineProcess(Protocol):
 class EngineClient(EngineInterface):
     """Created by `start`. Belongs to the event loop that started it."""
 
-    def __init__(self, process: EngineProcess, transport: ClientTransport, ready: messages.Ready) -> None:
+    def __init__(self, process: EngineProcess, transport: MessageTransport, ready: messages.Ready) -> None:
         self.ready = ready
         self.pong: messages.Pong | None = None
         """The last answer to `ping`."""
@@ -276,7 +276,7 @@ class EngineClient(EngineInterface):
 
 async def start_process(
     config: EngineConfig, *, command: Sequence[str] = ENGINE_COMMAND
-) -> tuple[asyncio.subprocess.Process, ClientTransport, messages.Ready]:
+) -> tuple[asyncio.subprocess.Process, MessageTransport, messages.Ready]:
     """Start an engine process and wait until its model is loaded.
 
     Args:
@@ -291,7 +291,7 @@ async def start_process(
     """
     first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
     here, there = socket.socketpair()
-    transport = await ClientTransport.open(here, first.set_result)
+    transport = await MessageTransport.open(here, first.set_result)
     process: asyncio.subprocess.Process | None = None
     try:
         with there:

@@ -15,7 +15,7 @@ from vlora.config import ServerConfig
 from vlora.errors import BadConfig
 from vlora.server.http.protocol import BoundedProtocol
 from vlora.server.security.connection_limits import connection_share
-from vlora.tls import server_context
+from vlora.wire.tls import server_context
 
 # Longer than clients keep an idle connection (5 s is usual), so that no request arrives on a closed connection.
 KEEP_ALIVE_S = 30

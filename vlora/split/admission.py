@@ -1,27 +1,29 @@
-"""The executor's side of a greeting: TLS, token, fingerprint, shared memory. Runs in a thread for each new client."""
+"""Admission of clients to a base executor: TLS, token, fingerprint, shared memory. A thread for each new client."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import logging
 import os
-import secrets
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from vlora.auth_rate_limit import AuthRateLimit
 from vlora.config import Token
 from vlora.errors import BadConfig, OverCapacity, Unauthorized, VLoraError
-from vlora.split import challenge, transport
+from vlora.split import transport
 from vlora.split.executor import BaseExecutor
-from vlora.split.frames import MAX_GREETING_BYTES, NONCE_BYTES, PROTOCOL, Challenge, Hello, Proof, Refused, Welcome
+from vlora.split.frames import PROTOCOL, BaseInfo, ClientInfo
 from vlora.split.peer import Peer
+from vlora.wire import framing, handshake
+from vlora.wire.handshake import printable
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +42,10 @@ class Limits:
     max_rows: int = 4096
     half_bytes: int = 32 * 2**20
     stall_s: float = 10.0
-    greeting_s: float = 10.0
+    handshake_s: float = 10.0
 
 
-class Greeter:
+class Admission:
     """Admits clients. Thread-safe.
 
     Attributes:
@@ -57,7 +59,6 @@ class Greeter:
         *,
         tokens: Sequence[Token] = (),
         tls: ssl.SSLContext | None = None,
-        rate_limit: AuthRateLimit | None = None,
         places: threading.Semaphore,
     ) -> None:
         """tls: for TCP; Unix sockets never use it. places: for clients; the server releases them."""
@@ -65,18 +66,18 @@ class Greeter:
         self._limits = limits
         self.tokens = tokens
         self._tls = tls
-        self._rate_limit = rate_limit
+        self._rate_limit = AuthRateLimit()
         self._places = places
 
-    def greet(self, sock: socket.socket) -> Peer | None:
+    def admit(self, sock: socket.socket) -> Peer | None:
         """Admit a client; None if it was refused: its connection is closed, with one line in the log."""
         local = sock.family == socket.AF_UNIX
         origin = "a local client" if local else "a client over TCP"
-        deadline = time.monotonic() + self._limits.greeting_s
+        deadline = time.monotonic() + self._limits.handshake_s
         try:
             if not local:
                 origin = str(sock.getpeername()[0])  # fails if the client is gone already
-            sock.settimeout(self._limits.greeting_s)
+            sock.settimeout(self._limits.handshake_s)
             transport.tune(sock)
             if self._tls is not None and not local:
                 sock = self._tls.wrap_socket(sock, server_side=True)
@@ -84,42 +85,57 @@ class Greeter:
         except VLoraError as error:
             log.warning("%s was refused: %s", origin, error)
             with contextlib.suppress(OSError):
-                transport.send_message(sock, Refused(error.code, str(error)))
+                framing.send(sock, handshake.refusal(error))
         except (OSError, msgspec.MsgspecError) as error:
-            log.warning("%s was not admitted: %s", origin, _reason(error))
+            log.warning("%s was refused: %s", origin, _reason(error))
         sock.close()
         return None
 
     def _admitted(self, sock: socket.socket, origin: str, deadline: float) -> Peer:
-        """Exchange the greeting's messages. Raises VLoraError, OSError, MsgspecError."""
-        limits, executor = self._limits, self._executor
-        hello = transport.receive_message(sock, Hello, MAX_GREETING_BYTES, deadline)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        transport.send_message(sock, Challenge(nonce, bool(self.tokens)))
-        proof = transport.receive_message(sock, Proof, MAX_GREETING_BYTES, deadline)
-        if hello.protocol != PROTOCOL:
+        """Raises VLoraError, OSError, MsgspecError."""
+        is_counted = sock.family != socket.AF_UNIX
+        tokens: dict[bytes, Token] = {}
+
+        def secrets_now() -> Collection[bytes]:
+            if is_counted:
+                self._rate_limit.check(origin)
+            tokens.update((token.secret.encode(), token) for token in self.tokens)
+            return tokens
+
+        def count() -> None:
+            if is_counted:
+                self._rate_limit.record_failure(origin)
+
+        found = handshake.run(
+            handshake.admit(PROTOCOL, secrets_now, peer=origin, on_wrong=count),
+            lambda data: framing.send(sock, data),
+            lambda: framing.receive(sock, handshake.MAX_BYTES, deadline),
+        )
+        token = None if found.secret is None else tokens[found.secret]
+        if token is not None and token.expires is not None and has_expired(token):
+            count()
+            raise Unauthorized(f"the token expired at {token.expires.astimezone(datetime.UTC):%Y-%m-%d %H:%M} UTC")
+        client = msgspec.msgpack.decode(found.about, type=ClientInfo)
+        if client.fingerprint not in ("", self._executor.fingerprint):
             raise BadConfig(
-                f"the client speaks protocol {hello.protocol}, this executor {PROTOCOL}; update one of them"
-            )
-        token = self._authenticate(None if sock.family == socket.AF_UNIX else origin, proof, hello, nonce)
-        if hello.fingerprint not in ("", executor.fingerprint):
-            raise BadConfig(
-                f"another base model is served here now ({executor.name}); restart the client with this model"
+                f"another base model is served here now ({self._executor.name}); restart the client with this model"
             )
         if not self._places.acquire(blocking=False):
-            raise OverCapacity(f"this base executor has {limits.max_clients} clients, its maximum; try again later")
+            raise OverCapacity(
+                f"this base executor has {self._limits.max_clients} clients, its maximum; try again later"
+            )
         try:
-            return self._welcomed(sock, origin, hello, nonce, token)
+            return self._welcomed(sock, origin, client, found, token)
         except BaseException:
             self._places.release()
             raise
 
-    def _welcomed(self, sock: socket.socket, origin: str, hello: Hello, nonce: bytes, token: Token | None) -> Peer:
+    def _welcomed(
+        self, sock: socket.socket, origin: str, client: ClientInfo, found: handshake.Admitted, token: Token | None
+    ) -> Peer:
         """Describe the base to an admitted client. Raises OSError."""
         local, limits, executor = sock.family == socket.AF_UNIX, self._limits, self._executor
-        own = b"" if token is None else challenge.prove(token.secret, "base", hello.nonce, nonce)
-        welcome = Welcome(
-            own,
+        info = BaseInfo(
             executor.name,
             executor.fingerprint,
             str(executor.dtype).removeprefix("torch."),
@@ -129,40 +145,30 @@ class Greeter:
             limits.half_bytes,
             executor.instance,
         )
-        name = "".join(letter for letter in hello.client[:80] if letter.isprintable())
-        name = f"client {name!r} at {origin}" if not local else f"client {name!r}"
-        if not (local and hello.shared_memory):
-            transport.send_message(sock, welcome)
+        welcome = found.welcome(msgspec.msgpack.encode(info))
+        name = f"client {printable(client.client)!r}" + ("" if local else f" at {origin}")
+        if not (local and client.shared_memory):
+            framing.send(sock, welcome)
             return Peer(sock, name, None, limits.half_bytes, lambda: self._permits(token))
         descriptor = transport.create_shared_memory(2 * limits.half_bytes)
         try:
             slot = transport.map_memory(descriptor, 2 * limits.half_bytes)
-            transport.send_message(sock, welcome, (descriptor,))
+            framing.send(sock, welcome, (descriptor,))
         finally:
             os.close(descriptor)
         return Peer(sock, name, slot, 0, lambda: self._permits(token))
 
     def _permits(self, token: Token | None) -> bool:
-        return token is None or (token in self.tokens and not challenge.has_expired(token))
+        return token is None or (token in self.tokens and not has_expired(token))
 
-    def _authenticate(self, origin: str | None, proof: Proof, hello: Hello, nonce: bytes) -> Token | None:
-        """The client's token. origin: where wrong tokens are counted; None for clients on this machine."""
-        if self._rate_limit is None or origin is None:
-            return challenge.check(self.tokens, proof.digest, hello.nonce, nonce)
-        self._rate_limit.check(origin)
-        try:
-            return challenge.check(self.tokens, proof.digest, hello.nonce, nonce)
-        except Unauthorized:
-            if proof.digest:
-                self._rate_limit.record_failure(origin)
-            raise
+
+def has_expired(token: Token) -> bool:
+    return token.expires is not None and datetime.datetime.now(datetime.UTC) >= token.expires
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, TimeoutError):
-        return "the greeting was not completed in time"
+        return "the handshake was not completed in time"
     if isinstance(error, ssl.SSLError):
         return f"no TLS connection: {transport.tls_reason(error)}"
-    if isinstance(error, msgspec.MsgspecError):
-        return "its greeting is not of this protocol"
     return str(error) or type(error).__name__

@@ -1,0 +1,43 @@
+"""Addresses of listening sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+from typing import NamedTuple
+
+from vlora.errors import BadConfig
+
+
+class Address(NamedTuple):
+    """A host and a port (0: any free port), or a Unix socket's path."""
+
+    host: str
+    port: int
+    path: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read HOST:PORT or unix:PATH. Raises BadConfig."""
+        kind, colon, path = text.partition(":")
+        if kind == "unix" and colon:
+            if not path or len(os.fsencode(path)) > 100:  # the kernel's limit is 108 bytes
+                raise BadConfig(f"address {text!r} has no path, or one of over 100 bytes; write unix:PATH")
+            return cls("", 0, path)
+        host, colon, port = text.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise BadConfig(f"address {text!r} is not valid; write HOST:PORT or unix:PATH")
+        return cls(host.removeprefix("[").removesuffix("]"), int(port))
+
+    def __str__(self) -> str:
+        if self.path:
+            return f"unix:{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only processes of this machine can connect."""
+        with contextlib.suppress(ValueError):
+            return bool(self.path) or ipaddress.ip_address(self.host).is_loopback
+        return self.host == "localhost"
