@@ -122,13 +122,13 @@ class Budget(NamedTuple):
 
 
 BUDGETS = (
-    Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_060, 2_200),
+    Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_020, 2_200),
     Budget("vlora/client", 1_740, 900),
     Budget("vlora/server", 8_660, 4_900),
     Budget("vlora/engine vlora/parallel", 7_100, 4_900),
     Budget("vlora/orchestrator vlora/routing", 5_560, 4_000),
     Budget("vlora/memory vlora/lora vlora/models", 11_660, 8_300),
-    Budget("vlora/cluster", 8_040, 3_700),
+    Budget("vlora/cluster", 8_000, 3_700),
     Budget("vlora/wire", 880, 1_000),
     Budget("vlora/split", 2_580, 1_600),
     Budget("vlora/training vlora/learning fusion/training", 7_340, 4_500),

@@ -93,7 +93,7 @@ def main() -> None:
     executor = BaseExecutor(frozen_layers(load_base(args.folder, args.dtype)), name=args.folder)
     limits = Limits()
     server = BaseServer(executor, _queue(args.policy), limits)
-    admission = Admission(executor, limits, places=server.places)
+    admission = Admission(executor, limits, client_slots=server.client_slots)
     server.listen(transport.listen(Address.parse(args.address)), admission)
     print("ready", flush=True)
     parent = os.getppid()  # without the bench, nothing else would end this process

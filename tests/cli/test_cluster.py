@@ -221,7 +221,7 @@ def test_ports_of_ray_in_use_are_reported(vlora_command: Vlora, folder: Path) ->
 
 @contextlib.contextmanager
 def head(facts: Facts) -> Iterator[str]:
-    """The address of a head's door, in a thread."""
+    """The address of a head, in a thread."""
     loop, opened, done = asyncio.new_event_loop(), queue.SimpleQueue[str](), asyncio.Event()
 
     async def main() -> None:

@@ -300,7 +300,7 @@ class _Line:
 
 
 def connecting(replicas: dict[int, LocalReplica]) -> Callable[..., Coroutine[Any, Any, EngineClient]]:
-    """In place of `door.connect`. replicas: by port."""
+    """In place of `connection.connect`. replicas: by port."""
 
     async def connect(address: Address, *_: Any, **__: Any) -> EngineClient:
         try:

@@ -176,11 +176,11 @@ def test_the_processes_that_a_start_makes(here: Here) -> None:
         actor = psutil.Process(pids.actor)
         assert not any("libtorch" in found.path for found in actor.memory_maps())
         assert actor.memory_full_info().pss < 120 << 20
-    # Ray listens on all addresses, on the announced ports only; doors listen on loopback.
-    doors, open_ports = {member.address.port for member in here.cluster.members.values()}, set[int]()
+    # Ray listens on all addresses, on the announced ports only; replicas listen on loopback.
+    replica_ports, open_ports = {member.address.port for member in here.cluster.members.values()}, set[int]()
     for process in own_processes(here.cluster.folder):
         for found in process.net_connections("inet"):
-            if found.status == psutil.CONN_LISTEN and found.laddr.port not in doors:
+            if found.status == psutil.CONN_LISTEN and found.laddr.port not in replica_ports:
                 open_ports.add(found.laddr.port)
     ports = here.cluster.ray.ports
     assert ports.control in open_ports and all(ports.first <= port <= ports.last for port in open_ports), open_ports
@@ -341,7 +341,7 @@ def test_replicas_follow_the_load_until_an_operator_sets_their_number(here: Here
 
 @pytest.mark.exhaustive
 def test_a_replica_that_does_not_start_is_reported_and_tried_again_or_given_up(here: Here) -> None:
-    unusable = Path(here.cluster.folder.claim_file("replica-2"))
+    unusable = Path(here.cluster.folder.lock_file("replica-2"))
     unusable.unlink(missing_ok=True)
     unusable.mkdir()
     with pytest.raises(EngineDead, match=r"^replica-2 does not start: IsADirectoryError: .*; it is tried again$"):

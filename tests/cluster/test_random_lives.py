@@ -16,8 +16,8 @@ from tests.cluster.in_process import LocalReplica, Maker, run_virtually, virtual
 from tests.cluster.running import asked, check, outputs_of
 from tests.cluster.sleeping_engine import expected
 from tests.example_counts import scaled
-from vlora.cluster.flight import Flight
-from vlora.cluster.flights import Flights
+from vlora.cluster.in_flight_request import InFlightRequest
+from vlora.cluster.in_flight_requests import InFlightRequests
 from vlora.cluster.members import Health
 from vlora.cluster.status import Events
 from vlora.errors import Aborted, BadAdapter, EngineDead
@@ -281,7 +281,7 @@ class Fleet:
         self.router = Router(rule, over=1.0)
         self.lines: dict[str, Line] = {}
         self.left: dict[str, Callable[[], None]] = {}  # the next step of a replica's end
-        self.flights = Flights(
+        self.in_flight = InFlightRequests(
             self.router,
             Events(),
             lambda name: None if name is None else self.lines.get(name),  # type: ignore[arg-type, return-value]
@@ -290,14 +290,14 @@ class Fleet:
 
     def _bar(self, replica: str, adapter: str) -> None:
         if replica in self.router.replicas:
-            self.flights.send(self.router.bar(replica, adapter))
+            self.in_flight.send(self.router.bar(replica, adapter))
 
     def join(self, name: str) -> None:
         self.lines[name] = Line(name)
-        self.flights.send(self.router.join(name, Room(max_batch_size=4, blocks=24)))
+        self.in_flight.send(self.router.join(name, Room(max_batch_size=4, blocks=24)))
 
     def drain(self, name: str, draining: bool) -> None:
-        self.flights.send(self.router.drain(name, draining))
+        self.in_flight.send(self.router.drain(name, draining))
 
     def arrive(self, name: str) -> None:
         """All messages of a replica arrive, around one step of it."""
@@ -318,7 +318,7 @@ class Fleet:
 
         def leave() -> None:
             del self.lines[name], self.left[name]
-            self.flights.replica_left(name, "lost", died=True)
+            self.in_flight.replica_left(name, "lost", died=True)
 
         self.left[name] = leave
         line.end()
@@ -329,7 +329,7 @@ class Fleet:
 
         def leave() -> None:
             del self.left[name]
-            self.flights.replica_left(name, "removed", died=False)
+            self.in_flight.replica_left(name, "removed", died=False)
 
         def end() -> None:
             self.left[name] = leave
@@ -345,7 +345,7 @@ class Order:
         self.draws = random.Random(seed)
         self.weights = [2 ** self.draws.uniform(-3, 3) for _ in EVENTS]
         self.fleet = Fleet(self.draws.choice(["placed", "punica", "where_it_is"]))
-        self.flights = self.fleet.flights
+        self.in_flight = self.fleet.in_flight
         self.asked: dict[str, Request] = {}
         self.found: dict[str, list[RequestOutput]] = {}
         self.abandoned: set[str] = set()
@@ -362,7 +362,7 @@ class Order:
             self.happen()
             await asyncio.sleep(self.draws.choice([0.0] * 20 + [0.3]))
         for _ in range(1000):
-            if not self.flights.open:
+            if not self.in_flight.open:
                 break
             self.heal()
             await asyncio.sleep(0.1)
@@ -381,10 +381,10 @@ class Order:
                 self.ask()
             case "cancel":
                 self.cancel_some(name)
-            case "abandon" if self.flights.open:
-                flight: Flight = self.flights.open[draws.choice(list(self.flights.open))]
-                self.abandoned.add(flight.request.request_id)
-                self.flights.abandon(flight)
+            case "abandon" if self.in_flight.open:
+                in_flight: InFlightRequest = self.in_flight.open[draws.choice(list(self.in_flight.open))]
+                self.abandoned.add(in_flight.request.request_id)
+                self.in_flight.abandon(in_flight)
             case "take" if line and line.to_engine:
                 line.take()
             case "step" if line:
@@ -398,7 +398,7 @@ class Order:
             case "consolidate":
                 self.recalled += self.consolidate()
             case "refuse":
-                self.flights.refuse()
+                self.in_flight.refuse()
             case "die" if line and name not in fleet.left:
                 fleet.die(name)
             case "remove" if line and name not in fleet.left and fleet.router.replicas[name].draining:
@@ -415,14 +415,14 @@ class Order:
 
     def cancel_some(self, name: str) -> None:
         """Cancel about half of the requests of a replica."""
-        for request_id in [each for each in self.flights.open if self.fleet.router.where(each) == name]:
+        for request_id in [each for each in self.in_flight.open if self.fleet.router.where(each) == name]:
             if self.draws.random() < 0.5:
-                self.flights.cancel(request_id)
+                self.in_flight.cancel(request_id)
 
     def consolidate(self) -> int:
         """Returns the number of recalled requests."""
         waited = self.fleet.router.num_waiting > 0
-        return waited * self.flights.consolidate()
+        return waited * self.in_flight.consolidate()
 
     def ask(self) -> None:
         request_id = f"r{len(self.asked)}"
@@ -430,7 +430,7 @@ class Order:
         adapter = self.draws.choice([None, None, BROKEN])
         self.asked[request_id] = request_of(request_id, num_prompt, num_tokens, adapter=adapter)
         self.found[request_id] = []
-        self.flights.add(self.asked[request_id], self.found[request_id].append)
+        self.in_flight.add(self.asked[request_id], self.found[request_id].append)
 
     def heal(self) -> None:
         """All replicas serve and all messages arrive."""
@@ -440,10 +440,10 @@ class Order:
                 self.fleet.join(name)
             self.fleet.drain(name, False)
             self.fleet.arrive(name)
-        self.flights.refuse()
+        self.in_flight.refuse()
 
     def check(self) -> None:
-        assert not self.flights.open, "a request waits for ever"
+        assert not self.in_flight.open, "a request waits for ever"
         self.fleet.router.check_integrity()
         assert not self.fleet.router.num_waiting
         assert not any(standing.holds for standing in self.fleet.router.replicas.values())
@@ -485,7 +485,7 @@ async def test_a_recall_that_ends_one_request_and_so_places_another() -> None:
     found: dict[str, list[RequestOutput]] = {}
 
     def ask(name: str, num_prompt: int) -> None:
-        fleet.flights.add(request_of(name, num_prompt), found.setdefault(name, []).append)
+        fleet.in_flight.add(request_of(name, num_prompt), found.setdefault(name, []).append)
 
     fleet.join("a")
     ask("older", 1)
@@ -495,10 +495,10 @@ async def test_a_recall_that_ends_one_request_and_so_places_another() -> None:
     ask("large", 20)  # more than b has left
     assert fleet.router.is_waiting("large") and fleet.router.where("newer") == "a"
     fleet.drain("a", True)
-    fleet.flights.cancel("newer")
+    fleet.in_flight.cancel("newer")
     fleet.remove("a")
     # Both are recalled: the newer one has b's last place, and ends at once, so the older one has it.
-    assert fleet.flights.consolidate() == 2
+    assert fleet.in_flight.consolidate() == 2
     assert fleet.router.where("older") == "b" and found["newer"][-1].finish_reason == "cancelled"
     fleet.leave("a")
     for _ in range(12):
@@ -514,8 +514,8 @@ async def test_any_number_of_requests_may_end_while_a_replica_joins() -> None:
     fleet = Fleet("placed")
     found: list[RequestOutput] = []
     for number in range(600):
-        fleet.flights.add(request_of(f"r{number}", max_latency_s=1.0), found.append)
+        fleet.in_flight.add(request_of(f"r{number}", max_latency_s=1.0), found.append)
     await asyncio.sleep(1.1)
     fleet.join("a")
-    assert not fleet.flights.open and not fleet.router.num_waiting
+    assert not fleet.in_flight.open and not fleet.router.num_waiting
     assert [output.error and output.error.code for output in found] == ["deadline_missed"] * 600

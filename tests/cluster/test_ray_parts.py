@@ -1,4 +1,4 @@
-"""What starts replicas on machines, without Ray: settings, places, ports, the driver's reports, and the actor."""
+"""What starts replicas on machines, without Ray: settings, slots, ports, the driver's reports, and the actor."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ import psutil
 import pytest
 
 from tests.processes import PATIENCE_S, until
-from vlora.cluster import claim
+from vlora.cluster import process_lock
 from vlora.cluster.nodes.certificates import Authority
 from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.actor import ActorSettings, NotOpened, Opened, ReplicaActor
 from vlora.cluster.on_ray.cluster import with_shared_cores
-from vlora.cluster.on_ray.driver import Machine, Places
+from vlora.cluster.on_ray.driver import Machine, NodeSlots
 from vlora.cluster.on_ray.log_pipe import LogPipe
+from vlora.cluster.on_ray.node_settings import NodeSettings, taken_slot, write_node
 from vlora.cluster.on_ray.own_processes import end_all, replica_processes
 from vlora.cluster.on_ray.reports import DriverSettings, Event, Failed, Need, replica_names
-from vlora.cluster.on_ray.settings import Folder, Ports, is_free
-from vlora.cluster.on_ray.site import SITE_VARIABLE, Site, taken_slot, write_site
+from vlora.cluster.on_ray.settings import NODE_VARIABLE, Folder, Ports, is_free
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
 from vlora.types import ErrorValue
@@ -79,7 +79,7 @@ def test_paths_versions_and_ports(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     given = [int(flag.rpartition("=")[2]) for flag in Ports(20_000, 4).flags()]
     assert [port for port in given if port] == [*range(20_000, 20_008), 20_010, 20_041]
     # Each way to Ray has an address, and none is a default.
-    assert settings.connection(Ports(20_000, 2))["address"] == "127.0.0.1:20000"
+    assert settings.connection(Folder("/tmp/f"), "127.0.0.1:20000")["address"] == "127.0.0.1:20000"
     command = settings.start_command(Folder("/tmp/f"), Ports(20_000, 2))
     assert {"--include-dashboard=false", "--disable-usage-stats"} <= set(command)
 
@@ -105,7 +105,7 @@ def test_replicas_divide_the_cores_and_have_fixed_gpus(monkeypatch: pytest.Monke
 
 def actor_settings(tmp_path: Path, config: EngineConfig, command: tuple[str, ...]) -> bytes:
     (tmp_path / "secret").write_bytes(b"a secret of more than 16 bytes")
-    files: dict[str, Any] = {"secret_file": str(tmp_path / "secret"), "claim_file": str(tmp_path / "claim")}
+    files: dict[str, Any] = {"secret_file": str(tmp_path / "secret"), "lock_file": str(tmp_path / "lock")}
     settings = ActorSettings(
         config=config, log_pipe=str(tmp_path / "log"), command=command, environ={}, alone_s=60.0, **files
     )
@@ -140,25 +140,25 @@ ONE, TWO = (
 )
 
 
-def chosen(places: Places, name: str, *machines: Machine) -> str:
-    found = places.choose(name, machines)
+def chosen(slots: NodeSlots, name: str, *machines: Machine) -> str:
+    found = slots.choose(name, machines)
     assert found is not None
     return found.key
 
 
 def test_replicas_go_where_the_most_room_is_and_stay() -> None:
-    places = Places(Need(cpus=2), {})
-    found = [chosen(places, f"r{index}", ONE, TWO) for index in range(6)]
+    slots = NodeSlots(Need(cpus=2), {})
+    found = [chosen(slots, f"r{index}", ONE, TWO) for index in range(6)]
     assert found == ["vlora-2", "vlora-2", "vlora-1", "vlora-2", "vlora-1", "vlora-2"]
-    assert chosen(places, "r2", ONE, TWO) == "vlora-1"
+    assert chosen(slots, "r2", ONE, TWO) == "vlora-1"
     with pytest.raises(BadConfig) as caught:
-        places.choose("r6", [ONE, TWO])
+        slots.choose("r6", [ONE, TWO])
     assert str(caught.value) == (
         "no machine has room for r6, which needs 2 CPUs; 10.0.0.1 has 4 CPUs and 2 replicas, 10.0.0.2 has 8 CPUs and 4 "
         "replicas; let another machine join, or change `replicas` in the plan"
     )
-    places.leave("r0")
-    assert chosen(places, "r6", ONE, TWO) == "vlora-2"
+    slots.leave("r0")
+    assert chosen(slots, "r6", ONE, TWO) == "vlora-2"
     # The scarcest resource decides.
     scarce = ((Need(cpus=4), [1, 2]), (Need(cpus=1, gpus=1), [2, 0]), (Need(cpus=1, memory_bytes=4 << 30), [2, 8]))
     for need, room in scarce:
@@ -167,18 +167,18 @@ def test_replicas_go_where_the_most_room_is_and_stay() -> None:
 
 def test_a_replica_of_a_lost_machine_or_that_does_not_start_gets_another_one() -> None:
     """A later driver waits for the machine of a running replica, for a time."""
-    places = Places(Need(cpus=2), {})
-    found = [chosen(places, "r", *machines) for machines in ((ONE, TWO), (ONE,), (ONE, TWO))]
+    slots = NodeSlots(Need(cpus=2), {})
+    found = [chosen(slots, "r", *machines) for machines in ((ONE, TWO), (ONE,), (ONE, TWO))]
     assert found == ["vlora-2", "vlora-1", "vlora-1"]
     with pytest.raises(BadConfig, match="which needs 2 CPUs; none has joined; let another"):
-        places.choose("other", [])
-    places, third, tried = Places(Need(cpus=4), {}), ONE._replace(key="vlora-3", cpus=2), []  # which has no room
+        slots.choose("other", [])
+    slots, third, tried = NodeSlots(Need(cpus=4), {}), ONE._replace(key="vlora-3", cpus=2), []  # which has no room
     for _ in range(4):
-        tried.append(chosen(places, "r", ONE, TWO, third))
-        places.fail("r")
+        tried.append(chosen(slots, "r", ONE, TWO, third))
+        slots.fail("r")
     assert tried == ["vlora-2", "vlora-1", "vlora-2", "vlora-1"]
-    assert chosen(places, "other", ONE, TWO, third) == "vlora-2"
-    later = [Places(Need(cpus=2), {"r": "vlora-2"}) for _ in range(3)]
+    assert chosen(slots, "other", ONE, TWO, third) == "vlora-2"
+    later = [NodeSlots(Need(cpus=2), {"r": "vlora-2"}) for _ in range(3)]
     assert later[0].choose("r", [ONE], wait_for_home=True) is None
     assert [chosen(later[0], "r", ONE, TWO), chosen(later[1], "r", ONE)] == ["vlora-2", "vlora-1"]  # after its patience
     assert chosen(later[2], "r", ONE, TWO) == "vlora-2"
@@ -186,11 +186,11 @@ def test_a_replica_of_a_lost_machine_or_that_does_not_start_gets_another_one() -
     assert found_again is not None and found_again.key == "vlora-1"
 
 
-def a_site(tmp_path: Path, *, ports: int = 3, num_gpus: int = 0, **variables: str) -> Site:
+def a_node(tmp_path: Path, *, ports: int = 3, num_gpus: int = 0, **variables: str) -> NodeSettings:
     # Above the ports that the system gives to connections.
     first = next(first for first in range(61_000, 65_000, 10) if all(map(is_free, range(first, first + ports))))
     files = {"cert_file": "c", "key_file": "k", "model": "m", "host": "127.0.0.1"}
-    return Site(
+    return NodeSettings(
         key="vlora-1",
         folder=str(tmp_path),
         first_port=first,
@@ -202,54 +202,54 @@ def a_site(tmp_path: Path, *, ports: int = 3, num_gpus: int = 0, **variables: st
 
 
 def test_replicas_of_a_machine_have_different_ports_and_gpus(tmp_path: Path) -> None:
-    site = a_site(tmp_path, num_gpus=5, CUDA_VISIBLE_DEVICES="3,4,5,6,7")
-    with taken_slot(site, 2) as one, taken_slot(site, 2) as two:
+    node = a_node(tmp_path, num_gpus=5, CUDA_VISIBLE_DEVICES="3,4,5,6,7")
+    with taken_slot(node, 2) as one, taken_slot(node, 2) as two:
         assert (one.place, two.place) == (0, 1)
-        assert [site.environ(slot.place, 2)["CUDA_VISIBLE_DEVICES"] for slot in (one, two)] == ["3,4", "5,6"]
+        assert [node.environ(slot.place, 2)["CUDA_VISIBLE_DEVICES"] for slot in (one, two)] == ["3,4", "5,6"]
         with pytest.raises(
             BadConfig, match=r"^127\.0\.0\.1 has 5 GPUs, which 2 replicas use; let another machine join"
         ):
-            taken_slot(site, 2).__enter__()
-    with taken_slot(site, 2) as again:
+            taken_slot(node, 2).__enter__()
+    with taken_slot(node, 2) as again:
         assert again.place == 0
 
 
 def test_a_slot_is_held_by_the_process_that_has_inherited_it(tmp_path: Path) -> None:
-    site = a_site(tmp_path)
+    node = a_node(tmp_path)
     command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
-    with taken_slot(site, 0) as slot:
+    with taken_slot(node, 0) as slot:
         replica = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(slot.file,), close_fds=True
         )
     with replica:
         assert replica.stdout is not None and replica.stdout.readline()
-        with taken_slot(site, 0) as other:
+        with taken_slot(node, 0) as other:
             assert other.place == slot.place + 1
         replica.kill()
-    with taken_slot(site, 0) as again:
+    with taken_slot(node, 0) as again:
         assert again.place == slot.place
 
 
 def test_a_port_of_another_program_is_skipped(tmp_path: Path) -> None:
-    site = a_site(tmp_path, ports=2)
-    with socket.create_server(("", site.first_port)):
-        with taken_slot(site, 0) as slot:
-            assert (slot.place, slot.port) == (0, site.first_port + 1)
+    node = a_node(tmp_path, ports=2)
+    with socket.create_server(("", node.first_port)):
+        with taken_slot(node, 0) as slot:
+            assert (slot.place, slot.port) == (0, node.first_port + 1)
         with (
-            socket.create_server(("", site.last_port)),
+            socket.create_server(("", node.last_port)),
             pytest.raises(BadConfig, match=r"^all ports from \d+ to \d+ of"),
         ):
-            taken_slot(site, 0).__enter__()
+            taken_slot(node, 0).__enter__()
 
 
 def test_a_site_is_read_from_the_file_that_the_environment_names(tmp_path: Path) -> None:
-    site, folder = a_site(tmp_path, OMP_NUM_THREADS="3"), Folder(str(tmp_path))
-    write_site(folder, site)
-    write_site(folder, site)
-    assert Site.read({SITE_VARIABLE: folder.site_file}) == site and Site.read({}) is None
-    found = site.environ(0, 0)
-    assert found["OMP_NUM_THREADS"] == "3" and found[SITE_VARIABLE] is None
-    assert found["VLORA_REPLICAS_OF"] == str(tmp_path) and os.listdir(tmp_path) == ["site"]
+    node, folder = a_node(tmp_path, OMP_NUM_THREADS="3"), Folder(str(tmp_path))
+    write_node(folder, node)
+    write_node(folder, node)
+    assert NodeSettings.read({NODE_VARIABLE: folder.node_file}) == node and NodeSettings.read({}) is None
+    found = node.environ(0, 0)
+    assert found["OMP_NUM_THREADS"] == "3" and found[NODE_VARIABLE] is None
+    assert found["VLORA_REPLICAS_OF"] == str(tmp_path) and os.listdir(tmp_path) == ["node"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
@@ -302,10 +302,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
     found = Folder(str(tmp_path))
     Path(found.secret_file).write_text("a secret of more than 16 bytes")
     Authority().issue("127.0.0.1").write(found)
-    site = a_site(tmp_path)
+    node = a_node(tmp_path)
     files = {"cert_file": f"{tmp_path}/cert.pem", "key_file": f"{tmp_path}/key.pem"}
-    write_site(found, msgspec.structs.replace(site, **files))
-    monkeypatch.setenv(SITE_VARIABLE, found.site_file)
+    write_node(found, msgspec.structs.replace(node, **files))
+    monkeypatch.setenv(NODE_VARIABLE, found.node_file)
     monkeypatch.setattr(ReplicaActor, "end_after_replica", lambda actor: None)  # it would end this process
     yield found
     end_all(found)
@@ -328,7 +328,7 @@ def test_a_replica_with_other_settings_is_ended_not_used(folder: Folder) -> None
     first = opened(an_actor(max_batch_size=8)).replica
     assert opened(an_actor(max_batch_size=8)).replica == first
     second = opened(an_actor(max_batch_size=4)).replica
-    assert second.pid != first.pid and claim.find(folder.claim_file("replica-0")) == second
+    assert second.pid != first.pid and process_lock.find(folder.lock_file("replica-0")) == second
     assert not {first.pid, first.engine_pid} & {process.pid for process in replica_processes(folder)}
 
 

@@ -17,7 +17,7 @@ from tests.virtual_clock import VirtualClockLoop
 from vlora.cluster import members
 from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.cluster import Cluster, LivePlacement
-from vlora.cluster.flight import MAX_BLOCKS, prefix_keys
+from vlora.cluster.in_flight_request import MAX_BLOCKS, prefix_keys
 from vlora.cluster.members import Health
 from vlora.engine.operations import Train
 from vlora.errors import BadRequest, DeadlineUnreachable, Disconnected, EngineDead

@@ -224,7 +224,7 @@ class ScaledCluster(Cluster):
         return self._router.advice()
 
     def longest_wait_s(self) -> float:
-        return self._flights.longest_wait_s
+        return self._in_flight.longest_wait_s
 
     async def advance(self, number: int) -> bool:
         self.number = number

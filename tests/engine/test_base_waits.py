@@ -46,7 +46,7 @@ class Waiting:
         self.executor.attend = self.server.attend
         self.woken = threading.Event()
         self.executor.wake = self.woken.set
-        self.admission = Admission(self.executor, limits, tokens=tokens, places=self.server.places)
+        self.admission = Admission(self.executor, limits, tokens=tokens, client_slots=self.server.client_slots)
         self.server.listen(transport.listen(Address.parse(self.address)), self.admission)
         self.errors: dict[int, VLoraError | None] = {}
         self._stop = threading.Event()

@@ -77,7 +77,7 @@ def serving(
     limits = limits or Limits()
     executor = BaseExecutor(frozen_layers(copy.deepcopy(model)), name="tiny", shard=shard)
     server = BaseServer(executor, CallQueue() if queue is None else queue, limits)
-    admission = Admission(executor, limits, tokens=tokens, tls=tls, places=server.places)
+    admission = Admission(executor, limits, tokens=tokens, tls=tls, client_slots=server.client_slots)
     sockets = [
         transport.listen(Address.parse(address)) for address in (f"unix:{folder}/base{shard[0]}.sock", "127.0.0.1:0")
     ]

@@ -234,7 +234,7 @@ def test_a_peer_that_is_gone_at_its_handshake_is_one_line(served: Serving, caplo
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         peer.close()  # with a reset
         sock, _ = listener.accept()
-        admission = Admission(served.executor, Limits(), places=served.server.places)
+        admission = Admission(served.executor, Limits(), client_slots=served.server.client_slots)
         until(lambda: bool(select.select([sock], [], [], 0)[0]))
         assert admission.admit(sock) is None and sock.fileno() == -1
     (line,) = lines(caplog)

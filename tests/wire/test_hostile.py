@@ -123,7 +123,7 @@ def a_head(certificate: Certificate) -> Iterator[Wire]:
     )
 
     async def ask(address: Address) -> None:
-        (await ask_head(address, token, "")).line.close()
+        (await ask_head(address, token, "")).connection.close()
 
     protocol = replica.protocol("head of a cluster")
     with event_loop() as run:

@@ -137,7 +137,7 @@ def _check_ray() -> None:
 
 def _machine(host: str, cpus: int | None, gpus: int | None) -> Machine:
     from vlora.cluster.nodes.node import Machine
-    from vlora.cluster.on_ray.node_settings import Resources
+    from vlora.cluster.on_ray.settings import Resources
     from vlora.engine.host_resources import default_threads
 
     if host:

@@ -1,7 +1,7 @@
 """`Cluster`: many replicas behind `EngineInterface`. It has each request's tokens, so a replica's end loses none.
 
 Requests, images and tokens go over connections to the replicas' engines (`connection.py`); the router decides which
-replica gets which request, and `flights.py` has the requests. The cluster belongs to one event loop.
+replica gets which request, and `in_flight_requests.py` has the requests. The cluster belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from vlora.cluster.adapter_sender import AdapterSender, ShippingLimits
 from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.cluster.adapters import ReplicatedAdapters
-from vlora.cluster.flights import Flights
+from vlora.cluster.in_flight_requests import InFlightRequests
 from vlora.cluster.members import Health, Member, alive, clients
 from vlora.cluster.replica_adapters import ReplicaAdapters
 from vlora.cluster.status import Events, status_of
@@ -78,17 +78,17 @@ class Cluster(EngineInterface):
         self._adapters = ReplicatedAdapters(
             adapters or AdapterState(),
             unfinished=lambda: (
-                (each.request.request_id, each.request.adapter) for each in self._flights.open.values()
+                (each.request.request_id, each.request.adapter) for each in self._in_flight.open.values()
             ),
             on_usable=self._adapter_usable,
             on_lack=self._adapter_lacking,
-            on_drain=lambda name, version: self._flights.stay_with(name, version),
+            on_drain=lambda name, version: self._in_flight.stay_with(name, version),
             sender=None if shipping is None else AdapterSender(shipping),
         )
         self.events = Events()
-        self._flights = Flights(router, self.events, self._client_of, self._adapters)
-        self._placement = LivePlacement(router, asyncio.get_running_loop().time, self._flights.follow)
-        self._flights.on_answered = self._placement.ended
+        self._in_flight = InFlightRequests(router, self.events, self._client_of, self._adapters)
+        self._placement = LivePlacement(router, asyncio.get_running_loop().time, self._in_flight.follow)
+        self._in_flight.on_answered = self._placement.ended
         self._drained: set[str] = set()  # replicas, connected or not
         self._loop = asyncio.get_running_loop()
         self._absent_since: float | None = self._loop.time()
@@ -150,7 +150,7 @@ class Cluster(EngineInterface):
 
     def consolidate(self) -> int:
         """Move requests as the router decides: to replicas with room, or into its queue. Returns their number."""
-        return self._flights.consolidate()
+        return self._in_flight.consolidate()
 
     def where(self, request_id: str) -> str | None:
         """The replica of an unfinished request; None while it waits for one."""
@@ -159,7 +159,7 @@ class Cluster(EngineInterface):
     @property
     def num_unfinished(self) -> int:
         """Requests without their last output."""
-        return len(self._flights.open)
+        return len(self._in_flight.open)
 
     # -- EngineInterface ----------------------------------------------------------------------------------------------
 
@@ -167,17 +167,17 @@ class Cluster(EngineInterface):
         if self._cause is not None:
             raise EngineDead(self._cause)
         stream = OutputStream()
-        flight = self._flights.add(request, stream.put)
+        in_flight = self._in_flight.add(request, stream.put)
         stream.end_at(until)
         try:
             async for output in stream:
                 yield output
         finally:
             stream.close()
-            self._flights.abandon(flight)
+            self._in_flight.abandon(in_flight)
 
     async def cancel(self, request_id: str) -> None:
-        self._flights.cancel(request_id)
+        self._in_flight.cancel(request_id)
 
     async def call(self, operation: Operation) -> Any:
         """See EngineInterface. A cluster does not train: replicas would train the same adapters in the same folder."""
@@ -225,7 +225,7 @@ class Cluster(EngineInterface):
         """See EngineInterface. The replicas' processes go on."""
         self._cause = "the cluster was closed"
         self._ticking.cancel()
-        self._flights.fail_all(Aborted("the cluster was closed"), "cancelled")
+        self._in_flight.fail_all(Aborted("the cluster was closed"), "cancelled")
         await asyncio.gather(*(member.close() for member in self.members.values()))
         self.members.clear()
         await self._adapters.close()
@@ -265,15 +265,15 @@ class Cluster(EngineInterface):
         assert client is not None
         self._absent_since = self._cause = None
         ready = client.ready
-        self._flights.block_size = ready.block_size
+        self._in_flight.block_size = ready.block_size
         client.watch_load(REPORT_S, lambda load, taken: self._reported(member, client, load, taken))
         room = Room(max_batch_size=ready.max_batch_size, blocks=ready.num_blocks)
         # Requests are sent once the router knows what the replica cannot serve.
-        self._flights.send(self._router.join(member.name, room, draining=True))
+        self._in_flight.send(self._router.join(member.name, room, draining=True))
         self._adapters.joined(member.name)
         if member.name not in self._drained:
-            self._flights.send(self._router.drain(member.name, False))
-        self._flights.submit_lacking()
+            self._in_flight.send(self._router.drain(member.name, False))
+        self._in_flight.submit_lacking()
         self._placement.replicas_changed()
 
     def _set_drained(self, name: str, drained: bool) -> None:
@@ -287,15 +287,15 @@ class Cluster(EngineInterface):
         """As `_set_drained`, also for a replica that is not connected."""
         (self._drained.add if drained else self._drained.discard)(name)
         if name in self._router.replicas:
-            self._flights.send(self._router.drain(name, drained))
+            self._in_flight.send(self._router.drain(name, drained))
 
     def _has_requests(self, name: str) -> bool:
-        return self._flights.is_on(name)
+        return self._in_flight.is_on(name)
 
     def _reported(self, member: Member, client: EngineClient, load: EngineLoad, taken: int) -> None:
         if member.client is not client:
             return
-        self._flights.versions |= load.resident
+        self._in_flight.versions |= load.resident
         self._adapters.seen(member.name, load.resident)
         report = Report(
             free_blocks=load.free_blocks,
@@ -303,14 +303,14 @@ class Cluster(EngineInterface):
             ended=taken - load.num_running - load.num_waiting,
             adapters=frozenset((*load.resident, *load.loading)),
         )
-        self._flights.send(self._router.report(member.name, report))
+        self._in_flight.send(self._router.report(member.name, report))
 
     def _left(self, member: Member, *, died: bool = True) -> None:
         if not clients(self.members):
             self._absent_since = self._loop.time()
         self.events.num_deaths += died
         self._adapters.leave(member.name)
-        self._flights.replica_left(member.name, member.cause, died=died)
+        self._in_flight.replica_left(member.name, member.cause, died=died)
         self._placement.replicas_changed()
 
     def _client_of(self, name: str | None) -> EngineClient | None:
@@ -319,11 +319,11 @@ class Cluster(EngineInterface):
 
     def _adapter_usable(self, replica: str, adapter: str, usable: bool) -> None:
         if replica in self._router.replicas:
-            self._flights.send(self._router.bar(replica, adapter, not usable))
+            self._in_flight.send(self._router.bar(replica, adapter, not usable))
 
     def _adapter_lacking(self, replica: str, adapter: str, version: str, lacks: bool) -> None:
         if replica in self._router.replicas:
-            self._flights.send(self._router.lack(replica, adapter, version, lacks))
+            self._in_flight.send(self._router.lack(replica, adapter, version, lacks))
 
     async def _run(self) -> None:
         while True:
@@ -335,7 +335,7 @@ class Cluster(EngineInterface):
 
     def _tick(self) -> None:
         """Refuse what cannot be served, and place adapters and requests."""
-        self._flights.refuse(some_absent=len(clients(self.members)) < len(self.members))
+        self._in_flight.refuse(some_absent=len(clients(self.members)) < len(self.members))
         if any(standing.draining and standing.holds for standing in self._router.replicas.values()):
             self.consolidate()
         self._placement.tick()
@@ -345,7 +345,7 @@ class Cluster(EngineInterface):
                 alive(self.members)
             except EngineDead as error:
                 self._cause = str(error)
-                self._flights.fail_all(error)
+                self._in_flight.fail_all(error)
 
 
 async def _places_of(adapters: ReplicatedAdapters, members: Mapping[str, Member]) -> tuple[AdapterPlace, ...]:

@@ -1,8 +1,8 @@
 """A replica: an engine process, and the listener through which a front end reaches it. Both end together.
 
 Run as `python -m vlora.cluster.replica`, with a `ReplicaSettings` on stdin. It prints its port and the id of its
-engine's process, or an `ErrorValue` as JSON if it cannot start. It ends when stdin is closed; with a claim it outlives
-the process that started it, and ends after a time without a front end. It loads no torch.
+engine's process, or an `ErrorValue` as JSON if it cannot start. It ends when stdin is closed; with a lock file it
+outlives the process that started it, and ends after a time without a front end. It loads no torch.
 
 One front end is served at a time. A later one that knows the secret replaces it, as after a restart; the requests of
 the former one are cancelled.
@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from vlora.cluster import adapter_messages, claim
+from vlora.cluster import adapter_messages, process_lock
 from vlora.cluster.adapter_messages import Files, FilesOperation, Finish, Hold, Offer, Piece
 from vlora.cluster.adapter_store import AdapterStore, Busy, check_versions, default_root
-from vlora.cluster.claim import RunningReplica
 from vlora.cluster.connection import beat_of, protocol
+from vlora.cluster.process_lock import RunningReplica
 from vlora.config import EngineConfig
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.client import ENGINE_COMMAND, start_process
@@ -165,8 +165,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
         port: 0 chooses one.
         cert_file, key_file: Of the listener; empty for one on loopback without TLS.
         command: Starts the engine process.
-        claim_file: The process claims it, and does not end with stdin; empty: it does.
-        alone_s: With a claim, it ends after so many seconds without a front end.
+        lock_file: The process locks it, and does not end with stdin; empty: it does.
+        alone_s: With a lock file, it ends after so many seconds without a front end.
     """
 
     config: EngineConfig
@@ -176,7 +176,7 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     cert_file: str = ""
     key_file: str = ""
     command: tuple[str, ...] = ENGINE_COMMAND
-    claim_file: str = ""
+    lock_file: str = ""
     alone_s: float = ALONE_S
 
 
@@ -374,15 +374,15 @@ class _Peer:
 
 async def serve(settings: ReplicaSettings) -> int:
     """Run a replica until its engine ends, or until it is not needed any more; returns the exit code."""
-    held = claim.hold(settings.claim_file) if settings.claim_file else None
+    held = process_lock.hold(settings.lock_file) if settings.lock_file else None
     certificate = Certificate(settings.cert_file, settings.key_file) if settings.cert_file else None
     address = Address(settings.host, settings.port)
     replica = await Replica.start(
         settings.config, settings.secret, address, certificate=certificate, command=settings.command
     )
     if held is not None:
-        digest = claim.digest(settings.config, settings.command)
-        claim.publish(held, RunningReplica(settings.host, replica.port, os.getpid(), replica.engine_pid, digest))
+        digest = process_lock.digest(settings.config, settings.command)
+        process_lock.publish(held, RunningReplica(settings.host, replica.port, os.getpid(), replica.engine_pid, digest))
     _print(f"{replica.port} {replica.engine_pid}")
     ended = asyncio.create_task(replica.wait_ended())
     unneeded = asyncio.create_task(_wait_stdin() if held is None else replica.wait_alone(settings.alone_s))

@@ -262,7 +262,7 @@ class BaseService:
             LIMITS,
             tokens=settings.tokens,
             tls=self._tls,
-            places=server.places,
+            client_slots=server.client_slots,
         )
         for sock in self._listeners:
             server.listen(sock, self._admission)

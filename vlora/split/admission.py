@@ -59,15 +59,15 @@ class Admission:
         *,
         tokens: Sequence[Token] = (),
         tls: ssl.SSLContext | None = None,
-        places: threading.Semaphore,
+        client_slots: threading.Semaphore,
     ) -> None:
-        """tls: for TCP; Unix sockets never use it. places: for clients; the server releases them."""
+        """tls: for TCP; Unix sockets never use it. client_slots: the server releases them."""
         self._executor = executor
         self._limits = limits
         self.tokens = tokens
         self._tls = tls
         self._rate_limit = AuthRateLimit()
-        self._places = places
+        self._client_slots = client_slots
 
     def admit(self, sock: socket.socket) -> Peer | None:
         """Admit a client; None if it was refused: its connection is closed, with one line in the log."""
@@ -120,14 +120,14 @@ class Admission:
             raise BadConfig(
                 f"another base model is served here now ({self._executor.name}); restart the client with this model"
             )
-        if not self._places.acquire(blocking=False):
+        if not self._client_slots.acquire(blocking=False):
             raise OverCapacity(
                 f"this base executor has {self._limits.max_clients} clients, its maximum; try again later"
             )
         try:
             return self._welcomed(sock, origin, client, found, token)
         except BaseException:
-            self._places.release()
+            self._client_slots.release()
             raise
 
     def _welcomed(

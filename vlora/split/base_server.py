@@ -63,14 +63,14 @@ class BaseServer:
     """Serves one executor to clients until it is stopped.
 
     Attributes:
-        places: Free places of clients; an admission takes one.
+        client_slots: Free slots of clients; an admission takes one.
         num_batches: Number of products so far; several for a large call beside small ones.
     """
 
     def __init__(self, executor: BaseExecutor, queue: CallQueue[Peer], limits: Limits) -> None:
         self.num_batches = 0
         self.num_calls = 0
-        self.places = threading.Semaphore(limits.max_clients)
+        self.client_slots = threading.Semaphore(limits.max_clients)
         self._executor = executor
         self._queue = queue
         self._limits = limits
@@ -249,7 +249,7 @@ class BaseServer:
         self._queue.leave(peer)
         self._pending.pop(peer, None)
         peer.sock.close()
-        self.places.release()
+        self.client_slots.release()
 
     def _drop_unwanted(self, now: float) -> None:
         """Drop stalled clients, and those with a token that has expired or was removed."""

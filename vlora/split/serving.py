@@ -115,7 +115,7 @@ def serve_base(
         del layers
         queue: CallQueue[Peer] = CallQueue(max_wait_s=settings.max_wait_s, join_rows=settings.join_rows)
         server = BaseServer(executor, queue, settings.limits)
-        admission = Admission(executor, settings.limits, tokens=tokens, tls=tls, places=server.places)
+        admission = Admission(executor, settings.limits, tokens=tokens, tls=tls, client_slots=server.client_slots)
         for sock in listeners:
             server.listen(sock, admission)
         index, number = settings.shard

@@ -24,11 +24,11 @@ from vlora.cluster.nodes.head import taken_over
 from vlora.cluster.nodes.runs import HEAD, NODE, Run, runs_folder
 from vlora.cluster.nodes.token import derived
 from vlora.cluster.on_ray.log_pipe import LogPipe, open_pipe
+from vlora.cluster.on_ray.node_settings import NodeSettings, write_node
 from vlora.cluster.on_ray.own_processes import ray_processes, replica_processes
 from vlora.cluster.on_ray.processes import Process
 from vlora.cluster.on_ray.reports import HeadReport, HeadSettings
 from vlora.cluster.on_ray.settings import RUN_VARIABLE, TOKEN_PATH_VARIABLE, Folder
-from vlora.cluster.on_ray.site import Site, write_site
 from vlora.errors import BadConfig
 from vlora.wire.framing import receive_value
 
@@ -46,10 +46,10 @@ RAY = f"print('Ray runtime started', flush=True); {SLEEP}"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    found = Folder.create(derived(TOKEN, "ray"), derived(TOKEN, "doors"))
+    found = Folder.create(derived(TOKEN, "ray"), derived(TOKEN, "replicas"))
     files = {"cert_file": "", "key_file": "", "model": "embedded", "variables": {}}
-    site = Site(key="vlora-1", folder=found.path, host=HOST, first_port=1, last_port=2, num_gpus=0, **files)  # type: ignore[arg-type]
-    write_site(found, site)
+    node = NodeSettings(key="vlora-1", folder=found.path, host=HOST, first_port=1, last_port=2, num_gpus=0, **files)  # type: ignore[arg-type]
+    write_node(found, node)
     yield found
     found.remove()
 

@@ -40,8 +40,7 @@ from vlora.cluster.nodes.join import (
 from vlora.cluster.nodes.node import Machine, Membership
 from vlora.cluster.nodes.plan import absolute_adapters, read_cluster_plan
 from vlora.cluster.nodes.token import create_token, derived, read_token
-from vlora.cluster.on_ray.node_settings import Resources
-from vlora.cluster.on_ray.settings import Folder
+from vlora.cluster.on_ray.settings import Folder, Resources
 from vlora.errors import BadConfig, BadPlan, Disconnected, Unauthorized, VLoraError
 from vlora.wire.address import Address
 from vlora.wire.tls import Certificate
@@ -163,7 +162,7 @@ def facts_here(tmp_path: Path) -> Facts:
 async def a_head(
     facts: Facts | None, ahead: datetime.timedelta = datetime.timedelta(0)
 ) -> AsyncIterator[tuple[Address, list[str]]]:
-    """A head's door, and its lines.
+    """A head's address, and its lines.
 
     Args:
         facts: None while its Ray does not run.
@@ -174,11 +173,11 @@ async def a_head(
         authority.issue("127.0.0.1").write(folder)
         certificate = Certificate(f"{folder.path}/cert.pem", f"{folder.path}/key.pem")
         address = Address("127.0.0.1", 0)
-        door = await HeadListener.open(address, TOKEN, certificate, authority, lambda: facts, lines.append)
+        listener = await HeadListener.open(address, TOKEN, certificate, authority, lambda: facts, lines.append)
         try:
-            yield Address("127.0.0.1", door.port), lines
+            yield Address("127.0.0.1", listener.port), lines
         finally:
-            door.close()
+            listener.close()
     finally:
         folder.remove()
 
@@ -242,10 +241,10 @@ def test_a_cluster_has_one_front_end_at_a_time(tmp_path: Path) -> None:
             _, line = await ask_head(address, TOKEN, "10.0.0.7", front_end=True)
             with pytest.raises(BadConfig, match=r"the cluster has a front end already, at 10\.0\.0\.7; end it before"):
                 await ask_head(address, TOKEN, "10.0.0.8", front_end=True)
-            (await ask_head(address, TOKEN, "10.0.0.8")).line.close()  # a node joins
+            (await ask_head(address, TOKEN, "10.0.0.8")).connection.close()  # a node joins
             line.close()
             await asyncio.sleep(0.1)
-            (await ask_head(address, TOKEN, "10.0.0.8", front_end=True)).line.close()
+            (await ask_head(address, TOKEN, "10.0.0.8", front_end=True)).connection.close()
             assert lines[-1] == "10.0.0.8 joins with the front end"
 
     asyncio.run(main())
@@ -319,7 +318,9 @@ def test_a_new_token_is_for_this_user_only_and_kept(tmp_path: Path, monkeypatch:
     assert create_token(file) and not create_token(file)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and len(read_token(file)) == 64
     assert os.listdir(tmp_path) == ["token"]
-    assert len({derived(read_token(file), purpose) for purpose in ("ray", "doors", "head")} | {file.read_text()}) == 4
+    assert (
+        len({derived(read_token(file), purpose) for purpose in ("ray", "replicas", "head")} | {file.read_text()}) == 4
+    )
     monkeypatch.setattr("vlora.cluster.nodes.token.write_private", read_only)
     assert not create_token(file)
     with pytest.raises(BadConfig, match=r"^the token file \S+ cannot be created: Read-only file system$"):

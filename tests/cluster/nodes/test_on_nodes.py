@@ -32,7 +32,7 @@ from vlora.cluster.members import Health
 from vlora.cluster.nodes.cluster import NodesCluster
 from vlora.cluster.nodes.plan import ClusterPlan, read_cluster_plan
 from vlora.cluster.nodes.runs import HEAD, running
-from vlora.cluster.on_ray import node_settings
+from vlora.cluster.on_ray import settings as ray_settings
 from vlora.cluster.on_ray.own_processes import ray_processes, replica_processes
 from vlora.cluster.on_ray.settings import Folder, is_free, is_private
 from vlora.config import EngineConfig
@@ -239,7 +239,7 @@ def test_adapters_are_sent_to_the_machines(machines: Machines, tmp_path: Path) -
 
 @pytest.mark.exhaustive
 def test_connections_without_the_cluster_s_certificates_are_refused(machines: Machines) -> None:
-    """By a door, and by Ray, which requires a certificate of its peers too."""
+    """By a replica, and by Ray, which requires a certificate of its peers too."""
     member = next(iter(machines.cluster.members.values()))
     secret = machines.cluster.folder.secret()
     with pytest.raises(Disconnected):
@@ -328,9 +328,9 @@ for key in _internal_kv_list(b"ActorClass", namespace=b"fun"):
 def forget_classes(machines: Machines) -> None:
     """Let Ray forget the classes that drivers have sent, as it may when their machine ends."""
     folder, host = machines.cluster.folder, machines.network.head
-    where = node_settings.connection(folder, f"{host}:{machines.plan.ray_ports.first}", host)
+    where = ray_settings.connection(folder, f"{host}:{machines.plan.ray_ports.first}", host)
     command = [sys.executable, "-c", FORGET, json.dumps(where)]
-    subprocess.run(command, env=node_settings.environment(folder, os.environ), check=True, capture_output=True)
+    subprocess.run(command, env=ray_settings.node_environment(folder, os.environ), check=True, capture_output=True)
 
 
 @pytest.mark.exhaustive

@@ -1,6 +1,6 @@
 """The certificates of one run of a cluster. The head signs one for each machine that proves the token.
 
-Ray's connections require a certificate of the head's authority of both ends. Doors of replicas use them too.
+Ray's connections require a certificate of the head's authority of both ends. Replicas use them too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Certificates(msgspec.Struct, frozen=True):
     authority: str
 
     def write(self, folder: Folder) -> None:
-        """Write them to the files that `node_settings.environment` names."""
+        """Write them to the files that `settings.node_environment` names."""
         for name, text in (("cert", self.cert), ("key", self.key), ("ca", self.authority)):
             path = f"{folder.path}/{name}.pem"
             with contextlib.suppress(FileNotFoundError):  # of an earlier head

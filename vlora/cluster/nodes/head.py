@@ -20,12 +20,12 @@ from vlora.cluster.nodes.node import Machine, close_run, new_folder, new_key, un
 from vlora.cluster.nodes.plan import ClusterPlan, absolute_adapters
 from vlora.cluster.nodes.runs import HEAD, end_run, registered
 from vlora.cluster.nodes.token import derived
-from vlora.cluster.on_ray import node_settings
+from vlora.cluster.on_ray import settings as ray_settings
 from vlora.cluster.on_ray.log_pipe import LogPipe
+from vlora.cluster.on_ray.node_settings import NodeSettings
 from vlora.cluster.on_ray.own_processes import replica_processes
 from vlora.cluster.on_ray.processes import RayNode, RayStart
 from vlora.cluster.on_ray.settings import Folder, Ports, is_free, is_private
-from vlora.cluster.on_ray.site import Site
 from vlora.errors import BadConfig
 from vlora.wire.address import Address
 from vlora.wire.tls import Certificate
@@ -112,10 +112,10 @@ def taken_over(former: Folder, token: bytes, host: str) -> str | None:
         program that removes old temporary files.
     """
     with contextlib.suppress(OSError, msgspec.MsgspecError):  # without files, if it was killed while it began
-        if is_private(former.path) and former.secret() == derived(token, "doors").encode():
-            site = Site.of(former)
-            if site.host == host:
-                return site.key
+        if is_private(former.path) and former.secret() == derived(token, "replicas").encode():
+            node = NodeSettings.of(former)
+            if node.host == host:
+                return node.key
     end_run(former)
     return None
 
@@ -177,9 +177,9 @@ class _Head:
             raise BadConfig(f"port {taken[0]} is in use; choose other `ray_ports` in the plan, or end its program")
         return RayStart(
             self.ports,
-            node_settings.start_command(
-                self.folder, self.ports, self._machine.host, self._key, self._machine.resources
+            ray_settings.start_command(
+                self.folder, self.ports, host=self._machine.host, name=self._key, resources=self._machine.resources
             ),
-            node_settings.environment(self.folder, os.environ),
+            ray_settings.node_environment(self.folder, os.environ),
             {},
         )

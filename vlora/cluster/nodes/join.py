@@ -169,10 +169,10 @@ class HeadListener:
 
 
 class Answer(NamedTuple):
-    """A head's answer. line: the connection, which stays open as long as the head and its Ray."""
+    """A head's answer. connection: stays open as long as the head and its Ray."""
 
     admitted: Admitted
-    line: MessageTransport
+    connection: MessageTransport
 
 
 async def ask_head(

@@ -16,13 +16,12 @@ from vlora.cluster.nodes.content import adapter_digest, model_digest
 from vlora.cluster.nodes.join import Admitted, Facts, ask_head, check_clock, check_content, check_versions
 from vlora.cluster.nodes.runs import NODE, registered
 from vlora.cluster.nodes.token import derived
-from vlora.cluster.on_ray import node_settings
+from vlora.cluster.on_ray import settings as ray_settings
 from vlora.cluster.on_ray.log_pipe import LogPipe
-from vlora.cluster.on_ray.node_settings import KEY_PREFIX, Resources
+from vlora.cluster.on_ray.node_settings import NodeSettings, variables_of, write_node
 from vlora.cluster.on_ray.own_processes import end_all
 from vlora.cluster.on_ray.processes import RayNode, RayStart
-from vlora.cluster.on_ray.settings import Folder, Ports, is_free
-from vlora.cluster.on_ray.site import Site, variables_of, write_site
+from vlora.cluster.on_ray.settings import KEY_PREFIX, Folder, Ports, Resources, is_free
 from vlora.errors import BadConfig, VLoraError
 from vlora.wire.address import Address
 from vlora.wire.framing import MessageTransport
@@ -66,14 +65,14 @@ def free_ports(facts: Facts, num_replicas: int) -> Ports:
 
 
 def new_folder(token: bytes) -> Folder:
-    return Folder.create(derived(token, "ray"), derived(token, "doors"))
+    return Folder.create(derived(token, "ray"), derived(token, "replicas"))
 
 
 def write_files(
     folder: Folder, key: str, host: str, facts: Facts, machine: Machine, certificates: Certificates
 ) -> None:
     certificates.write(folder)
-    site = Site(
+    node = NodeSettings(
         key=key,
         folder=folder.path,
         host=host,
@@ -85,7 +84,7 @@ def write_files(
         num_gpus=machine.resources.gpus,
         variables=variables_of(os.environ),
     )
-    write_site(folder, site)
+    write_node(folder, node)
 
 
 def new_key() -> str:
@@ -106,7 +105,7 @@ class Membership:
         self._machine = machine
         self._front_end = front_end
         self._asking = asyncio.Lock()  # a connection that is forgotten would stay the front end's
-        self._line: MessageTransport | None = None
+        self._connection: MessageTransport | None = None
         self._admitted: Admitted | None = None  # for the next start
         self._run = ""  # of the Ray that this one belongs to
 
@@ -122,13 +121,13 @@ class Membership:
                 line.close()
                 raise
             self.facts, self.host = found.facts, found.host
-            self._admitted, self._line = found, line
+            self._admitted, self._connection = found, line
             return found
 
     def close(self) -> None:
-        if self._line is not None:
-            self._line.close()
-        self._line = None
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
 
     async def watch(self, ray: RayNode) -> None:
         """Ask again whenever the head is gone. Start Ray again for another control service, which knows no machine.
@@ -137,9 +136,9 @@ class Membership:
         """
         pause_s = _FIRST_PAUSE_S
         while True:
-            if (line := self._line) is not None:
+            if (line := self._connection) is not None:
                 await asyncio.wait({line.closed})
-            if self._line is not line:
+            if self._connection is not line:
                 continue  # asked for a start of Ray meanwhile
             try:
                 await self.ask()
@@ -168,9 +167,11 @@ class Membership:
         name = self.key if machine.resources.cpus else f"front-end-{self.key}"
         return RayStart(
             ports,
-            node_settings.start_command(self.folder, ports, self.host, name, machine.resources, control=facts.control),
-            node_settings.environment(self.folder, os.environ),
-            node_settings.connection(self.folder, facts.control, self.host),
+            ray_settings.start_command(
+                self.folder, ports, host=self.host, name=name, resources=machine.resources, control=facts.control
+            ),
+            ray_settings.node_environment(self.folder, os.environ),
+            ray_settings.connection(self.folder, facts.control, self.host),
         )
 
 

@@ -1,6 +1,6 @@
 """The cluster's token: a file that each machine has, and the secrets that are derived from it.
 
-Ray sends its token with each call, so the secret of the doors is another one: neither reveals the other.
+Ray sends its token with each call, so the secret of the replicas is another one: neither reveals the other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The actor of a replica: starts the replica's process, or finds it running, and ends after it.
 
-The process outlives the actor and all of Ray: it is in a session of its own, and serves over its door. The next actor
-of the same name finds it by its claim.
+The process outlives the actor and all of Ray: it is in a session of its own, and listens itself. The next actor
+of the same name finds it by its lock.
 
 Ray pickles this class by its name, and of its arguments only bytes. The process loads no torch, and no event loop:
 with uvloop installed, Ray runs asynchronous actors on it, which the lines of this project do not support.
@@ -22,12 +22,12 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from vlora.cluster import claim
-from vlora.cluster.claim import RunningReplica
+from vlora.cluster import process_lock
 from vlora.cluster.on_ray.log_pipe import open_pipe
+from vlora.cluster.on_ray.node_settings import NodeSettings, taken_slot
 from vlora.cluster.on_ray.own_processes import kill_replica
 from vlora.cluster.on_ray.settings import Folder
-from vlora.cluster.on_ray.site import Site, taken_slot
+from vlora.cluster.process_lock import RunningReplica
 from vlora.cluster.replica import ReplicaSettings
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
@@ -38,10 +38,10 @@ _LOOK_S = 0.05  # between two looks for what a starting replica publishes
 
 
 class ActorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a replica. On one of several machines, its `Site` has the files, the variables and the model.
+    """Settings of a replica. On one of several machines, its `NodeSettings` has the files, the variables and the model.
 
     Attributes:
-        secret_file: Has the secret of the doors, which is not passed through Ray.
+        secret_file: Has the secret of the replicas, which is not passed through Ray.
         command: Starts the engine process; where the first word is empty, with the Python of the machine.
         environ: Variables of the replica that differ from those of Ray's workers; None: not set.
         alone_s: The replica ends after so many seconds without a front end.
@@ -51,7 +51,7 @@ class ActorSettings(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     name: str = ""
     secret_file: str = ""
-    claim_file: str = ""
+    lock_file: str = ""
     log_pipe: str = ""
     command: tuple[str, ...]
     environ: dict[str, str | None] = {}
@@ -63,7 +63,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
     """A replica serves.
 
     Attributes:
-        node: The key of its machine (`Site`); empty on a Ray of one machine.
+        node: The key of its machine (`NodeSettings`); empty on a Ray of one machine.
     """
 
     pid: int
@@ -81,9 +81,9 @@ class ReplicaActor:
     """Follows one replica's process. settings: an `ActorSettings` as msgpack."""
 
     def __init__(self, settings: bytes) -> None:
-        self._site = Site.read(os.environ)
+        self._node = NodeSettings.read(os.environ)
         found = msgspec.msgpack.decode(settings, type=ActorSettings)
-        self._settings = found if self._site is None else _on(self._site, found)
+        self._settings = found if self._node is None else _on(self._node, found)
         self._opening = threading.Lock()
         self._opened: Opened | None = None
         self._starting: int | None = None  # the id of a replica's process before it serves
@@ -100,7 +100,7 @@ class ReplicaActor:
             if isinstance(found, NotOpened):
                 return msgspec.msgpack.encode(found)
             threading.Thread(target=self.end_after_replica, daemon=True).start()
-            self._opened = Opened(os.getpid(), found, "" if self._site is None else self._site.key)
+            self._opened = Opened(os.getpid(), found, "" if self._node is None else self._node.key)
             return msgspec.msgpack.encode(self._opened)
 
     def watch(self, timeout_s: float) -> None:
@@ -117,42 +117,42 @@ class ReplicaActor:
                 self._kill(pid, *(each.pid for each in psutil.Process(pid).children(recursive=True)))
 
     def _kill(self, *pids: int) -> None:
-        if self._site is not None:
-            kill_replica(Folder(self._site.folder), pids)
+        if self._node is not None:
+            kill_replica(Folder(self._node.folder), pids)
 
     def _find(self) -> RunningReplica | None:
         """The replica that an earlier actor has started; None if it does not run. Waits while it starts.
 
         On one of several machines one of an earlier front end may run, with other settings. It is ended.
         """
-        own = claim.digest(self._settings.config, self._settings.command)
-        while not claim.clear(self._settings.claim_file):
-            if (found := claim.find(self._settings.claim_file)) is not None:
-                if self._site is None or found.settings == own:
+        own = process_lock.digest(self._settings.config, self._settings.command)
+        while not process_lock.clear(self._settings.lock_file):
+            if (found := process_lock.find(self._settings.lock_file)) is not None:
+                if self._node is None or found.settings == own:
                     return found
                 self._kill(found.pid, found.engine_pid)
             time.sleep(_LOOK_S)
         return None
 
     def _start(self) -> RunningReplica | NotOpened:
-        if self._site is None:
+        if self._node is None:
             return self._run(self._settings.environ, self._replica_settings())
-        with taken_slot(self._site, self._settings.num_gpus) as slot:
+        with taken_slot(self._node, self._settings.num_gpus) as slot:
             settings = msgspec.structs.replace(
                 self._replica_settings(),
-                host=self._site.host,
+                host=self._node.host,
                 port=slot.port,
-                cert_file=self._site.cert_file,
-                key_file=self._site.key_file,
+                cert_file=self._node.cert_file,
+                key_file=self._node.key_file,
             )
-            return self._run(self._site.environ(slot.place, self._settings.num_gpus), settings, (slot.file,))
+            return self._run(self._node.environ(slot.place, self._settings.num_gpus), settings, (slot.file,))
 
     def _replica_settings(self) -> ReplicaSettings:
         return ReplicaSettings(
             config=self._settings.config,
             secret=Path(self._settings.secret_file).read_bytes(),
             command=self._settings.command,
-            claim_file=self._settings.claim_file,
+            lock_file=self._settings.lock_file,
             alone_s=self._settings.alone_s,
         )
 
@@ -184,12 +184,12 @@ class ReplicaActor:
         if not line:
             code = process.wait()
             return NotOpened(ErrorValue("engine_dead", f"the replica's process ended with code {code} while starting"))
-        found = claim.find(self._settings.claim_file)
+        found = process_lock.find(self._settings.lock_file)
         assert found is not None
         return found
 
     def end_after_replica(self) -> None:
-        claim.wait_released(self._settings.claim_file)
+        process_lock.wait_released(self._settings.lock_file)
         os._exit(1)  # Ray starts the actor again
 
 
@@ -199,14 +199,14 @@ def _changed(changes: Mapping[str, str | None]) -> dict[str, str]:
     return kept | {name: value for name, value in changes.items() if value is not None}
 
 
-def _on(site: Site, settings: ActorSettings) -> ActorSettings:
-    folder = Folder(site.folder)
+def _on(node: NodeSettings, settings: ActorSettings) -> ActorSettings:
+    folder = Folder(node.folder)
     first, *others = settings.command
     return msgspec.structs.replace(
         settings,
-        config=dataclasses.replace(settings.config, model=site.model),
+        config=dataclasses.replace(settings.config, model=node.model),
         secret_file=folder.secret_file,
-        claim_file=folder.claim_file(settings.name),
+        lock_file=folder.lock_file(settings.name),
         log_pipe=folder.log_pipe,
         command=(first or sys.executable, *others),
     )

@@ -62,7 +62,7 @@ class LocalCluster(Cluster):
     A replica that ends is started again. Without any, requests wait for a minute, then fail with the causes.
 
     Attributes:
-        tls: Whether the replicas' doors have certificates.
+        tls: Whether the replicas have certificates.
     """
 
     tls = False
@@ -153,7 +153,7 @@ class LocalCluster(Cluster):
             name: ActorSettings(
                 config=config,
                 secret_file=folder.secret_file,
-                claim_file=folder.claim_file(name),
+                lock_file=folder.lock_file(name),
                 log_pipe=folder.log_pipe,
                 command=tuple(command),
                 environ=replica_environment(folder, os.environ, place=place, num_gpus=num_gpus),
@@ -166,7 +166,8 @@ class LocalCluster(Cluster):
             ports = ray_settings.find_ports(max_replicas)
             environ = ray_settings.environment(folder, os.environ)
             command = ray_settings.start_command(folder, ports)
-            return RayStart(ports, command, environ, ray_settings.connection(ports))
+            connection = ray_settings.connection(folder, f"{ray_settings.LOOPBACK}:{ports.control}")
+            return RayStart(ports, command, environ, connection)
 
         self.ray = RayProcesses(folder, prepare, actors, num_replicas, self._hear, num_gpus=num_gpus)
         try:
@@ -288,7 +289,7 @@ class LocalCluster(Cluster):
         return self._router.advice()
 
     def longest_wait_s(self) -> float:
-        return self._flights.longest_wait_s
+        return self._in_flight.longest_wait_s
 
     async def advance(self, number: int) -> bool:
         async with self._scaling:

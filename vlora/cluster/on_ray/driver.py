@@ -23,8 +23,7 @@ from ray.job_config import JobConfig
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from vlora.cluster import claim
-from vlora.cluster.on_ray import node_settings
+from vlora.cluster import process_lock
 from vlora.cluster.on_ray import settings as ray_settings
 from vlora.cluster.on_ray.actor import NotOpened, Opened, ReplicaActor
 from vlora.cluster.on_ray.reports import DriverSettings, Event, Failed, Located, Lost, Need, Order, Restart, Scale
@@ -51,10 +50,10 @@ class Driver:
         self._handles: dict[str, Any] = {}
         self._number = settings.number
         self._scaled = threading.Condition()
-        self._places = None if settings.need is None else Places(settings.need, settings.homes)
+        self._slots = None if settings.need is None else NodeSlots(settings.need, settings.homes)
         self._began_s = time.monotonic()
         # Ray's name of an actor has its settings: one of an earlier front end has others, and goes.
-        self._named = {name: f"{name} {claim.digest(each)}" for name, each in settings.actors.items()}
+        self._named = {name: f"{name} {process_lock.digest(each)}" for name, each in settings.actors.items()}
 
     def start(self) -> None:
         """Begin to hold the replicas.
@@ -64,7 +63,7 @@ class Driver:
         """
         number = len(self._settings.actors)
         wanted, found = number * self._settings.num_gpus, int(ray.cluster_resources().get("GPU", 0))
-        if wanted > found and self._places is None:
+        if wanted > found and self._slots is None:
             raise BadConfig(
                 f"{number} replicas need {wanted} GPUs, and Ray finds {found} on this machine; lower --replicas or "
                 "--tensor-parallel"
@@ -93,7 +92,7 @@ class Driver:
 
     def _end(self, handles: Sequence[Any]) -> None:
         """End actors. On several machines the front end cannot end their replicas itself."""
-        if self._places is not None and handles:
+        if self._slots is not None and handles:
             ending = [handle.end_replica.remote() for handle in handles]
             ray.wait(ending, num_returns=len(ending), timeout=_END_S)
         for handle in handles:
@@ -122,16 +121,16 @@ class Driver:
                 found = msgspec.msgpack.decode(ray.get(handle.open.remote()), type=Opened | NotOpened)
                 if isinstance(found, NotOpened):
                     self.say(Failed(name, found.error))
-                    if self._places is not None:
-                        self._places.fail(name)
+                    if self._slots is not None:
+                        self._slots.fail(name)
                         self._end([handle])  # the next one may be on another machine
                     time.sleep(pause_s)
                     pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
                     continue
                 located, pause_s, told = place < self._number, _FIRST_PAUSE_S, ""
                 if located:
-                    if self._places is not None:
-                        self._places.settle(name, found.node)
+                    if self._slots is not None:
+                        self._slots.settle(name, found.node)
                     self.say(Located(name, found))
                 while place < self._number:
                     ray.get(handle.watch.remote(_WATCH_S))
@@ -156,19 +155,23 @@ class Driver:
             BadConfig: No machine has room.
         """
         options = ray_settings.actor_options(self._named[name], self._settings.num_gpus)
-        if self._places is not None and self._settings.need is not None:
+        if self._slots is not None and self._settings.need is not None:
             recent = time.monotonic() - self._began_s < self._settings.join_s
-            machine = self._places.choose(name, machines(), wait_for_home=recent)
+            machine = self._slots.choose(name, machines(), wait_for_home=recent)
             if machine is None:
                 return None
-            options |= node_settings.placed(self._settings.need)
+            # It is started again on its machine only. This driver chooses another one when the machine has ended.
+            need = self._settings.need
+            options |= {"num_cpus": need.cpus, "num_gpus": need.gpus}
+            if need.memory_bytes:
+                options["memory"] = need.memory_bytes
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(machine.node_id, soft=False)
         return ray.remote(ReplicaActor).options(**options).remote(msgspec.msgpack.encode(self._settings.actors[name]))
 
     def leave(self, name: str) -> None:
         """End the actor of a replica that is not wanted any more, as an earlier driver may have left it."""
-        if self._places is not None:
-            self._places.leave(name)
+        if self._slots is not None:
+            self._slots.leave(name)
         with contextlib.suppress(ValueError):  # there is none
             self._end([ray.get_actor(self._named[name])])
 
@@ -177,7 +180,7 @@ def machines() -> list[Machine]:
     found = []
     for node in ray.nodes():
         resources = node["Resources"]
-        if node["Alive"] and (key := node["NodeName"]).startswith(node_settings.KEY_PREFIX):
+        if node["Alive"] and (key := node["NodeName"]).startswith(ray_settings.KEY_PREFIX):
             found.append(
                 Machine(
                     key=key,
@@ -237,7 +240,7 @@ class Machine(NamedTuple):
     """A machine in Ray.
 
     Attributes:
-        key: See `Site`.
+        key: See `NodeSettings`.
         node_id: Of Ray, for its present run.
     """
 
@@ -258,7 +261,7 @@ class Machine(NamedTuple):
         return min(rooms)
 
 
-class Places:
+class NodeSlots:
     """The machines of replicas. Its methods may be called by several threads."""
 
     def __init__(self, need: Need, homes: Mapping[str, str]) -> None:

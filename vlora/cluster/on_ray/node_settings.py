@@ -1,88 +1,134 @@
-"""The settings of Ray where there are several machines, beside those of `settings`. Imports no Ray.
+"""The settings of one of several machines for the replicas on it: its address, its ports and its files.
 
-Connections between machines are encrypted: each has a certificate of the cluster, which Ray requires of both ends.
+A node writes it to a file of its folder, of which an environment variable of Ray's workers has the path. So nothing of
+it passes through Ray, and an actor has the settings of whichever machine it runs on.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
 
-from vlora.cluster.on_ray import settings
-from vlora.cluster.on_ray.reports import Need
-from vlora.cluster.on_ray.settings import NAMESPACE, OBJECT_STORE_BYTES, Folder, Ports
-from vlora.cluster.on_ray.site import SITE_VARIABLE
+import msgspec
 
-KEY_PREFIX = "vlora-"
-"""Of the names of machines that run replicas."""
-
-
-class Resources(NamedTuple):
-    cpus: int
-    gpus: int
-
-    def __str__(self) -> str:
-        cpus = f"{self.cpus} CPU{'s' * (self.cpus != 1)}"
-        return f"{cpus} and {self.gpus} GPU{'s' * (self.gpus != 1)}" if self.gpus else cpus
+from vlora.cluster.on_ray.settings import (
+    GPUS_VARIABLE,
+    NODE_VARIABLE,
+    THREADS_VARIABLE,
+    Folder,
+    is_free,
+    replica_environment,
+)
+from vlora.errors import BadConfig
 
 
-def environment(folder: Folder, environ: Mapping[str, str]) -> dict[str, str]:
-    return {
-        **settings.environment(folder, environ),
-        SITE_VARIABLE: folder.site_file,
-        "RAY_USE_TLS": "1",
-        "RAY_TLS_SERVER_CERT": f"{folder.path}/cert.pem",
-        "RAY_TLS_SERVER_KEY": f"{folder.path}/key.pem",
-        "RAY_TLS_CA_CERT": f"{folder.path}/ca.pem",
-    }
+class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """One machine, for one run of its node.
 
-
-def start_command(
-    folder: Folder, ports: Ports, host: str, name: str, resources: Resources, *, control: str | None = None
-) -> list[str]:
-    """Runs Ray until it is ended.
-
-    Args:
-        host: The address at which other machines reach this one.
-        control: The control service; None starts it here.
+    Attributes:
+        key: Names the machine, also for a later Ray.
+        host: Other machines reach it at this address.
+        first_port, last_port: For replicas to listen on.
+        cert_file, key_file: Of the replicas.
+        model: The model's folder here, or its hub name.
+        variables: Those of the node's environment that Ray changes for its workers.
     """
-    head = control is None
-    return [
-        sys.executable,
-        "-m",
-        "ray.scripts.scripts",
-        "start",
-        "--block",
-        f"--node-ip-address={host}",
-        f"--node-name={name}",
-        f"--temp-dir={folder.ray_folder}",
-        f"--num-cpus={resources.cpus}",
-        f"--num-gpus={resources.gpus}",
-        f"--object-store-memory={OBJECT_STORE_BYTES}",
-        "--disable-usage-stats",
-        "--include-log-monitor=false",
-        *(["--head", "--include-dashboard=false", "--no-monitor"] if head else [f"--address={control}"]),
-        *ports.flags(head=head),
-    ]
+
+    key: str
+    folder: str
+    host: str
+    first_port: int
+    last_port: int
+    cert_file: str
+    key_file: str
+    model: str
+    num_gpus: int
+    variables: dict[str, str]
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> NodeSettings | None:
+        """The node of this process; None on a Ray of one machine."""
+        path = environ.get(NODE_VARIABLE)
+        return None if path is None else msgspec.json.decode(Path(path).read_bytes(), type=cls)
+
+    @classmethod
+    def of(cls, folder: Folder) -> NodeSettings:
+        """The node of a folder. Raises OSError or MsgspecError if it has none."""
+        return msgspec.json.decode(Path(folder.node_file).read_bytes(), type=cls)
+
+    def environ(self, slot: int, num_gpus: int) -> dict[str, str | None]:
+        """The variables of the replica in a slot that differ from those of Ray's workers."""
+        return {
+            **replica_environment(Folder(self.folder), self.variables, place=slot, num_gpus=num_gpus),
+            NODE_VARIABLE: None,
+        }
 
 
-def connection(folder: Folder, control: str, host: str) -> dict[str, Any]:
-    """The arguments of `ray.init` on a machine: it uses the Ray of this folder, of which there may be several."""
-    return {
-        "address": control,
-        "namespace": NAMESPACE,
-        "_node_ip_address": host,
-        "_temp_dir": folder.ray_folder,
-        "log_to_driver": False,
-        "configure_logging": False,
-    }
+class Slot(NamedTuple):
+    """A replica's share of a machine, which the process that has `file` open holds, in any way until its end.
 
-
-def placed(need: Need) -> dict[str, Any]:
-    """Options of a replica's actor on one of several machines, beside `settings.actor_options`.
-
-    It is started again on its machine only. The driver chooses another one when the machine has ended.
+    Attributes:
+        place: Among the machine's replicas, which decides its GPUs.
     """
-    memory = {"memory": need.memory_bytes} if need.memory_bytes else {}
-    return {"num_cpus": need.cpus, "num_gpus": need.gpus, **memory}
+
+    place: int
+    port: int
+    file: int
+
+
+@contextlib.contextmanager
+def taken_slot(node: NodeSettings, num_gpus: int) -> Iterator[Slot]:
+    """A free slot, which is held at least until the end of the block.
+
+    A replica outlives its actor and Ray, so its slot is a lock that it inherits: no later Ray gives its GPUs away.
+
+    Raises:
+        BadConfig: All slots or all ports are in use.
+    """
+    ports = range(node.first_port, node.last_port + 1)
+    number = node.num_gpus // num_gpus if num_gpus else len(ports)
+    for index in range(number):
+        if (file := _locked(f"{node.folder}/slot-{index}")) is None:
+            continue
+        try:
+            yield Slot(index, _free_port(node, [*ports[index:], *ports[:index]]), file)
+        finally:
+            os.close(file)
+        return
+    what = f"{node.num_gpus} GPUs" if num_gpus else f"{len(ports)} door_ports"
+    raise BadConfig(f"{node.host} has {what}, which {number} replicas use; let another machine join, or use fewer")
+
+
+def _locked(path: str) -> int | None:
+    """The descriptor of a file that this process has locked; None if another one has."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return None
+    return file
+
+
+def _free_port(node: NodeSettings, ports: Iterable[int]) -> int:
+    if (port := next(filter(is_free, ports), None)) is not None:
+        return port
+    raise BadConfig(
+        f"all ports from {node.first_port} to {node.last_port} of {node.host} are in use; choose other door_ports in "
+        "the plan"
+    )
+
+
+def write_node(folder: Folder, node: NodeSettings) -> None:
+    """Write a node to its file, whole: actors of an earlier Ray may read it."""
+    temporary = f"{folder.node_file}.new"
+    Path(temporary).write_bytes(msgspec.json.encode(node))
+    os.replace(temporary, folder.node_file)
+
+
+def variables_of(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: environ[name] for name in (THREADS_VARIABLE, GPUS_VARIABLE) if name in environ}

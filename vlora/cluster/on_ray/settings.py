@@ -30,6 +30,12 @@ TOKEN_PATH_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 RUN_VARIABLE = "VLORA_REPLICAS_OF"
 """Marks replicas and engines with the folder of their run. They are none of Ray's processes, and have no token."""
 
+NODE_VARIABLE = "VLORA_CLUSTER_NODE"
+"""Has the path of `Folder.node_file`."""
+
+KEY_PREFIX = "vlora-"
+"""Of the names of machines that run replicas."""
+
 THREADS_VARIABLE, GPUS_VARIABLE = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"
 
 _ENVIRONMENT = {
@@ -78,6 +84,15 @@ def check_version(version: str) -> None:
             f"Ray {version} is installed, which has no authentication: access to a port is enough to run code; "
             f"{needed} or later is needed: pip install -U 'vlora[cluster]'"
         )
+
+
+class Resources(NamedTuple):
+    cpus: int
+    gpus: int
+
+    def __str__(self) -> str:
+        cpus = f"{self.cpus} CPU{'s' * (self.cpus != 1)}"
+        return f"{cpus} and {self.gpus} GPU{'s' * (self.gpus != 1)}" if self.gpus else cpus
 
 
 class Ports(NamedTuple):
@@ -181,7 +196,7 @@ class Folder(NamedTuple):
     def secret_file(self) -> str:
         return f"{self.path}/secret"
 
-    def claim_file(self, name: str) -> str:
+    def lock_file(self, name: str) -> str:
         return f"{self.path}/{name}"
 
     @property
@@ -208,9 +223,9 @@ class Folder(NamedTuple):
         return Path(self.secret_file).read_bytes()
 
     @property
-    def site_file(self) -> str:
-        """See `site`, on one of several machines."""
-        return f"{self.path}/site"
+    def node_file(self) -> str:
+        """See `node`, on one of several machines."""
+        return f"{self.path}/node"
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -220,6 +235,18 @@ def environment(folder: Folder, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of Ray's processes. Settings of another Ray, such as its address and token, are left out."""
     own = {name: value for name, value in environ.items() if not name.startswith("RAY_")}
     return {**own, **_ENVIRONMENT, TOKEN_PATH_VARIABLE: folder.token_file}
+
+
+def node_environment(folder: Folder, environ: Mapping[str, str]) -> dict[str, str]:
+    """As `environment`, on one of several machines: Ray requires a certificate of the cluster of both ends."""
+    return {
+        **environment(folder, environ),
+        NODE_VARIABLE: folder.node_file,
+        "RAY_USE_TLS": "1",
+        "RAY_TLS_SERVER_CERT": f"{folder.path}/cert.pem",
+        "RAY_TLS_SERVER_KEY": f"{folder.path}/key.pem",
+        "RAY_TLS_CA_CERT": f"{folder.path}/ca.pem",
+    }
 
 
 def replica_environment(
@@ -238,33 +265,54 @@ def replica_environment(
     return {THREADS_VARIABLE: environ.get(THREADS_VARIABLE), GPUS_VARIABLE: gpus, RUN_VARIABLE: folder.path}
 
 
-def start_command(folder: Folder, ports: Ports) -> list[str]:
-    """Runs Ray's head until it is ended. On this machine alone, each replica counts as one CPU, so all find a place."""
+def start_command(
+    folder: Folder,
+    ports: Ports,
+    *,
+    host: str = LOOPBACK,
+    name: str | None = None,
+    resources: Resources | None = None,
+    control: str | None = None,
+) -> list[str]:
+    """Runs Ray until it is ended.
+
+    Args:
+        host: The address at which other machines reach this one.
+        name: Of the machine in Ray.
+        resources: None: each replica counts as one CPU, so that all find a place, and Ray finds the GPUs.
+        control: The control service; None starts it here.
+    """
+    cpus = ports.num_replicas if resources is None else resources.cpus
     return [
         sys.executable,
         "-m",
         "ray.scripts.scripts",
         "start",
-        "--head",
         "--block",
-        f"--node-ip-address={LOOPBACK}",
+        f"--node-ip-address={host}",
+        *([] if name is None else [f"--node-name={name}"]),
         f"--temp-dir={folder.ray_folder}",
-        f"--num-cpus={ports.num_replicas}",
+        f"--num-cpus={cpus}",
+        *([] if resources is None else [f"--num-gpus={resources.gpus}"]),
         f"--object-store-memory={OBJECT_STORE_BYTES}",
-        "--include-dashboard=false",
         "--disable-usage-stats",
-        "--no-monitor",  # the autoscaler, 96 MiB
         "--include-log-monitor=false",
-        *ports.flags(),
+        # Without the autoscaler, 96 MiB.
+        *(["--head", "--include-dashboard=false", "--no-monitor"] if control is None else [f"--address={control}"]),
+        *ports.flags(head=control is None),
     ]
 
 
-def connection(ports: Ports) -> dict[str, Any]:
-    """The arguments of `ray.init`. Without an address it would join whichever Ray was started last on the machine."""
+def connection(folder: Folder, control: str, host: str = LOOPBACK) -> dict[str, Any]:
+    """The arguments of `ray.init`. Without an address it would join whichever Ray was started last on the machine.
+
+    control: The address of the control service.
+    """
     return {
-        "address": f"{LOOPBACK}:{ports.control}",
+        "address": control,
         "namespace": NAMESPACE,
-        "_node_ip_address": LOOPBACK,
+        "_node_ip_address": host,
+        "_temp_dir": folder.ray_folder,  # there may be several Rays on a machine
         "log_to_driver": False,  # see `log_pipe`
         "configure_logging": False,
     }

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from vlora.cluster.adapters import ReplicatedAdapters
-from vlora.cluster.flight import Flight, prefix_keys
 from vlora.cluster.held_requests import HeldRequests
+from vlora.cluster.in_flight_request import InFlightRequest, prefix_keys
 from vlora.cluster.status import Events
 from vlora.engine.ipc.client import EngineClient
 from vlora.errors import (
@@ -57,7 +57,7 @@ class _Suspects:
         return self._ids[0] if was_first and self._ids else None
 
 
-class Flights:
+class InFlightRequests:
     """The requests by id, each until its last output.
 
     A request that was on a replica twice when it died is suspected to be the cause: of the suspects one at a time runs,
@@ -80,7 +80,7 @@ class Flights:
         Args:
             client_of: The engine of a replica; None without a line to it.
         """
-        self.open: dict[str, Flight] = {}
+        self.open: dict[str, InFlightRequest] = {}
         self.block_size = 1
         self.versions: dict[str, str] = {}
         self.on_answered: Callable[[], None] = lambda: None
@@ -98,7 +98,7 @@ class Flights:
 
     # -- callers ------------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request, deliver: Callable[[RequestOutput], None]) -> Flight:
+    def add(self, request: Request, deliver: Callable[[RequestOutput], None]) -> InFlightRequest:
         """Begin a request. `deliver` is called with each output.
 
         Raises:
@@ -106,31 +106,31 @@ class Flights:
         """
         if request.request_id in self.open:
             raise BadRequest(f"request id {request.request_id!r} is already in use; ids must be unique")
-        flight = self.open[request.request_id] = Flight(request, deliver, self._loop.time)
-        self._submit(flight)
-        return flight
+        in_flight = self.open[request.request_id] = InFlightRequest(request, deliver, self._loop.time)
+        self._submit(in_flight)
+        return in_flight
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request; its last output follows. Unknown ids are ignored."""
-        flight = self.open.get(request_id)
-        if flight is None:
+        in_flight = self.open.get(request_id)
+        if in_flight is None:
             return
-        flight.cancelled = True
-        client = self._client_of(flight.replica)
+        in_flight.cancelled = True
+        client = self._client_of(in_flight.replica)
         if client is None:
-            self._fail(flight, _cancelled(flight), "cancelled")
+            self._fail(in_flight, _cancelled(in_flight), "cancelled")
         else:
-            client.post_cancel(flight.attempt_id)
+            client.post_cancel(in_flight.attempt_id)
 
-    def abandon(self, flight: Flight) -> None:
+    def abandon(self, in_flight: InFlightRequest) -> None:
         """The caller has left, perhaps before the last output."""
-        if self._is_open(flight):
-            self._detach(flight)
-            self._end(flight)
+        if self._is_open(in_flight):
+            self._detach(in_flight)
+            self._end(in_flight)
 
     def fail_all(self, error: VLoraError, reason: str = "error") -> None:
-        for flight in tuple(self.open.values()):
-            self._fail(flight, error, reason)
+        for in_flight in tuple(self.open.values()):
+            self._fail(in_flight, error, reason)
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
@@ -156,15 +156,15 @@ class Flights:
         remembered of a decision: each call, in any order and number, looks at the router's latest one. A request that
         has ended is ignored.
         """
-        flight = self.open.get(request_id)
-        if flight is None or flight.leaving:  # `_go_on` follows
+        in_flight = self.open.get(request_id)
+        if in_flight is None or in_flight.leaving:  # `_go_on` follows
             return
         name = self._router.where(request_id)
-        if flight.replica is not None:
-            if flight.replica != name:
-                self._leave_replica(flight)
+        if in_flight.replica is not None:
+            if in_flight.replica != name:
+                self._leave_replica(in_flight)
         elif name is not None:
-            self._start(flight, name)
+            self._start(in_flight, name)
 
     def consolidate(self) -> int:
         """Move requests as the router decides: to replicas with room, or into its queue. Returns their number."""
@@ -180,19 +180,19 @@ class Flights:
 
     def is_on(self, name: str) -> bool:
         """Whether a replica has requests, or will have those that leave another one for it."""
-        return any(name in (flight.replica, self._router.where(key)) for key, flight in self.open.items())
+        return any(name in (in_flight.replica, self._router.where(key)) for key, in_flight in self.open.items())
 
     def replica_left(self, name: str, cause: str, *, died: bool) -> None:
         """Continue the requests of a replica elsewhere. died: it has died under them."""
         for need in self._router.leave(name):
-            flight = self.open.get(need.request_id)
-            if flight is None:
+            in_flight = self.open.get(need.request_id)
+            if in_flight is None:
                 continue
             self._events.num_resubmitted += died
-            flight.num_deaths += died and flight.replica == name
-            self._detach(flight)
-            flight.leave(None)
-            self._resubmit(flight, cause)
+            in_flight.num_deaths += died and in_flight.replica == name
+            self._detach(in_flight)
+            in_flight.leave(None)
+            self._resubmit(in_flight, cause)
 
     def refuse(self, *, some_absent: bool = False) -> None:
         """End the requests that cannot be served, and expired ones.
@@ -204,14 +204,14 @@ class Flights:
         if self._router.num_waiting:
             refused = self._router.refuse(self._loop.time())
             for refusal in refused.refusals:
-                flight = self.open.get(refusal.need.request_id)
-                if flight is not None and not self._held.hold(refusal, some_absent=some_absent):
+                in_flight = self.open.get(refusal.need.request_id)
+                if in_flight is not None and not self._held.hold(refusal, some_absent=some_absent):
                     cause = self._adapters.cause_of(refusal.need.adapter) if refusal.reason == "room" else None
-                    self._fail(flight, cause or flight.refused(refusal.reason))
+                    self._fail(in_flight, cause or in_flight.refused(refusal.reason))
             self.send(refused.placed)
-        for flight in tuple(self.open.values()):
-            if flight.replica is None and flight.has_expired:
-                self._fail(flight, flight.deadline_missed())
+        for in_flight in tuple(self.open.values()):
+            if in_flight.replica is None and in_flight.has_expired:
+                self._fail(in_flight, in_flight.deadline_missed())
 
     def submit_lacking(self) -> None:
         """Submit the requests again that wait for a content: a replica has joined."""
@@ -219,37 +219,37 @@ class Flights:
 
     def stay_with(self, adapter: str, version: str) -> None:
         """Requests of an adapter, also those without a token so far, are answered with this content of it."""
-        for flight in self.open.values():
-            if flight.request.adapter == adapter:
-                flight.stay_with(version)
-                self._note_content(flight)
+        for in_flight in self.open.values():
+            if in_flight.request.adapter == adapter:
+                in_flight.stay_with(version)
+                self._note_content(in_flight)
 
     @property
     def longest_wait_s(self) -> float:
         """How long a request has waited for a replica with room; 0 if none waits."""
-        waiting = (flight for name, flight in self.open.items() if self._router.is_waiting(name))
-        return max((flight.waited_s for flight in waiting if flight.replica is None), default=0.0)
+        waiting = (in_flight for name, in_flight in self.open.items() if self._router.is_waiting(name))
+        return max((in_flight.waited_s for in_flight in waiting if in_flight.replica is None), default=0.0)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _is_open(self, flight: Flight) -> bool:
+    def _is_open(self, in_flight: InFlightRequest) -> bool:
         """Whether a request has not ended. Another one may have its id by now."""
-        return self.open.get(flight.request.request_id) is flight
+        return self.open.get(in_flight.request.request_id) is in_flight
 
-    def _need(self, flight: Flight) -> Need:
-        request = flight.request
+    def _need(self, in_flight: InFlightRequest) -> Need:
+        request = in_flight.request
         old = self._needs.get(request.request_id)
         need = self._needs[request.request_id] = Need(
             request_id=request.request_id,
             adapter=request.adapter,
-            blocks=self._blocks(flight),
+            blocks=self._blocks(in_flight),
             arrival=next(self._arrivals) if old is None else old.arrival,
             priority=request.priority,
             tenant=request.tenant,
-            answer_by=flight.answer_by,
+            answer_by=in_flight.answer_by,
             returned=old is not None,
             prefix=self._prefix(request) if old is None else old.prefix,
-            version=flight.version,
+            version=in_flight.version,
         )
         return need
 
@@ -257,167 +257,169 @@ class Flights:
         adapter = request.adapter or ""
         return prefix_keys(request, f"{adapter}@{self.versions.get(adapter, '')}", self.block_size)
 
-    def _blocks(self, flight: Flight) -> int:
-        return (len(flight.request.prompt_ids) + len(flight.tokens)) // self.block_size + 1
+    def _blocks(self, in_flight: InFlightRequest) -> int:
+        return (len(in_flight.request.prompt_ids) + len(in_flight.tokens)) // self.block_size + 1
 
-    def _submit(self, flight: Flight) -> None:
-        self.send(self._router.submit(self._need(flight)))
+    def _submit(self, in_flight: InFlightRequest) -> None:
+        self.send(self._router.submit(self._need(in_flight)))
 
     def _submit_again(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            if (flight := self.open.get(request_id)) is not None:  # one may end while others are submitted
-                self._submit(flight)
+            if (in_flight := self.open.get(request_id)) is not None:  # one may end while others are submitted
+                self._submit(in_flight)
 
-    def _resubmit(self, flight: Flight, cause: str) -> None:
+    def _resubmit(self, in_flight: InFlightRequest, cause: str) -> None:
         """Continue a request that is on no replica any more. cause: why it lost the last one."""
-        if flight.cancelled:
-            self._fail(flight, _cancelled(flight), "cancelled")
-        elif flight.num_deaths >= MAX_DEATHS:
-            deaths = f"{flight.num_deaths} replicas died while they computed this request"
-            self._fail(flight, StepFailed(f"{deaths}, the last one: {cause}"))
-        elif flight.num_deaths < MAX_DEATHS - 1 or self._suspects.add(flight.request.request_id):
-            self._submit(flight)
+        if in_flight.cancelled:
+            self._fail(in_flight, _cancelled(in_flight), "cancelled")
+        elif in_flight.num_deaths >= MAX_DEATHS:
+            deaths = f"{in_flight.num_deaths} replicas died while they computed this request"
+            self._fail(in_flight, StepFailed(f"{deaths}, the last one: {cause}"))
+        elif in_flight.num_deaths < MAX_DEATHS - 1 or self._suspects.add(in_flight.request.request_id):
+            self._submit(in_flight)
 
-    def _start(self, flight: Flight, name: str) -> None:
+    def _start(self, in_flight: InFlightRequest, name: str) -> None:
         client = self._client_of(name)
         if client is None or client.cause is not None:
             return  # the replica has died, and `replica_left` follows
-        request = flight.begin(name)
+        request = in_flight.begin(name)
         if request is None:
-            self._end(flight)  # its time has passed
+            self._end(in_flight)  # its time has passed
             return
         attempt_id = request.request_id
         try:
-            client.submit(request, lambda output: self._receive(flight, attempt_id, output))
+            client.submit(request, lambda output: self._receive(in_flight, attempt_id, output))
         except BadRequest as error:
-            self._fail(flight, error)
+            self._fail(in_flight, error)
 
-    def _receive(self, flight: Flight, attempt_id: str, output: RequestOutput) -> None:
-        if flight.attempt_id != attempt_id or not self._is_open(flight):
+    def _receive(self, in_flight: InFlightRequest, attempt_id: str, output: RequestOutput) -> None:
+        if in_flight.attempt_id != attempt_id or not self._is_open(in_flight):
             return  # of an earlier attempt
         code = None if output.error is None else output.error.code
         if code == EngineDead.code:
-            if flight.leaving:
-                self._lose_source(flight, output)
+            if in_flight.leaving:
+                self._lose_source(in_flight, output)
             return  # otherwise `replica_left` follows
-        if flight.leaving and output.finish_reason == "cancelled" and not flight.cancelled:
-            self._go_on(flight, output)
+        if in_flight.leaving and output.finish_reason == "cancelled" and not in_flight.cancelled:
+            self._go_on(in_flight, output)
             return
-        if code in _NO_CONTENT and self._may_be_elsewhere(flight):
-            self._try_elsewhere(flight, output)
+        if code in _NO_CONTENT and self._may_be_elsewhere(in_flight):
+            self._try_elsewhere(in_flight, output)
             return
-        before, begins = self._blocks(flight), flight.version is None
-        flight.receive(output)
+        before, begins = self._blocks(in_flight), in_flight.version is None
+        in_flight.receive(output)
         if output.finished:
-            self._end(flight)
+            self._end(in_flight)
             self.on_answered()
             return
         if begins:
-            self._note_content(flight)
-        if (blocks := self._blocks(flight)) != before and self._router.where(flight.request.request_id) is not None:
-            self._router.grew(flight.request.request_id, blocks)
+            self._note_content(in_flight)
+        if (blocks := self._blocks(in_flight)) != before and self._router.where(
+            in_flight.request.request_id
+        ) is not None:
+            self._router.grew(in_flight.request.request_id, blocks)
 
-    def _leave_replica(self, flight: Flight) -> None:
+    def _leave_replica(self, in_flight: InFlightRequest) -> None:
         """Cancel the current attempt, and wait a moment for its last tokens."""
-        flight.leaving = True
-        flight.num_moves += 1
+        in_flight.leaving = True
+        in_flight.num_moves += 1
         self._events.num_moves += 1
-        client = self._client_of(flight.replica)
+        client = self._client_of(in_flight.replica)
         if client is None:
-            self._go_on(flight, None)
+            self._go_on(in_flight, None)
             return
-        attempt_id = flight.attempt_id
+        attempt_id = in_flight.attempt_id
         client.post_cancel(attempt_id)
-        self._loop.call_later(MOVE_S, self._stop_waiting, flight, attempt_id)
+        self._loop.call_later(MOVE_S, self._stop_waiting, in_flight, attempt_id)
 
-    def _fail(self, flight: Flight, error: VLoraError, reason: str = "error") -> None:
+    def _fail(self, in_flight: InFlightRequest, error: VLoraError, reason: str = "error") -> None:
         """End a request with an error, unless it has ended."""
-        if self._is_open(flight):
-            self._detach(flight)
-            flight.fail(ErrorValue.of(error), reason)
-            self._end(flight)
+        if self._is_open(in_flight):
+            self._detach(in_flight)
+            in_flight.fail(ErrorValue.of(error), reason)
+            self._end(in_flight)
 
-    def _end(self, flight: Flight) -> None:
+    def _end(self, in_flight: InFlightRequest) -> None:
         """A request has its last output, which its caller may read later, or its caller has left."""
-        request_id = flight.request.request_id
+        request_id = in_flight.request.request_id
         del self.open[request_id]
         self._needs.pop(request_id, None)
         self._held.forget(request_id)
         self._adapters.former.request_ended(request_id)
-        self._forget_lacking(flight)
+        self._forget_lacking(in_flight)
         placed = self._router.ended(request_id)
         self.send(placed)
         if (following := self._suspects.remove(request_id)) is not None:
             self._submit(self.open[following])
 
-    def _detach(self, flight: Flight) -> None:
+    def _detach(self, in_flight: InFlightRequest) -> None:
         """Cancel the current attempt; nothing of it is expected any more."""
-        client = self._client_of(flight.replica)
+        client = self._client_of(in_flight.replica)
         if client is not None:
-            client.abandon(flight.attempt_id)
+            client.abandon(in_flight.attempt_id)
 
-    def _stop_waiting(self, flight: Flight, attempt_id: str) -> None:
-        if flight.attempt_id == attempt_id and flight.leaving and self._is_open(flight):
-            self._go_on(flight, None)
+    def _stop_waiting(self, in_flight: InFlightRequest, attempt_id: str) -> None:
+        if in_flight.attempt_id == attempt_id and in_flight.leaving and self._is_open(in_flight):
+            self._go_on(in_flight, None)
 
-    def _go_on(self, flight: Flight, last: RequestOutput | None) -> None:
-        self._detach(flight)
-        flight.leave(last)
-        if flight.cancelled:
-            self._fail(flight, _cancelled(flight), "cancelled")
+    def _go_on(self, in_flight: InFlightRequest, last: RequestOutput | None) -> None:
+        self._detach(in_flight)
+        in_flight.leave(last)
+        if in_flight.cancelled:
+            self._fail(in_flight, _cancelled(in_flight), "cancelled")
         else:
-            self.follow(flight.request.request_id)
+            self.follow(in_flight.request.request_id)
 
-    def _lose_source(self, flight: Flight, output: RequestOutput) -> None:
+    def _lose_source(self, in_flight: InFlightRequest, output: RequestOutput) -> None:
         """A replica has died before a request had moved away. The router has it elsewhere, or waiting, already."""
         self._events.num_resubmitted += 1
-        flight.num_deaths += 1
-        flight.leave(None)
-        self.send(self._router.ended(flight.request.request_id))
-        self._resubmit(flight, "" if output.error is None else output.error.message)
+        in_flight.num_deaths += 1
+        in_flight.leave(None)
+        self.send(self._router.ended(in_flight.request.request_id))
+        self._resubmit(in_flight, "" if output.error is None else output.error.message)
 
-    def _try_elsewhere(self, flight: Flight, output: RequestOutput) -> None:
+    def _try_elsewhere(self, in_flight: InFlightRequest, output: RequestOutput) -> None:
         """A replica cannot load the request's adapter, or not with the content with which the answer began."""
-        request_id, name, adapter = flight.request.request_id, flight.replica, flight.request.adapter
+        request_id, name, adapter = in_flight.request.request_id, in_flight.replica, in_flight.request.adapter
         assert name is not None and adapter is not None and output.error is not None
-        is_moved = flight.leaving  # the router has it elsewhere, or waiting, already
-        flight.refusal = output.error
-        flight.leave(output)
-        if flight.version is None:
+        is_moved = in_flight.leaving  # the router has it elsewhere, or waiting, already
+        in_flight.refusal = output.error
+        in_flight.leave(output)
+        if in_flight.version is None:
             self._adapters.refused(name, adapter, output.error)
         else:
-            flight.lacking.add(name)
-            self.send(self._router.lack(name, adapter, flight.version))
+            in_flight.lacking.add(name)
+            self.send(self._router.lack(name, adapter, in_flight.version))
         if not is_moved:
             self.send(self._router.ended(request_id))
-        if flight.cancelled:  # its cancellation and the refusal have crossed
-            self._fail(flight, _cancelled(flight), "cancelled")
+        if in_flight.cancelled:  # its cancellation and the refusal have crossed
+            self._fail(in_flight, _cancelled(in_flight), "cancelled")
         elif is_moved:
             self.follow(request_id)
         else:
-            self._submit(flight)
+            self._submit(in_flight)
 
-    def _may_be_elsewhere(self, flight: Flight) -> bool:
+    def _may_be_elsewhere(self, in_flight: InFlightRequest) -> bool:
         """Whether a replica other than its present one may have the adapter of a request."""
-        others = any(name != flight.replica for name in self._adapters.homes)
-        return others and (flight.version is not None or flight.request.adapter in self._adapters)
+        others = any(name != in_flight.replica for name in self._adapters.homes)
+        return others and (in_flight.version is not None or in_flight.request.adapter in self._adapters)
 
-    def _note_content(self, flight: Flight) -> None:
-        adapter, version, name = flight.request.adapter, flight.version, flight.replica
+    def _note_content(self, in_flight: InFlightRequest) -> None:
+        adapter, version, name = in_flight.request.adapter, in_flight.version, in_flight.replica
         if adapter is None or version is None or name is None:
             return
-        if self._router.where(flight.request.request_id) is not None:
-            self._router.began(flight.request.request_id, version)
+        if self._router.where(in_flight.request.request_id) is not None:
+            self._router.began(in_flight.request.request_id, version)
         self._adapters.began(adapter, version)
 
-    def _forget_lacking(self, flight: Flight) -> None:
+    def _forget_lacking(self, in_flight: InFlightRequest) -> None:
         """Replicas that lacked a content get its requests again once none is left that they have refused."""
-        adapter, version = flight.request.adapter, flight.version
+        adapter, version = in_flight.request.adapter, in_flight.version
         if adapter is None or version is None or (adapter, version) in self._adapters.former:
             return
-        for name in sorted(flight.lacking & self._router.replicas.keys()):
+        for name in sorted(in_flight.lacking & self._router.replicas.keys()):
             self.send(self._router.lack(name, adapter, version, False))
 
 
-def _cancelled(flight: Flight) -> Aborted:
-    return Aborted(f"request {flight.request.request_id!r} was cancelled")
+def _cancelled(in_flight: InFlightRequest) -> Aborted:
+    return Aborted(f"request {in_flight.request.request_id!r} was cancelled")

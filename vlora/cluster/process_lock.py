@@ -1,4 +1,4 @@
-"""The claim of a process to be a replica: a file that it locks while it runs, with where it listens.
+"""The lock of a replica's process: a file that it locks while it runs, with where it listens.
 
 The system releases the lock when the process ends, in any way. So another process learns from the file whether the
 replica runs, without being its parent, and without mistaking a later process with the same id for it.
@@ -39,7 +39,7 @@ def digest(*settings: Any) -> str:
 
 
 def hold(path: str) -> int:
-    """Claim a file for the rest of this process. Returns its descriptor.
+    """Lock a file for the rest of this process. Returns its descriptor.
 
     Raises:
         BadConfig: Another process holds it.

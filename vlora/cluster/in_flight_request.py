@@ -14,7 +14,7 @@ from vlora.errors import AdapterChanged, DeadlineMissed, DeadlineUnreachable, Ov
 from vlora.types import ErrorValue, Request, RequestOutput, Timings, seed_of
 
 
-class Flight:
+class InFlightRequest:
     """A request with what it has answered. Nothing else has to survive a replica.
 
     Each attempt has a request id of its own, so that an output of an earlier one is recognized.
