@@ -128,7 +128,7 @@ BUDGETS = (
     Budget("vlora/engine vlora/parallel", 7_100, 4_900),
     Budget("vlora/orchestrator vlora/routing", 5_560, 4_000),
     Budget("vlora/memory vlora/lora vlora/models", 11_660, 8_300),
-    Budget("vlora/cluster", 8_000, 3_700),
+    Budget("vlora/cluster", 7_980, 3_700),
     Budget("vlora/wire", 880, 1_000),
     Budget("vlora/split", 2_580, 1_600),
     Budget("vlora/training vlora/learning fusion/training", 7_340, 4_500),

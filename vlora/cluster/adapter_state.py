@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import hashlib
 import os
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from vlora.cluster.process_lock import locked
 from vlora.errors import BadConfig, VLoraError, listed
 from vlora.types import ErrorValue
 from vlora.writing import NotWritten
@@ -106,17 +106,15 @@ class AdapterState:
         self.folder = Path(folder)
         try:
             self.folder.mkdir(mode=0o700, exist_ok=True)
-            self._lock_file = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (lock := locked(self.folder / LOCK)) is None:
+                raise BadConfig(f"another server uses {self.folder}; give each server a folder of its own")
+            self._lock_file = lock
             data = (self.folder / FILE).read_bytes()
             stored = msgspec.json.decode(data, type=_Stored)
         except FileNotFoundError as error:
             if self._lock_file < 0:
                 raise BadConfig(f"{self.folder}: the folder above it does not exist; make it first") from error
             return self  # there is no state yet
-        except BlockingIOError as error:
-            self.close()
-            raise BadConfig(f"another server uses {self.folder}; give each server a folder of its own") from error
         except OSError as error:
             self.close()
             raise BadConfig(f"{self.folder}: the adapters' state cannot be kept there: {error.strerror}") from error

@@ -12,7 +12,6 @@ import fcntl
 import os
 import re
 import shutil
-import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ import msgspec
 from vlora.adapter_files import ADAPTER_FILES, CONFIG_FILE, content_hash
 from vlora.cluster.adapter_incoming import IncomingFiles, digest_of
 from vlora.cluster.adapter_messages import Offer, ShippedFile
+from vlora.cluster.process_lock import locked
 from vlora.errors import BadAdapter, BadRequest, OverCapacity
 
 DIGESTS = "digests.json"  # in each folder, so that a content with some of its files is not received in full
@@ -30,7 +30,7 @@ PART, LOCK, COMMON_LOCK = ".part", ".lock", "store.lock"
 MAX_INCOMING = 4  # contents that a process receives at a time
 _PLACE = "the folder of received adapters"  # in errors, which users of the adapter get too
 _VERSION = re.compile(r"[0-9a-f]{32}")
-_WAIT_S, _LOOK_S = 10.0, 0.02  # for the common lock, which is held while folders are counted and removed
+_WAIT_S = 10.0  # for the common lock, which is held while folders are counted and removed
 
 
 class Busy(Exception):
@@ -74,7 +74,7 @@ class AdapterStore:
             return None
         self._check_root()
         if offer.version not in self._held:
-            if (lock := self._locked(offer.version, fcntl.LOCK_SH)) is None:
+            if (lock := locked(self._lock_of(offer.version), shared=True)) is None:
                 raise Busy
             self._held[offer.version] = lock
         if _is_whole(folder, offer):
@@ -102,7 +102,7 @@ class AdapterStore:
             raise Busy
         self._make_root()
         with self._alone():
-            if (lock := self._locked(offer.version, fcntl.LOCK_EX)) is None:
+            if (lock := locked(self._lock_of(offer.version))) is None:
                 raise Busy
             try:
                 self._remove(offer.version)  # the remains of a crash, or a damaged folder
@@ -184,18 +184,14 @@ class AdapterStore:
                 f"{_PLACE} belongs to another user there, or others may write to it; give it to the server, mode 0700"
             )
 
-    def _locked(self, version: str, how: int) -> int | None:
-        """The descriptor of a content's lock; None if another process has it otherwise."""
-        return _lock(self.root / (version + LOCK), how)
+    def _lock_of(self, version: str) -> Path:
+        return self.root / (version + LOCK)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Count and remove folders while no other process does."""
-        ends_s = time.monotonic() + _WAIT_S
-        while (lock := _lock(self.root / COMMON_LOCK, fcntl.LOCK_EX)) is None:
-            if time.monotonic() > ends_s:
-                raise OverCapacity(f"another process has locked {_PLACE} for {_WAIT_S:g} s; its disk may hang")
-            time.sleep(_LOOK_S)
+        if (lock := locked(self.root / COMMON_LOCK, wait_s=_WAIT_S)) is None:
+            raise OverCapacity(f"another process has locked {_PLACE} for {_WAIT_S:g} s; its disk may hang")
         try:
             yield
         finally:
@@ -229,7 +225,7 @@ class AdapterStore:
     def _remove_unused(self, folder: Path) -> bool:
         """Remove a folder and its lock, unless a process uses it. Returns whether it is gone."""
         version = folder.name.removesuffix(PART)
-        if (lock := self._locked(version, fcntl.LOCK_EX)) is None:
+        if (lock := locked(self._lock_of(version))) is None:
             return False
         self._remove(folder.name)
         self._drop(version, lock)
@@ -240,7 +236,7 @@ class AdapterStore:
         try:
             self._remove(version + PART)
             if not (self.root / version).exists():
-                (self.root / (version + LOCK)).unlink(missing_ok=True)
+                self._lock_of(version).unlink(missing_ok=True)
         finally:
             os.close(lock)
 
@@ -320,25 +316,6 @@ def _age(folder: Path) -> tuple[bool, float]:
         return folder.suffix != PART, folder.stat().st_mtime
     except FileNotFoundError:  # a part that another process has dropped
         return False, 0.0
-
-
-def _lock(path: Path, how: int) -> int | None:
-    """The descriptor of a locked file; None if it is locked otherwise. With an exclusive lock it may be removed."""
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(file, how | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file), os.stat(path)):
-                return file
-        except BlockingIOError:
-            os.close(file)
-            return None
-        except FileNotFoundError:  # removed since it was opened
-            pass
-        except BaseException:  # of a file system without locks
-            os.close(file)
-            raise
-        os.close(file)
 
 
 def _synchronize(path: Path) -> None:

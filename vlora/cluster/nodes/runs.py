@@ -8,7 +8,6 @@ ended while its replicas serve on.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import tempfile
@@ -21,12 +20,14 @@ import msgspec
 
 from vlora.cluster.on_ray.own_processes import end_all, end_ray, replica_processes
 from vlora.cluster.on_ray.settings import Folder, is_private
+from vlora.cluster.process_lock import locked
 from vlora.errors import BadConfig
 
 FRONT_END, NODE, HEAD = KINDS = ("front end", "node", "head")
 """In the order in which they end."""
 
-_LOOK_S, _TRIES = 0.1, 8  # `running` locks the files for an instant
+_LOOK_S = 0.1
+_INSTANT_S = 0.2  # `running` locks the files for an instant
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -88,16 +89,16 @@ def registered(kind: str, address: str) -> Iterator[Entry]:
         BadConfig: One of this kind runs already on this machine for the address.
     """
     path = runs_folder() / f"{kind} {address}".translate(str.maketrans(" :/", "---"))
-    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as file:
-        is_locked = _lock_soon(file.fileno())
-        found = _read(file.read())
-        if not is_locked and found is not None and not found.pid:
+    if (lock := locked(path, wait_s=_INSTANT_S)) is None:
+        found = _read(path.read_bytes())
+        if found is not None and not found.pid:
             raise BadConfig(
                 f"`vlora cluster down` ends what an earlier {kind} of {address} has left here; start it again"
             )
-        if not is_locked:
-            by = f" (process {found.pid})" if found else ""
-            raise BadConfig(f"a {kind} of {address} runs already on this machine{by}; `vlora cluster down` ends it")
+        by = f" (process {found.pid})" if found else ""
+        raise BadConfig(f"a {kind} of {address} runs already on this machine{by}; `vlora cluster down` ends it")
+    with open(lock, "r+b") as file:
+        found = _read(file.read())
         entry = Entry(file, kind, address)
         entry.note(None if found is None else found.folder)  # first, as another process may have the former id by now
         if found is not None and found.folder is not None:
@@ -122,9 +123,10 @@ def running() -> list[Run]:
     """Those that run, in the order in which they should end."""
     found = []
     for path in sorted(runs_folder().iterdir()):
-        with path.open("rb") as file:
-            if not _lock(file.fileno(), fcntl.LOCK_SH) and (run := _read(file.read())) and run.pid:
-                found.append(run)
+        if (lock := locked(path, shared=True)) is not None:
+            os.close(lock)
+        elif (run := _read(path.read_bytes())) and run.pid:
+            found.append(run)
     return sorted(found, key=lambda run: KINDS.index(run.kind))
 
 
@@ -143,9 +145,10 @@ def end_left() -> list[Run]:
     """End what killed runs have left on this machine, and the replicas of heads that have ended. Returns their runs."""
     found = []
     for path in sorted(runs_folder().iterdir()):
-        with path.open("r+b") as file:
-            # With the lock, so that no later head takes the replicas over meanwhile.
-            if _lock(file.fileno(), fcntl.LOCK_EX) and (run := _read(file.read())):
+        if (lock := locked(path)) is None:
+            continue
+        with open(lock, "r+b") as file:  # locked, so that no later head takes the replicas over meanwhile
+            if run := _read(file.read()):
                 _write(file, msgspec.structs.replace(run, pid=0))  # another process may have the id by now
                 if run.folder is not None:
                     end_run(run.folder)
@@ -167,19 +170,3 @@ def _read(data: bytes) -> Run | None:
         return msgspec.json.decode(data, type=Run)
     except msgspec.MsgspecError:
         return None
-
-
-def _lock_soon(file: int) -> bool:
-    for _ in range(_TRIES):
-        if _lock(file, fcntl.LOCK_EX):
-            return True
-        time.sleep(_LOOK_S / 4)
-    return False
-
-
-def _lock(file: int, how: int) -> bool:
-    try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -7,7 +7,6 @@ it passes through Ray, and an actor has the settings of whichever machine it run
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from vlora.cluster.on_ray.settings import (
     is_free,
     replica_environment,
 )
+from vlora.cluster.process_lock import locked
 from vlora.errors import BadConfig
 
 
@@ -92,7 +92,7 @@ def taken_slot(node: NodeSettings, num_gpus: int) -> Iterator[Slot]:
     ports = range(node.first_port, node.last_port + 1)
     number = node.num_gpus // num_gpus if num_gpus else len(ports)
     for index in range(number):
-        if (file := _locked(f"{node.folder}/slot-{index}")) is None:
+        if (file := locked(f"{node.folder}/slot-{index}")) is None:
             continue
         try:
             yield Slot(index, _free_port(node, [*ports[index:], *ports[:index]]), file)
@@ -101,17 +101,6 @@ def taken_slot(node: NodeSettings, num_gpus: int) -> Iterator[Slot]:
         return
     what = f"{node.num_gpus} GPUs" if num_gpus else f"{len(ports)} door_ports"
     raise BadConfig(f"{node.host} has {what}, which {number} replicas use; let another machine join, or use fewer")
-
-
-def _locked(path: str) -> int | None:
-    """The descriptor of a file that this process has locked; None if another one has."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        return None
-    return file
 
 
 def _free_port(node: NodeSettings, ports: Iterable[int]) -> int:
