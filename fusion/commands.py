@@ -119,7 +119,7 @@ def preview(
         checked = check_plan(read_plan_file(given), progress)
         plan, alone = checked.plan, trained_alone(checked.plan, checked.teacher_scores)
         with lock_folder(out):
-            data = prepare_data(checked, out, progress, device=device)
+            data = prepare_data(checked, out, progress, device=device, encode=False)
             session_of = functools.partial(training_session, resume=True, workers=1, on_cleared=lambda: None)
             with session_of(data, out, progress) as session:
                 quiet = dataclasses.replace(session, progress=Progress())

@@ -41,8 +41,9 @@ class DataReady:
     inputs: Inputs
 
 
-def prepare_data(checked: PlanChecked, out: Path, progress: Progress, *, device: str) -> DataReady:
-    """Load the base model and encode all samples; image features are stored in OUT/features.
+def prepare_data(checked: PlanChecked, out: Path, progress: Progress, *, device: str, encode: bool = True) -> DataReady:
+    """Load the base model and, if `encode`, all samples for it, else those that are used; image features are stored in
+    OUT/features.
 
     Raises:
         BadPlan: the base model cannot process a sample.
@@ -52,7 +53,7 @@ def prepare_data(checked: PlanChecked, out: Path, progress: Progress, *, device:
     base = load_frozen_base(plan, device, progress, features=out / "features")
     splits = {name: data.splits for name, data in checked.data.items()}
     inputs = inputs_of(plan, splits, base.weights, hash_of_processing(base.processor), device, progress)
-    return DataReady(plan, base, encode_domains(checked, base), checked.teacher_scores, inputs)
+    return DataReady(plan, base, domains_for(checked, base, encode=encode), checked.teacher_scores, inputs)
 
 
 def load_frozen_base(plan: Plan, device: str, progress: Progress, *, features: Path | None = None) -> FrozenBase:
@@ -71,13 +72,15 @@ def load_frozen_base(plan: Plan, device: str, progress: Progress, *, features: P
     )
 
 
-def encode_domains(checked: PlanChecked, base: FrozenBase) -> dict[str, Domain]:
-    """Encode every domain. Raises BadPlan, with the place in the plan, for data that the base model cannot process."""
+def domains_for(checked: PlanChecked, base: FrozenBase, *, encode: bool) -> dict[str, Domain]:
+    """The domains. Raises BadPlan, with the place in the plan, if the base model cannot process data to encode."""
     errors = PlanErrors(checked.text)
     domains = {}
     for index, domain in enumerate(checked.plan.domains):
+        domains[domain.name] = Domain(domain, checked.data[domain.name].splits, base)
         try:
-            domains[domain.name] = Domain(domain, checked.data[domain.name].splits, base)
+            if encode:
+                domains[domain.name].encode()
         except BadPlan as error:
             errors.inside("domains", index).add(str(error))
     errors.raise_if_any()

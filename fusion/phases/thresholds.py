@@ -26,7 +26,7 @@ def set_thresholds(data: DataReady, session: Session) -> Thresholds:
     alone = trained_alone(data.plan, data.teacher_scores)
     session.progress.expect(min_trainings(data.plan, alone))
     session.run_ahead([partial(session.cache, (name,)) for name in alone])
-    counts = {name: len(domain.validation) for name, domain in data.domains.items()}
+    counts = {name: len(domain.splits.validation) for name, domain in data.domains.items()}
     return Thresholds(thresholds_of(data.plan, session.cache, data.teacher_scores, counts, session.progress.say))
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from fusion.data.samples import Splits, held_back
+from fusion.data.samples import Sample, Splits, held_back
 from fusion.plan.schema import DomainPlan
+from fusion.training.collator import EncodedSample
 from fusion.training.frozen_base import FrozenBase
 from fusion.training.objectives import objective_of
 
 
 class Domain:
-    """A domain's plan, its objective and its samples, encoded once.
+    """A domain's plan, its objective and its samples, each part encoded when it is first used.
 
     held_back: training samples that decide early stopping and calibrate heads with answers that depend on calibration.
     others: the remaining training samples, which share no group with them. Validation data is used for neither, so
@@ -27,20 +31,43 @@ class Domain:
         self.splits = splits
         self.base = base
         self.task = objective_of(splits, plan.metric)
-        parts = [part[:most] for part in (splits.train, splits.validation, splits.test)]
-        done = 0
-        with base.progress.work(f"encoding the pictures of {plan.name}", sum(map(len, parts)), "samples") as update:
+        self._most = most
+
+    @functools.cached_property
+    def train(self) -> list[EncodedSample]:
+        return self._encode("training", self.splits.train)
+
+    @functools.cached_property
+    def validation(self) -> list[EncodedSample]:
+        return self._encode("validation", self.splits.validation)
+
+    @functools.cached_property
+    def test(self) -> list[EncodedSample]:
+        return self._encode("test", self.splits.test)
+
+    @functools.cached_property
+    def held_back(self) -> list[EncodedSample]:
+        return [self.train[index] for index in sorted(held_back(self.splits.train[: self._most]))]
+
+    @functools.cached_property
+    def others(self) -> list[EncodedSample]:
+        indices = set(held_back(self.splits.train[: self._most]))
+        return [sample for index, sample in enumerate(self.train) if index not in indices]
+
+    def encode(self) -> None:
+        """Encode all parts now. Raises BadPlan for a sample that the base model cannot process."""
+        _ = self.train, self.validation, self.test
+
+    def _encode(self, part: str, samples: Sequence[Sample]) -> list[EncodedSample]:
+        chosen, done = samples[: self._most], 0
+        what = f"encoding the pictures of {self.plan.name}, {part}"
+        with self.base.progress.work(what, len(chosen), "samples") as update:
 
             def on_encoded(count: int) -> None:
                 nonlocal done
                 update(done := done + count)
 
-            self.train, self.validation, self.test = (
-                base.encode_samples(plan.question, splits, part, on_encoded) for part in parts
-            )
-        indices = set(held_back(splits.train[:most]))
-        self.held_back = [sample for index, sample in enumerate(self.train) if index in indices]
-        self.others = [sample for index, sample in enumerate(self.train) if index not in indices]
+            return self.base.encode_samples(self.plan.question, self.splits, chosen, on_encoded)
 
     def features(self) -> np.ndarray:
         """Mean image features of its training pictures, [d]: d columns for each image token. Not with `lora.vision`,
