@@ -131,7 +131,7 @@ BUDGETS = (
     Budget("vlora/cluster", 7_980, 3_700),
     Budget("vlora/wire", 880, 1_000),
     Budget("vlora/split", 2_580, 1_600),
-    Budget("vlora/training vlora/learning fusion/training", 7_340, 4_500),
+    Budget("vlora/training vlora/learning fusion/training", 7_360, 4_500),
     Budget("vlora/simulator", 2_340, 1_500),
     Budget("vlora/cli", 4_060, 2_600),
     Budget("vlora/bench", 5_020, 2_500),

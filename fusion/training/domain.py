@@ -51,23 +51,18 @@ class Domain:
 
     @functools.cached_property
     def others(self) -> list[EncodedSample]:
-        indices = set(held_back(self.splits.train[: self._most]))
-        return [sample for index, sample in enumerate(self.train) if index not in indices]
+        kept = set(map(id, self.held_back))
+        return [sample for sample in self.train if id(sample) not in kept]
 
     def encode(self) -> None:
         """Encode all parts now. Raises BadPlan for a sample that the base model cannot process."""
         _ = self.train, self.validation, self.test
 
     def _encode(self, part: str, samples: Sequence[Sample]) -> list[EncodedSample]:
-        chosen, done = samples[: self._most], 0
+        chosen = samples[: self._most]
         what = f"encoding the pictures of {self.plan.name}, {part}"
         with self.base.progress.work(what, len(chosen), "samples") as update:
-
-            def on_encoded(count: int) -> None:
-                nonlocal done
-                update(done := done + count)
-
-            return self.base.encode_samples(self.plan.question, self.splits, chosen, on_encoded)
+            return self.base.encode_samples(self.plan.question, self.splits, chosen, update)
 
     def features(self) -> np.ndarray:
         """Mean image features of its training pictures, [d]: d columns for each image token. Not with `lora.vision`,

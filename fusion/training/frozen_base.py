@@ -70,7 +70,7 @@ class FrozenBase:
         question: str,
         splits: Splits,
         samples: Sequence[Sample],
-        on_encoded: Callable[[int], None] = lambda count: None,
+        on_encoded: Callable[[int], None] = lambda done: None,
     ) -> list[EncodedSample]:
         """Encode every sample's frames with its question, or the domain's."""
         encoded: list[EncodedSample] = []
@@ -103,7 +103,7 @@ class FrozenBase:
                         self._start_of_adapter(one, sample),
                     )
                 )
-            on_encoded(len(part))
+            on_encoded(len(encoded))
         return encoded
 
     def encode_images(self, items: Sequence[VisionInput]) -> list[torch.Tensor]:
