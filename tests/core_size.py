@@ -108,6 +108,7 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
         "vlora.types.domain",
     ),
     "the front end's image processor and tokenizer": ("vlora.models.processing",),
+    "what callers may see, which the front end reads": ("vlora.types.visibility",),
     "installations without greenlet": ("vlora.models.vision.whole_call",),
 }
 """Reason -> packages and modules that are not part of the core."""
@@ -122,10 +123,10 @@ class Budget(NamedTuple):
 
 
 BUDGETS = (
-    Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_020, 2_200),
+    Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_200, 2_200),
     Budget("vlora/client", 1_740, 900),
-    Budget("vlora/server", 8_660, 4_900),
-    Budget("vlora/engine vlora/parallel", 7_100, 4_900),
+    Budget("vlora/server", 8_300, 4_900),
+    Budget("vlora/engine vlora/parallel", 7_060, 4_900),
     Budget("vlora/orchestrator vlora/routing", 5_560, 4_000),
     Budget("vlora/memory vlora/lora vlora/models", 11_660, 8_300),
     Budget("vlora/cluster", 7_980, 3_700),

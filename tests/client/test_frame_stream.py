@@ -20,8 +20,8 @@ from tests.processes import PATIENCE_S, until
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
 from vlora.client import AsyncClient, Client, FrameResult, FrameStream, TextQuestion, frame_stream
-from vlora.client.calls import Call
-from vlora.client.frame_stream import ReconnectBackoff
+from vlora.client.calling import Blocking
+from vlora.client.frame_stream import AsyncFrameStream, ReconnectBackoff
 from vlora.config import ServerConfig, Token
 from vlora.errors import (
     BadImage,
@@ -33,6 +33,7 @@ from vlora.errors import (
     UnknownHead,
     UnknownStream,
 )
+from vlora.operations import Operation
 
 DARK, BRIGHT = png(10), png(250)
 NIGHT: dict[str, Any] = {"adapter": "cam", "head": "night"}
@@ -51,14 +52,13 @@ def frees_everything(server: Running) -> Iterator[None]:
     until(lambda: len(server.front_end.streams) == 0 and not server.engine.engine.running)
 
 
-def cut(client: Client) -> None:
+def cut(client: Client | AsyncClient) -> None:
     with contextlib.suppress(EOFError, OSError):  # the connection may already be closed
         client.connection().close()
 
 
-def answer_of(client: Client, call: Call[Any]) -> Any:
-    connection = client.connection()
-    return connection.wait(connection.start(call), PATIENCE_S)
+async def answer_of(client: Client, call: Operation) -> Any:
+    return client.connection().start(call).result(PATIENCE_S)
 
 
 def labels(stream: FrameStream) -> list[tuple[int, str]]:
@@ -251,15 +251,7 @@ def test_reconnection_is_tried_until_the_stream_has_expired(monkeypatch: pytest.
         retry.pause_s(error)
 
 
-def test_asyncio_reconnects_after_a_broken_connection(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    clients: list[Client] = []
-
-    def recorded(*arguments: Any, **options: Any) -> Client:
-        clients.append(Client(*arguments, **options))
-        return clients[-1]
-
-    monkeypatch.setattr("vlora.client.aio.Client", recorded)
-
+def test_asyncio_reconnects_after_a_broken_connection(server: Running) -> None:
     async def main() -> list[int]:
         async with AsyncClient(port=server.port) as client:
             stream = await client.open_stream(**NIGHT, drop="none")
@@ -268,7 +260,7 @@ def test_asyncio_reconnects_after_a_broken_connection(server: Running, monkeypat
                 async def send() -> None:
                     for number in range(20):
                         if number == 10:
-                            cut(clients[0])
+                            cut(client)
                         await stream.send(DARK)
                     await stream.end()
 
@@ -315,13 +307,13 @@ def test_streams_of_one_connection_do_not_block_one_another(server: Running) -> 
 def test_waiting_for_results_sends_few_calls_and_closing_ends_a_reader(client: Client) -> None:
     num_calls = 0
 
-    def counted(call: Call[Any]) -> Any:
+    async def counted(call: Operation) -> Any:
         nonlocal num_calls
         num_calls += 1
-        return answer_of(client, call)
+        return await answer_of(client, call)
 
     with client.open_stream(**NIGHT) as stream:
-        reading = FrameStream(stream.stream_id, counted, 10.0)
+        reading = FrameStream(AsyncFrameStream(stream.stream_id, counted, Blocking(), 10.0))
         reader = threading.Thread(target=lambda: next(reading))
         reader.start()
         time.sleep(0.3)
@@ -347,7 +339,8 @@ def test_a_stream_belongs_to_its_token(tmp_path: Path) -> None:
             mine.open_stream(**NIGHT) as stream,
         ):
             stream.send(DARK)
-            thief = FrameStream(stream.stream_id, functools.partial(answer_of, other), 1)
+            ask = functools.partial(answer_of, other)
+            thief = FrameStream(AsyncFrameStream(stream.stream_id, ask, Blocking(), 1))
             for steal in (lambda: next(thief), lambda: thief.send(DARK), thief.end):
                 with pytest.raises(UnknownStream):
                     steal()

@@ -23,8 +23,8 @@ from vlora.engine.ipc import messages
 from vlora.engine.ipc.client import EngineClient
 from vlora.engine.ipc.load_reports import LoadReporter
 from vlora.engine.ipc.worker import OutputCoalescer
-from vlora.engine.operations import Operation
 from vlora.errors import BadAdapter, BadRequest, Disconnected, VLoraError
+from vlora.operations import GetStats, Operation, PinAdapter, UnloadAdapter
 from vlora.routing import Router
 from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput
 from vlora.wire.address import Address
@@ -206,9 +206,9 @@ class LocalReplica:
         engine, outputs, error = self.engine, tuple[RequestOutput, ...](), None
         try:
             match operation:
-                case operations.UnloadAdapter(name, drain):
+                case UnloadAdapter(name, drain):
                     outputs = engine.unload_adapter(name, drain)
-                case operations.GetStats():
+                case GetStats():
                     found = engine.stats()
                 case operations.ListAdapters(after):
                     found = engine.adapters(after)
@@ -218,7 +218,7 @@ class LocalReplica:
                     found = engine.load_adapter(name, path, version)
                 case operations.KeepAdapters(versions):
                     found = engine.keep_adapters(versions)
-                case operations.PinAdapter(name, pinned):
+                case PinAdapter(name, pinned):
                     found = engine.pin_adapter(name, pinned)
                 case other:
                     raise AssertionError(other)

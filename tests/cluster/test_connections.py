@@ -23,8 +23,9 @@ from vlora.cluster.connection import beat_of, connect, protocol, watch_beats
 from vlora.cluster.replica import MISSED_BEATS, Replica
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.client import EngineClient
-from vlora.engine.operations import GetStats, ListAdapters
+from vlora.engine.operations import ListAdapters
 from vlora.errors import BadConfig, Disconnected, EngineDead, Unauthorized, VLoraError
+from vlora.operations import GetStats
 from vlora.types import ErrorValue, Request, RequestOutput, SamplingParams
 from vlora.wire import connection
 from vlora.wire.address import Address

@@ -37,30 +37,23 @@ from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
 from tests.server.test_security import TOKENS, USER, Certificates
 from vlora.client import Client
+from vlora.client.requests import ClientCall
 from vlora.config import ServerConfig, Token
 from vlora.errors import BadConfig, BadRequest, Unauthorized, VLoraError, error_from_code
 from vlora.server.http import protocol as http_protocol
 from vlora.server.http import server as http_server
 from vlora.server.rpyc import channel
+from vlora.server.rpyc import protocol as rpyc_protocol
 from vlora.server.rpyc import server as rpyc_server
 from vlora.server.rpyc import service as rpyc_service
-from vlora.server.rpyc.channel import MAX_DEPTH, MAX_VALUES, BoundedChannel, check_values
-from vlora.server.rpyc.protocol import ValueConnection
+from vlora.server.rpyc.channel import BoundedChannel
+from vlora.server.rpyc.protocol import MAX_READS, ByteConnection
 from vlora.server.security import connection_limits
 from vlora.server.security.message_budget import ByteBudget, ByteCharge
 
 SETTINGS = settings(max_examples=scaled(200))
-SIMPLE = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers() | st.binary(max_size=300) | st.text()
-)
-VALUES = st.recursive(
-    SIMPLE | st.just(...) | st.just(NotImplemented),
-    lambda inner: st.lists(inner, max_size=6).map(tuple) | st.frozensets(SIMPLE, max_size=4),
-    max_leaves=30,
-)
-HUGE = 10**4000  # close to the limit of RPyC's serializer
 PNG, NAN = png(), float("nan")
-ENDLESS = (("max_tokens", 90_000),)
+ENDLESS = {"max_tokens": 90_000}
 REQUEST = bytes([consts.MSG_REQUEST])
 
 
@@ -88,8 +81,13 @@ def nothing_is_left(api: Api) -> Iterator[None]:
     until(lambda: api.front_end.message_budget.used == 0)
 
 
-def call(connection: Any, method: Any, *args: Any) -> Any:
-    return connection.sync_request(consts.HANDLE_CALLATTR, connection.root, f"exposed_{method}", args, ())
+def sent(connection: Any, data: Any, method: str = "call") -> Any:
+    """A message's reply."""
+    return connection.sync_request(consts.HANDLE_CALLATTR, connection.root, f"exposed_{method}", (data,), ())
+
+
+def call(connection: Any, kind: str, *, method: str = "call", **fields: Any) -> Any:
+    return sent(connection, msgspec.msgpack.encode({"type": kind, **fields}), method)
 
 
 def framed(payload: bytes, *, length: int | None = None, compressed: bool = False) -> bytes:
@@ -124,61 +122,59 @@ def silent(port: int, count: int) -> Iterator[list[socket.socket]]:
         yield [stack.enter_context(connect(port)) for _ in range(count)]
 
 
-def count(value: Any) -> int:
-    """Values of a message in serialized form: a text as its bytes, a set as its tuple."""
-    if isinstance(value, str):
-        return 2
-    if isinstance(value, frozenset):
-        return 1 + count(tuple(value))
-    return 1 + sum(map(count, value)) if isinstance(value, tuple) else 1
+def load(data: bytes) -> Any:
+    return brine._load(rpyc_protocol._Message(b"?" + data))  # noqa: SLF001
 
 
-@given(VALUES)
+@given(st.binary(max_size=300))
 @SETTINGS
-def test_a_serialized_value_is_checked_to_its_end(value: Any) -> None:
-    data = brine.dump(value)
-    check_values(b"?" + data, 1)
-    if len(data) > 1:
-        for cut in {1, len(data) // 2}:
-            try:
-                brine.load(data[:cut])
-            except Exception:
-                continue
-            check_values(data[:cut], 0)  # valid data is not refused
-
-
-@given(st.binary(max_size=40))
-@SETTINGS
-def test_arbitrary_bytes_are_bounded_values_or_refused(data: bytes) -> None:
-    try:
-        check_values(data, 0)
-    except ValueError:
-        return
-    try:
-        value = brine.load(data)
-    except Exception:
-        return  # for example a text that is not UTF-8
-    assert count(value) <= MAX_VALUES
+def test_arbitrary_bytes_are_few_values_or_refused(data: bytes) -> None:
+    with contextlib.suppress(Exception):
+        load(data)
+    with contextlib.suppress(msgspec.MsgspecError, BadRequest):
+        msgspec.msgpack.decode(data, type=ClientCall)
 
 
 def test_the_number_and_the_depth_of_values_are_bounded() -> None:
-    within: tuple[Any, ...] = ((None,),) * ((MAX_VALUES - 2) // 2)
-    check_values(brine.dump(within), 0)
-    assert count(within) <= MAX_VALUES < count((*within, (None,)))
-    deep: Any = 1
-    for _ in range(MAX_DEPTH - 1):
-        deep = (deep,)
-    check_values(brine.dump(deep), 0)
-    for data, why in (
-        *((brine.dump(large), "over 65536") for large in ((*within, (None,)), (frozenset((1.5,)),) * 100_000)),
-        (brine.dump(("ab",) * 100_000), "over 65536 values"),
-        (b"\x15\xff\xff\xff\xff" + bytes(70_000), "over 65536 values"),
-        (b"\x15\xff\xff\xff\xff", "truncated"),
-        (brine.dump((deep, (deep,))), "32 deep"),
-        *((kind * 1_000_000, "32 deep") for kind in (b"\x10", b"\x1a", b"\x08")),
-    ):
-        with pytest.raises(ValueError, match=why):
-            check_values(data, 0)
+    assert load(brine.dump((1, (None,) * 40, b"x" * 100_000))) == (1, (None,) * 40, b"x" * 100_000)
+    tracemalloc.start()
+    try:
+        for data in (
+            brine.dump((None,) * MAX_READS),
+            brine.dump(((None,),) * 1_000_000),
+            brine.dump((frozenset((1.5,)),) * 100_000),
+            b"\x15\xff\xff\xff\xff" + bytes(70_000),
+            *(kind * 1_000_000 for kind in (b"\x10", b"\x1a", b"\x08")),
+        ):
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            with pytest.raises(EOFError, match="more values than a call"):
+                load(data)
+            assert tracemalloc.get_traced_memory()[1] - before < 2 * len(data) + 100_000
+    finally:
+        tracemalloc.stop()
+
+
+MANY = b"\xdd" + struct.pack("!L", 900_000)
+NO_BYTES = b"\xc4\x00" * 900_000
+CROWDED = {
+    "images": b"\x83\xa4type\xa7AskHead\xa7adapter\xa1x\xa6images" + MANY + NO_BYTES,
+    "a video": b"\x83\xa4type\xa8Generate\xa8question\xa1x\xa6images\x91\x92" + MANY + NO_BYTES + b"\x90",
+    "stop": b"\x83\xa4type\xa8Generate\xa8question\xa1x\xa8sampling\x81\xa4stop" + MANY + b"\xa0" * 900_000,
+    "heads": b"\x83\xa4type\xa8AskHeads\xa6images\x90\xa5heads" + MANY + b"\x92\xa0\xc0" * 900_000,
+    "unknown field": b"\x82\xa4type\xa8GetStats\xa1x" + MANY + b"\x90" * 900_000,
+}
+
+
+@pytest.mark.parametrize("name", CROWDED)
+def test_a_message_of_many_values_is_refused_before_they_are_made(name: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(CROWDED[name], type=ClientCall)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
 
 
 BYTES_OF_NO_PROTOCOL = {
@@ -270,9 +266,10 @@ def test_a_limit_raised_during_inflation_counts_correctly() -> None:
 
 def test_a_compressed_message_counts_its_inflated_size(api: Api, peer: Any) -> None:
     picture = PNG + bytes(1_500_000)  # a few kilobytes on the wire
-    assert call(peer, "stream", 1, "forever", (picture,), None, ENDLESS, None, None, 0, None)[0]
+    asked = {"call_id": 1, "question": "forever", "images": [picture], "sampling": ENDLESS}
+    assert call(peer, "Generate", method="stream", **asked)[0]
     assert 1_500_000 < api.front_end.message_budget.used < 1_510_000
-    assert call(peer, "cancel", 1)[0]
+    assert call(peer, "Cancel", call_id=1)[0]
 
 
 NO_NAMES = ("_front_end", "_loop", "__class__", "__init__", "__dict__", "__doc__", "on_disconnect", "_connect")
@@ -280,7 +277,7 @@ NO_NAMES = ("_front_end", "_loop", "__class__", "__init__", "__dict__", "__doc__
 
 def test_no_attribute_object_or_reference_can_be_reached(peer: Any) -> None:
     root = peer.root
-    for name in (*NO_NAMES, "exposed_stats"):
+    for name in (*NO_NAMES, "exposed_call"):
         for handler, more in ((consts.HANDLE_GETATTR, ()), (consts.HANDLE_SETATTR, (1,)), (consts.HANDLE_DELATTR, ())):
             with pytest.raises(ValueError, match="only exposed methods can be called"):
                 peer.sync_request(handler, root, name, *more)
@@ -308,9 +305,12 @@ def test_no_attribute_object_or_reference_can_be_reached(peer: Any) -> None:
 
     for value in (Trap(), [b"a list"], {"a": 1}, lambda: 1, bytearray(b"x")):
         with pytest.raises(ValueError, match="only values can be sent"):
-            call(peer, "ask_head", 1, value, "a", "b", None, 0)
+            sent(peer, value)
+    for plain in ("text", 7, (b"x",), None):
+        with pytest.raises(TypeError, match="this server uses protocol"):
+            sent(peer, plain)
     names = {name for name, _ in peer.sync_request(consts.HANDLE_INSPECT, ("anything", 1, 2))}
-    assert "exposed_generate" in names and all(name.startswith("exposed_") for name in names)
+    assert {"exposed_call", "exposed_stream"} <= names and all(name.startswith("exposed_") for name in names)
 
 
 def test_a_refusal_contains_no_details_of_the_server(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,11 +321,11 @@ def test_a_refusal_contains_no_details_of_the_server(peer: Any, monkeypatch: pyt
         return RuntimeError("refused")
 
     monkeypatch.setattr(rpyc.Connection, "_unbox_exc", unbox)
-    for name in ("nothing", "_reply", "x" * 100_000, "exposed_stats"):
+    for name in ("nothing", "_reply", "x" * 100_000, "exposed_call"):
         with pytest.raises(RuntimeError, match="refused"):
             peer.sync_request(consts.HANDLE_CALLATTR, peer.root, name, (1, 2), ())
     with pytest.raises(RuntimeError, match="refused"):
-        peer.sync_request(consts.HANDLE_CALLATTR, peer.root, "exposed_cancel", (), (("call_id", 1),))
+        peer.sync_request(consts.HANDLE_CALLATTR, peer.root, "exposed_call", (), (("data", b"x"),))
     for _, (message,), attributes, traceback in refusals:
         assert (attributes, traceback) == ((), "<traceback denied>"), "no details such as memory addresses"
         assert len(message) <= 200 and "0x" not in message
@@ -337,133 +337,133 @@ def test_a_ping_is_limited_in_size_and_a_call_id_is_used_once(peer: Any) -> None
     for data in (b"x" * 4097, "x" * 100_000, 5, (b"x",)):
         with pytest.raises(ValueError, match="at most 4096"):
             peer.sync_request(consts.HANDLE_PING, data)
-    args = (3, "forever", (), None, ENDLESS, None, None, 0, None)
-    assert call(peer, "stream", *args)[0]
-    for method in ("stream", "generate"):
-        assert call(peer, method, *args)[:2] == (False, "bad_request")
-    assert call(peer, "cancel", 3)[0]
+    asked = {"call_id": 3, "question": "forever", "sampling": ENDLESS}
+    assert call(peer, "Generate", method="stream", **asked)[0]
+    for method in ("stream", "call"):
+        assert call(peer, "Generate", method=method, **asked)[:2] == (False, "bad_request")
+    assert call(peer, "Cancel", call_id=3)[0]
 
 
-CAM, NO_QUESTIONS = (("cam", "night"),), ()
-NUMBERS = [HUGE, -HUGE, NAN, float("inf"), -float("inf"), 1e308, 5e-324, 2**64, 2j]
+CAM = [["cam", "night"]]
+NUMBERS = [NAN, float("inf"), -float("inf"), 1e308, 5e-324, 2**64 - 1, -(2**63)]
 LONG = "\U000e0001" * 20_000  # each takes ten characters in a repr
-SAY = (1, "say:x", (), None)  # a call's id, question, images, adapter
+STREAM = "<stream>"  # stands for the id of an open stream
+SAY: dict[str, Any] = {"type": "Generate", "call_id": 1, "question": "say:x"}
+HEAD: dict[str, Any] = {"type": "AskHead", "images": [PNG], "adapter": "cam", "head": "night"}
+HEADS: dict[str, Any] = {"type": "AskHeads", "images": [PNG], "heads": CAM}
+SEND: dict[str, Any] = {"type": "SendFrame", "stream_id": STREAM, "number": 0, "images": [PNG], "wait_s": 0.0}
+PULL: dict[str, Any] = {"type": "PullResults", "stream_id": STREAM, "acknowledged": -1, "wait_s": 0.0}
 
-# Calls with a value of the wrong kind; STREAM stands for the id of an open stream.
-STREAM = "<stream>"
-NO_LEVELS = (None, None, 0, None)  # nor a choice of a head or words
-QUESTIONS: list[tuple[Any, ...]] = [
-    *((), (1,), (1, 2, 3, 4, 5, 6, 7, 8, 9)),
-    *((call_id, *SAY[1:], (), *NO_LEVELS) for call_id in (None, True)),
-    *((1, "say:x", images, None, (), *NO_LEVELS) for images in ("not a tuple", (1, 2), ("text",))),
-    (1, b"bytes", (), None, (), *NO_LEVELS),
-    (1, "say:x", (), 7, (), *NO_LEVELS),
-    *((*SAY, pairs, *NO_LEVELS) for pairs in ("nonsense", (("max_tokens", "many"),), (("max_tokens", -1),))),
-    *((*SAY, ((name, value),), *NO_LEVELS) for name, value in (("temperature", NAN), ("__class__", 1))),
-    (*SAY, ((frozenset(), ...),), *NO_LEVELS),
-    *((*SAY, (), latency, None, 0, None) for latency in (-1.0, 2j)),
-    *((*SAY, (), None, ttft, 0, None) for ttft in (0.0, "soon")),
-    *((*SAY, (), None, None, priority, None) for priority in (11, 0.5)),
-    *((*SAY, (), None, None, 0, answer) for answer in ("perhaps", 1)),
+
+def opening(**options: Any) -> dict[str, Any]:
+    return {"type": "OpenFrames", "options": options}
+
+
+WRONG: list[Any] = [
+    *(None, 7, [], {}, {"type": "Nothing"}, {"type": 7}, {"type": "Generate"}, {"type": "GetStats", "more": 1}),
+    *({**SAY, "call_id": call_id} for call_id in (None, True, "1")),
+    *({**SAY, "images": images} for images in ("no list", [1, 2], ["text"])),
+    *({**SAY, "images": [video]} for video in ([[b"x"]], [["x"], [0.0]], [[b"x"], "0"])),
+    *({**SAY, "question": question} for question in (b"bytes", None, ["a"])),
+    {**SAY, "adapter": 7},
+    *({**SAY, "sampling": options} for options in ("nonsense", {"max_tokens": "many"}, {"max_tokens": -1})),
+    *({**SAY, "sampling": options} for options in ({"temperature": NAN}, {"__class__": 1}, {"stop": [1]})),
+    *({**SAY, "max_latency_s": latency} for latency in (-1.0, "soon")),
+    *({**SAY, "max_ttft_s": ttft} for ttft in (0.0, "soon")),
+    *({**SAY, "priority": priority} for priority in (11, 0.5)),
+    *({**SAY, "answer": answer} for answer in ("perhaps", 1)),
+    {**HEAD, "head": "h", "adapter": 0},
+    *({**HEADS, "heads": heads} for heads in ([], "cam", [["cam"]], CAM * 10_000)),
+    {"type": "Cancel", "call_id": None},
+    {"type": "LoadAdapter", "name": 1, "path": 2},
+    *({"type": "UnloadAdapter", "name": name, "drain": drain} for name, drain in ((b"x", True), ("x", 1))),
+    *(opening(heads=heads) for heads in ([], "cam", [["cam"]], CAM * 10_000)),
+    *(opening(questions=asked) for asked in ([[1]], [["q", None, "8"]])),
+    *(opening(heads=CAM, **{name: value}) for name in ("max_latency_s", "fps") for value in (-1.0, 0, "soon")),
+    *(opening(heads=CAM, **wrong) for wrong in ({"priority": 11}, {"drop": "x" * 1000}, {"more": 1})),
+    *({**SEND, "stream_id": stream} for stream in ("unknown", b"bytes")),
+    *({**SEND, "images": frame} for frame in (PNG, ["text"], [], [[b"", 2**62, 2**62]])),
+    *({**SEND, "images": [[b"abc", *size]]} for size in ((-1, -1), (1.5, True), (1,))),
+    *({**SEND, "number": number} for number in (2**62, "0")),
+    *({**SEND, "wait_s": wait_s} for wait_s in (NAN, -1.0)),
+    *({**PULL, "acknowledged": number} for number in (2**62, -2, 0, None)),
+    *({**PULL, "wait_s": wait_s} for wait_s in (NAN, float("inf"), -1.0, None)),
+    {**PULL, "stream_id": STREAM * 1000},
+    *({"type": kind, "stream_id": stream} for kind, stream in (("EndFrames", [STREAM]), ("CloseFrames", 7))),
 ]
-WRONG: list[tuple[Any, ...]] = [
-    *((method, *each) for method in ("generate", "stream") for each in QUESTIONS),
-    *(("ask_head",), ("ask_head", 1, (PNG,), None, "h", None, 0)),
-    *(("ask_heads", 1, (PNG,), heads, None, 0) for heads in ((), "cam", (("cam",),))),
-    *(("cancel", None), ("load_adapter", 1, 2), ("unload_adapter", b"x"), ("unload_adapter", "x", 1)),
-    *(("open_frames",), ("open_frames", 1, 2, 3, 4, 5, 6)),
-    *(("open_frames", heads, (), None, None, "newest", 0, "") for heads in ((), "cam", (("cam",),), CAM * 10_000)),
-    *(("open_frames", (), asked, None, None, "newest", 0, "") for asked in (((1,),), (("q", None, "8"),))),
-    *(("open_frames", CAM, (), latency, None, "none", 0, "") for latency in (-1.0, "soon")),
-    ("open_frames", CAM, (), None, 0, "none", 0, ""),
-    ("open_frames", CAM, (), None, None, "newest", 11),
-    ("open_frames", CAM, (), None, None, "x" * 1000, 0),
-    ("send_frame",),
-    *(("send_frame", stream, 0, (PNG,), 0.0) for stream in ("unknown", b"bytes")),
-    *(("send_frame", STREAM, 0, frame, 0.0) for frame in (PNG, ("text",), (), ((b"", 10**40, 10**40),))),
-    *(("send_frame", STREAM, 0, ((b"abc", *size),), 0.0) for size in ((-1, -1), (1.0, True), (1,))),
-    *(("send_frame", STREAM, number, (PNG,), 0.0) for number in (10**40, "0")),
-    *(("send_frame", STREAM, 0, (PNG,), wait_s) for wait_s in (NAN, -1.0)),
-    *(("pull_results", STREAM, number, 0.0) for number in (10**40, -2, 0, None)),
-    *(("pull_results", STREAM, -1, wait_s) for wait_s in (NAN, float("inf"), -1.0, None)),
-    *(("pull_results", STREAM * 1000, -1, 0.0), ("end_frames", (STREAM,)), ("close_frames", 7)),
-]
+
+
+def with_stream(value: Any, stream_id: str) -> bytes:
+    here = {**value, "stream_id": stream_id} if isinstance(value, dict) and value.get("stream_id") == STREAM else value
+    return msgspec.msgpack.encode(here)
 
 
 @pytest.fixture
 def stream_id(peer: Any) -> Iterator[str]:
-    good, opened = call(peer, "open_frames", CAM, NO_QUESTIONS, None, None, "none", 0, "")
+    good, opened = sent(peer, msgspec.msgpack.encode(opening(heads=CAM, drop="none")))
     assert good
     found: str = msgspec.msgpack.decode(opened)
     yield found
-    assert call(peer, "close_frames", "unknown")[0] and call(peer, "close_frames", found)[0]
+    assert all(call(peer, "CloseFrames", stream_id=each)[0] for each in ("unknown", found))
 
 
 def test_values_of_the_wrong_kind_are_typed_errors(peer: Any, stream_id: str) -> None:
-    for method, *args in WRONG:
-        good, *error = call(peer, method, *(stream_id if arg == STREAM else arg for arg in args))
-        assert not good and isinstance(error_from_code(*error), BadRequest), (method, args, error)
-        assert "internal" not in error[1] and len(error[1]) < 400, (method, args, error)
-    with pytest.raises(TypeError):
-        call(peer, "stats", 1, 2, 3)
-    assert call(peer, "send_frame", stream_id, 0, (PNG,), 0.0)[0]
+    for value in WRONG:
+        for method in ("call", "stream"):
+            good, *error = sent(peer, with_stream(value, stream_id), method)
+            assert not good and isinstance(error_from_code(*error), BadRequest), (value, error)
+            assert "internal" not in error[1] and len(error[1]) < 400, (value, error)
+    for data in (b"", b"\xc1", b"\x91" * 100_000, b"\xdd\xff\xff\xff\xff", with_stream(SAY, "")[:-1]):
+        assert sent(peer, data)[:2] == (False, "bad_request")
+    assert sent(peer, with_stream(SEND, stream_id))[0]
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: str(number)[:12])
 def test_numbers_of_any_size_cause_typed_errors_or_none(peer: Any, stream_id: str, number: Any) -> None:
     typed = {"bad_request", "prompt_too_long", "too_large", "bad_image", "deadline_missed"}
     options = ("max_tokens", "temperature", "top_p", "top_k", "seed", "logprobs")
-    calls: list[tuple[Any, ...]] = [
-        ("generate", number, *SAY[1:], (), None, None, 0, None),
-        ("generate", *SAY, (), number, None, 0, None),
-        ("generate", *SAY, (), None, number, 0, None),
-        ("generate", *SAY, (), None, None, number, None),
-        *(("generate", *SAY, ((name, number),), None, None, 0, None) for name in options),
-        ("ask_head", 1, (PNG,), "cam", "night", number, 0),
-        ("ask_head", 1, (PNG,), "cam", "night", None, number),
-        ("ask_heads", 1, (PNG,), CAM, number, 0),
-        ("ask_heads", 1, (PNG,), CAM, None, number),
-        ("cancel", number),
-        ("open_frames", CAM, (), number, None, "newest", 0, ""),
-        ("open_frames", (), (("q", None, number),), None, None, "newest", 0, ""),
-        ("open_frames", CAM, (), None, number, "newest", 0, ""),
-        ("open_frames", CAM, (), None, None, "newest", number, ""),
-        ("send_frame", stream_id, number, (PNG,), 0.0),
-        ("send_frame", stream_id, 0, (PNG,), number),
-        *(("send_frame", stream_id, 1, ((b"abc", *size),), 0.0) for size in ((number, 1), (1, number), (number,) * 2)),
-        ("pull_results", stream_id, number, 0.0),
-        ("pull_results", stream_id, -1, number),
+    calls: list[dict[str, Any]] = [
+        *({**SAY, name: number} for name in ("call_id", "max_latency_s", "max_ttft_s", "priority")),
+        *({**SAY, "sampling": {name: number}} for name in options),
+        *({**asked, name: number} for asked in (HEAD, HEADS) for name in ("max_latency_s", "priority")),
+        {"type": "Cancel", "call_id": number},
+        opening(questions=[["q", None, number]]),
+        *(opening(heads=CAM, **{name: number}) for name in ("max_latency_s", "fps", "priority")),
+        *({**SEND, name: number} for name in ("number", "wait_s")),
+        *({**SEND, "number": 1, "images": [[b"abc", *size]]} for size in ((number, 1), (1, number), (number, number))),
+        *({**PULL, name: number} for name in ("acknowledged", "wait_s")),
     ]
-    for method, *args in calls:
-        good, *reply = call(peer, method, *args)
-        if good and method == "open_frames":
-            assert call(peer, "close_frames", msgspec.msgpack.decode(reply[0]))[0]
+    for asked in calls:
+        good, *reply = sent(peer, with_stream(asked, stream_id))
+        if good and asked["type"] == "OpenFrames":
+            assert call(peer, "CloseFrames", stream_id=msgspec.msgpack.decode(reply[0]))[0]
         if not good:
-            assert reply[0] in typed and "internal" not in reply[1], (method, args, reply)
+            assert reply[0] in typed and "internal" not in reply[1], (asked, reply)
 
 
 def test_error_messages_do_not_repeat_long_names(peer: Any) -> None:
-    calls: list[tuple[Any, ...]] = [
-        ("generate", 1, "say:x", (), LONG, (), None, None, 0, None),
-        ("generate", *SAY, ((LONG, 1),), None, None, 0, None),
-        ("ask_head", 1, (PNG,), LONG, "night", None, 0),
-        ("ask_head", 1, (PNG,), "cam", LONG, None, 0),
-        ("ask_heads", 1, (PNG,), ((LONG,),), None, 0),
-        ("open_frames", ((LONG, "night"),), (), None, None, "newest", 0, ""),
-        *(("open_frames", (("cam", LONG),) * number, (), None, None, "newest", 0, "") for number in (1, 2)),
-        *(("open_frames", (), ((LONG, LONG, 1),) * number, None, None, "newest", 0, "") for number in (1, 2)),
-        ("open_frames", CAM, (), None, None, LONG, 0),
-        ("end_frames", LONG),
+    calls: list[dict[str, Any]] = [
+        {"type": LONG},
+        {"type": "GetStats", LONG: 1},
+        {**SAY, "adapter": LONG},
+        {**SAY, "sampling": {LONG: 1}},
+        {**HEAD, "adapter": LONG},
+        {**HEAD, "head": LONG},
+        opening(heads=[[LONG, "night"]]),
+        *(opening(heads=[["cam", LONG]] * number) for number in (1, 2)),
+        *(opening(questions=[[LONG, LONG, 1]] * number) for number in (1, 2)),
+        opening(heads=CAM, drop=LONG),
+        {"type": "EndFrames", "stream_id": LONG},
     ]
-    for method, *args in calls:
-        good, *reply = call(peer, method, *args)
-        assert not good and len(reply[1]) < 2000, (method, reply[0], len(reply[1]))
+    for asked in calls:
+        good, *reply = sent(peer, msgspec.msgpack.encode(asked))
+        assert not good and len(reply[1]) < 2000, (asked["type"], reply[0], len(reply[1]))
 
 
 def test_file_names_that_are_not_text_do_not_end_the_engine(peer: Any, tmp_path: Path) -> None:
     folder = Path(write_adapter(tmp_path / "odd"))
     (folder / "extra\udcff.safetensors").write_bytes(b"?")
-    good, *reply = call(peer, "load_adapter", "odd", str(folder))
+    good, *reply = call(peer, "LoadAdapter", name="odd", path=str(folder))
     assert good or reply[0] == "bad_adapter", reply
 
 
@@ -474,7 +474,7 @@ def test_unanswered_calls_of_a_connection_are_bounded() -> None:
     class Root:
         _conn = None
 
-        def exposed_wait(self) -> Future[Any]:
+        def exposed_wait(self, data: bytes) -> Future[Any]:
             unanswered.append(Future())
             return unanswered[-1]
 
@@ -491,9 +491,9 @@ def test_unanswered_calls_of_a_connection_are_bounded() -> None:
             self.closed = True
 
     root: Any = Root()
-    connection = ValueConnection(root, Unread(), {})  # type: ignore[arg-type]
+    connection = ByteConnection(root, Unread(), {})  # type: ignore[arg-type]
     handle, label = consts.HANDLE_CALLATTR, consts.LABEL_VALUE
-    name: Any = (consts.LABEL_TUPLE, ((consts.LABEL_LOCAL_REF, 1), (label, "exposed_wait"), (label, ())))
+    name: Any = (consts.LABEL_TUPLE, ((consts.LABEL_LOCAL_REF, 1), (label, "exposed_wait"), (label, (b"",))))
     connection._local_objects = {1: connection._local_root}  # type: ignore[assignment]  # noqa: SLF001
 
     def calls() -> None:
@@ -753,11 +753,12 @@ def test_rpyc_survives_a_lack_of_descriptors_and_threads(lack: str, monkeypatch:
 def test_unauthenticated_rpyc_peers_call_nothing_and_send_little() -> None:
     with running_server(tokens=TOKENS) as server:
         peer: Any = rpyc.connect("127.0.0.1", server.port)
-        for name in ("generate", "stream", "ask_head", "ask_heads", "cancel", "adapters", "load_adapter", "stats"):
-            reply = call(peer, name, *{"cancel": (1,), "load_adapter": ("a", "b")}.get(name, ()))
-            assert reply[:2] == (False, "unauthorized"), (name, reply)
+        for asked in (SAY, HEAD, HEADS, SEND, {"type": "GetAdapters"}, {"type": "LoadAdapter"}, {"type": "Nothing"}):
+            for method in ("call", "stream"):
+                reply = sent(peer, msgspec.msgpack.encode(asked), method)
+                assert reply[:2] == (False, "unauthorized"), (asked, reply)
         with pytest.raises(EOFError):
-            call(peer, "hello", b"x" * 100_000)
+            call(peer, "Authenticate", token=b"x" * 100_000)
         with Client(port=server.port, token=USER) as client:
             assert client.generate("say:x").text == "x"
         with Client(port=server.port, token="x" * 20) as wrong, pytest.raises(Unauthorized):

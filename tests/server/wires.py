@@ -13,7 +13,7 @@ from tests.server.api import Api, data_url, events, image_part
 from vlora.client import AsyncClient
 from vlora.client.values import Answer
 from vlora.errors import error_from_code
-from vlora.server.internal_errors import to_vlora_error
+from vlora.server.security.public_errors import to_vlora_error
 from vlora.types import SamplingParams
 
 LEVELS = ("max_latency_s", "max_ttft_s", "priority")

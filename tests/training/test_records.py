@@ -14,9 +14,11 @@ import pytest
 import yaml
 
 from tests.training.beside import Case, assert_same, losses_of
+from vlora.config import Token
 from vlora.errors import BadPlan
 from vlora.models.processing import InputProcessor
 from vlora.plan_files.errors import PlanErrors, PlanText
+from vlora.server.security.public_errors import shown_to
 from vlora.training import MicroStep, PackedTrainer, samples
 from vlora.training.plan import read_plan
 from vlora.training.progress import RecordOrder
@@ -152,7 +154,8 @@ def test_bad_records_are_set_aside_and_named_once(
     assert any("`answer` is nan; it must be text" in one for one in status.bad)
     logged = [record.getMessage() for record in caplog.records]
     assert len(logged) == 7 and all(sum(place in one for one in logged) == 1 for place in named)
-    assert not status.without_paths().bad, "they name files of the server"
+    user = Token(name="user", secret="x" * 16)
+    assert not shown_to(status, user).bad, "they name files of the server"
     cut = plan(case, "cut", MIXED)
     with case.running(cut) as on:
         on.settle(until_step=3)

@@ -80,7 +80,7 @@ def client_of(
     """flag: of the address, in errors. Raises BadConfig."""
     from vlora.client import Client
     from vlora.client.connection import address_of
-    from vlora.client.tls import client_context
+    from vlora.client.sockets import client_context
 
     host, port = address_of(server, flag)
     tls = client_context(tls_ca, tls_cert, tls_key)

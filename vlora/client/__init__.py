@@ -2,8 +2,7 @@
 
 from vlora.client.aio import AsyncClient
 from vlora.client.frame_stream import AsyncFrameStream, FrameStream
-from vlora.client.sync import Client, wait_for_server
-from vlora.client.text_stream import TextStream
+from vlora.client.sync import Client, TextStream, wait_for_server
 from vlora.client.values import Answer, FrameAnswer, FrameResult, HeadResult, TextQuestion
 from vlora.types.video import Video
 

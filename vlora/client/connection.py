@@ -10,18 +10,20 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import msgspec
 import rpyc
 from rpyc.core import consts
 from rpyc.core.channel import Channel
 
-from vlora.client.calls import Call
-from vlora.client.keepalive import enable_keepalive
-from vlora.client.plain import PlainStream
-from vlora.client.tls import TlsStream, shut_down
-from vlora.client.values import PROTOCOL_VERSION, Hello, open_reply
+from vlora.client.requests import Authenticate, Cancel, CancellableCall
+from vlora.client.sockets import PlainStream, TlsStream, enable_keepalive, shut_down
+from vlora.client.values import PROTOCOL_VERSION, Hello, StreamPart, open_reply
 from vlora.errors import BadConfig, BadRequest, DeadlineMissed, Disconnected, TooLarge, VLoraError
+from vlora.operations import Operation
 
-T = TypeVar("T")
+C = TypeVar("C", bound=Operation)
+
+_encode = msgspec.msgpack.Encoder().encode
 
 _CONNECT_S = 5.0
 _SEND_S = 60.0  # a server that reads nothing for this long counts as disconnected
@@ -42,6 +44,7 @@ class ServerConnection:
 
     def __init__(self, host: str, port: int, token: str | None, tls: ssl.SSLContext | None) -> None:
         self._address = f"{host}:{port}"
+        self._max_message_bytes = 0  # of any size until the server has told
         self._pending: set[Future[Any]] = set()
         self._lock = threading.Lock()
         self._call_ids = itertools.count(1)
@@ -60,61 +63,61 @@ class ServerConnection:
         self._reader = threading.Thread(target=self._read, name="vlora-client-reader", daemon=True)
         self._reader.start()
         try:
-            self.hello = self.wait(self.start(Call("hello", (token,), Hello)), _CONNECT_S)
-        except VLoraError:
+            hello: Hello = self.start(Authenticate(token)).result(_CONNECT_S)
+        except (TimeoutError, VLoraError) as error:
             self.close()
+            if isinstance(error, TimeoutError):
+                raise DeadlineMissed(f"no answer from {self._address} within {_CONNECT_S:g} s") from error
             raise
-        if self.hello.protocol != PROTOCOL_VERSION:
+        if hello.protocol != PROTOCOL_VERSION:
             self.close()
             raise BadRequest(
-                f"the server at {self._address} uses protocol {self.hello.protocol}, this client {PROTOCOL_VERSION}; "
+                f"the server at {self._address} uses protocol {hello.protocol}, this client {PROTOCOL_VERSION}; "
                 "install the same version of vlora on both sides"
             )
+        self._max_message_bytes = hello.max_message_bytes
 
     @property
     def closed(self) -> bool:
         return not self._reader.is_alive()
 
-    def numbered(self, call: Call[T]) -> Call[T]:
+    def numbered(self, call: C) -> C:
         """The call with a number that is unique on this connection, if it can be cancelled by it."""
-        return call._replace(args=(next(self._call_ids), *call.args)) if call.cancellable else call
+        if isinstance(call, CancellableCall):
+            return msgspec.structs.replace(call, call_id=next(self._call_ids))
+        return call
 
-    def start(self, call: Call[T], on_value: Callable[[T], bool] | None = None) -> Future[T]:
+    def start(self, call: Operation, on_value: Callable[[StreamPart], bool] | None = None) -> Future[Any]:
         """Send a call; its future receives the value or the typed error. Does not wait for the answer.
 
-        on_value: for a call with several values: called with each value in the reader's thread; returns whether more
-        follow. The future receives the last one.
+        on_value: for a streamed answer: called with each part in the reader's thread; returns whether more follow. The
+        future receives the last one.
         """
-        if call.num_bytes > (limit := self.hello.max_message_bytes if call.num_bytes else 0):
-            raise TooLarge(f"the request has {call.num_bytes} bytes of images; this server takes at most {limit}")
-        future: Future[T] = Future()
+        try:
+            data = _encode(call)
+        except (UnicodeEncodeError, OverflowError, TypeError) as error:
+            raise BadRequest(f"the request cannot be sent: {error}") from error
+        if len(data) > (limit := self._max_message_bytes or len(data)):
+            raise TooLarge(f"the request has {len(data)} bytes; this server takes at most {limit}")
+        future: Future[Any] = Future()
         with self._lock:
             if self.closed:
                 raise self._disconnected()
             self._pending.add(future)
         future.add_done_callback(self._settle)  # before any reply can arrive
         try:
-            self._rpyc.start_call(self._root, call, future, on_value)
-        except UnicodeEncodeError as error:
-            self._settle(future)
-            raise BadRequest(f"the text cannot be sent: {error}") from error
+            kind = StreamPart if on_value is not None else call.result
+            self._rpyc.start_call(self._root, data, kind, future, on_value)
         except (OSError, EOFError, RuntimeError) as error:  # RuntimeError: RPyC's cleanup has released its lock
             self._settle(future)
             raise self._disconnected() from error
         return future
 
-    def wait(self, future: Future[T], timeout_s: float) -> T:
-        """The call's value. Raises DeadlineMissed if it takes longer than `timeout_s`, or the error of the call."""
-        try:
-            return future.result(timeout_s)
-        except TimeoutError as error:
-            raise DeadlineMissed(f"no answer from {self._address} within {timeout_s:g} s") from error
-
-    def abandon(self, call: Call[Any]) -> None:
+    def abandon(self, call: Operation) -> None:
         """Cancel an abandoned request on the server; without a connection the server cancels it itself."""
-        if call.cancellable:
+        if isinstance(call, CancellableCall):
             with contextlib.suppress(VLoraError):
-                self.start(Call("cancel", call.args[:1], type(None)))
+                self.start(Cancel(call.call_id))
 
     def close(self) -> None:
         """Close the connection; the server cancels the connection's running calls."""
@@ -168,14 +171,19 @@ def _open_stream(host: str, port: int, tls: ssl.SSLContext | None) -> PlainStrea
 class _CallingConnection(rpyc.Connection):
     """Calls the server's exposed methods; exposes none itself."""
 
-    def start_call(self, root: Any, call: Call[T], future: Future[T], on_value: Callable[[T], bool] | None) -> None:
+    def start_call(
+        self, root: Any, data: bytes, kind: Any, future: Future[Any], on_value: Callable[[Any], bool] | None
+    ) -> None:
         def settle(is_exception: bool, reply: Any) -> bool:
             """Settle the future of a call, or deliver one of its values; whether more replies follow."""
             try:
                 if is_exception:
                     why = reply.args[0] if reply.args else type(reply).__name__
-                    raise BadRequest(f"the server refused the call {call.name!r}: {why}")
-                value = open_reply(reply, call.returns)
+                    raise BadRequest(
+                        f"the server refused the call: {why}; this client uses protocol {PROTOCOL_VERSION}; install "
+                        "the same version of vlora on both sides"
+                    )
+                value = open_reply(reply, kind)
                 if on_value is not None and on_value(value):
                     return True
                 if future.set_running_or_notify_cancel():
@@ -185,7 +193,8 @@ class _CallingConnection(rpyc.Connection):
                     future.set_exception(error)
             return False
 
-        self._async_request(consts.HANDLE_CALLATTR, (root, f"exposed_{call.name}", call.args, ()), settle)
+        name = "exposed_call" if on_value is None else "exposed_stream"
+        self._async_request(consts.HANDLE_CALLATTR, (root, name, (data,), ()), settle)
 
     def _seq_request_callback(self, msg: int, seq: int, is_exc: bool, obj: Any) -> None:
         """As in RPyC, except that a call with more replies to come keeps its number."""

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from vlora.errors import BadRequest, VLoraError, error_from_code
 from vlora.types import (
-    AdapterStatus,
-    EngineStats,
+    MAX_ITEMS,
     ErrorValue,
     HeadAnswer,
     SamplingParams,
     Timings,
-    TrainingStatus,
     check_priority,
 )
 from vlora.types.domain import Way
-from vlora.types.learning import Correction, LearningStatus
-from vlora.types.replicas import AdapterPlace, ClusterStatus
 from vlora.wording import msgspec_errors
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 18861
 
-T = TypeVar("T")
 K = TypeVar("K")
 
 
@@ -115,7 +111,7 @@ class TextQuestion(NamedTuple):
     max_tokens: int = 64
 
 
-class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of a stream of frames.
 
     heads: pairs of an adapter and one of its heads, which answer each frame, as do the `questions`. max_latency_s
@@ -126,8 +122,8 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     Raises BadRequest for invalid values.
     """
 
-    heads: tuple[tuple[str, str], ...] = ()
-    questions: tuple[TextQuestion, ...] = ()
+    heads: Annotated[tuple[tuple[str, str], ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
+    questions: Annotated[tuple[TextQuestion, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
     max_latency_s: float | None = None
     fps: float | None = None
     drop: Literal["newest", "none"] = "newest"
@@ -209,30 +205,11 @@ Reply = tuple[bool, bytes] | tuple[bool, str, str]
 """(True, msgpack of the value) or (False, error code, message)."""
 
 _encode = msgspec.msgpack.Encoder().encode
-_DECODERS: dict[Any, Callable[[bytes], Any]] = {
-    kind: msgspec.msgpack.Decoder(kind).decode
-    for kind in (
-        Answer,
-        HeadResult,
-        tuple[HeadOutcome, ...],
-        Hello,
-        StreamPart,
-        FrameResults,
-        str,
-        bool,
-        AdapterStatus,
-        tuple[AdapterStatus, ...],
-        TrainingStatus,
-        tuple[TrainingStatus, ...],
-        Correction,
-        LearningStatus,
-        tuple[LearningStatus, ...],
-        EngineStats,
-        ClusterStatus,
-        tuple[AdapterPlace, ...],
-        type(None),
-    )
-}
+
+
+@functools.cache
+def _decoder(kind: Any) -> Callable[[bytes], Any]:
+    return msgspec.msgpack.Decoder(kind).decode
 
 
 def success(value: Any) -> Reply:
@@ -243,20 +220,15 @@ def failure(error: VLoraError) -> Reply:
     return False, error.code, str(error)
 
 
-def open_reply(reply: Reply, kind: type[T]) -> T:
-    """The value of a reply. Raises its typed error."""
+def open_reply(reply: Reply, kind: Any) -> Any:
+    """The value of a reply, of the type `kind`. Raises its typed error."""
     if reply[0]:
-        return _DECODERS[kind](reply[1])  # type: ignore[arg-type]
+        return _decoder(kind)(reply[1])  # type: ignore[arg-type]
     raise error_from_code(*reply[1:])  # type: ignore[arg-type]
 
 
 def _repeated(values: Iterable[K]) -> list[K]:
     return [value for value, count in Counter(values).items() if count > 1]
-
-
-def sampling_pairs(sampling: SamplingParams) -> tuple[tuple[str, Any], ...]:
-    """Sampling parameters as plain values, because RPyC's serializer has no dictionaries."""
-    return tuple(msgspec.structs.asdict(sampling).items())
 
 
 def sampling_params(options: dict[str, Any]) -> SamplingParams:

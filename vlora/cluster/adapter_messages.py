@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from vlora.engine.operations import EngineOperation, Operation
+from vlora.engine.operations import EngineOperation
+from vlora.operations import Operation
 
 
 class ShippedFile(msgspec.Struct, frozen=True):

@@ -22,21 +22,11 @@ from vlora.cluster.status import Events, status_of
 from vlora.cluster.summary import merged_stats
 from vlora.engine.interface import EngineInterface
 from vlora.engine.ipc.client import EngineClient
-from vlora.engine.operations import (
-    CancelTraining,
-    GetSnapshot,
-    GetStats,
-    ListTrainings,
-    LoadAdapter,
-    Operation,
-    PinAdapter,
-    RegisterAdapters,
-    Train,
-    UnloadAdapter,
-)
+from vlora.engine.operations import GetSnapshot, LoadAdapter, RegisterAdapters, Train
 from vlora.engine.output_stream import OutputStream
 from vlora.engine.snapshot import EngineLoad
 from vlora.errors import Aborted, BadRequest, EngineDead, UnknownReplica
+from vlora.operations import CancelTraining, GetStats, ListTrainings, Operation, PinAdapter, UnloadAdapter
 from vlora.routing import MoveCosts, Report, Room, Router
 from vlora.types import AdapterStatus, Request, RequestOutput
 from vlora.types.replicas import DEVICE, FAILED, HOST, PENDING, REGISTERED, UNKNOWN, AdapterPlace, ClusterStatus

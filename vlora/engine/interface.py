@@ -5,21 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
 
-from vlora.engine.operations import (
-    ADAPTERS_PER_REPLY,
-    CancelTraining,
-    GetSnapshot,
-    GetStats,
-    ListAdapters,
-    ListTrainings,
-    LoadAdapter,
-    Operation,
-    PinAdapter,
-    RegisterAdapters,
-    Train,
-    UnloadAdapter,
-)
+from vlora.engine.operations import ADAPTERS_PER_REPLY, GetSnapshot, ListAdapters, LoadAdapter, RegisterAdapters, Train
 from vlora.engine.snapshot import EngineSnapshot
+from vlora.operations import CancelTraining, GetStats, ListTrainings, Operation, PinAdapter, UnloadAdapter
 from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput, TrainingStatus
 
 

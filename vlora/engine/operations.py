@@ -1,14 +1,16 @@
-"""The calls to an engine that are answered once: a struct each. `perform` is what an engine does for them."""
+"""What engines are asked beside the verbs of `vlora.operations`. `perform` is what an engine does for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vlora import operations
 from vlora.engine.snapshot import EngineSnapshot
-from vlora.types import AdapterStatus, EngineStats, RequestOutput, TrainingStatus
+from vlora.operations import CancelTraining, GetStats, ListTrainings, Operation, PinAdapter, UnloadAdapter
+from vlora.types import AdapterStatus, RequestOutput
 
 if TYPE_CHECKING:
     from vlora.engine.engine import Engine
@@ -16,25 +18,16 @@ if TYPE_CHECKING:
 ADAPTERS_PER_REPLY = 250
 
 
-class Operation(msgspec.Struct, frozen=True, tag=True):
-    """result: the type of what the call returns."""
-
-    result: ClassVar[Any] = None
-
-
 class RegisterAdapters(Operation, frozen=True):
     """paths: by name. versions: the content hashes that they must have, by name."""
 
     paths: dict[str, str]
-    versions: dict[str, str] = {}
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-class LoadAdapter(Operation, frozen=True):
+class LoadAdapter(operations.LoadAdapter, frozen=True):
     """version: the content hash that the folder must have; empty: any."""
 
-    result = AdapterStatus
-    name: str
-    path: str
     version: str = ""
 
 
@@ -48,17 +41,6 @@ class KeepAdapters(Operation, frozen=True):
     versions: dict[str, tuple[str, ...]]
 
 
-class UnloadAdapter(Operation, frozen=True):
-    name: str
-    drain: bool
-
-
-class PinAdapter(Operation, frozen=True):
-    result = AdapterStatus
-    name: str
-    pinned: bool
-
-
 class ListAdapters(Operation, frozen=True):
     """Returns the first `ADAPTERS_PER_REPLY` adapters with names after `after`; a full list would delay a step."""
 
@@ -66,25 +48,10 @@ class ListAdapters(Operation, frozen=True):
     after: str = ""
 
 
-class Train(Operation, frozen=True):
-    """Begin the trainings of a plan file. reopen: also those that were cancelled or have failed."""
+class Train(operations.Train, frozen=True):
+    """reopen: also those that were cancelled or have failed."""
 
-    result = tuple[TrainingStatus, ...]
-    plan: str
-    reopen: bool
-
-
-class ListTrainings(Operation, frozen=True):
-    result = tuple[TrainingStatus, ...]
-
-
-class CancelTraining(Operation, frozen=True):
-    result = TrainingStatus
-    name: str
-
-
-class GetStats(Operation, frozen=True):
-    result = EngineStats
+    reopen: bool = True
 
 
 class GetSnapshot(Operation, frozen=True):

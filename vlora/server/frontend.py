@@ -32,7 +32,6 @@ from vlora.server.detokenizer import Piece
 from vlora.server.domains import Target, answering
 from vlora.server.execution import Execution, as_answer
 from vlora.server.interleave import interleave
-from vlora.server.internal_errors import to_vlora_error
 from vlora.server.learning.served_model import EngineModel
 from vlora.server.metrics import Metrics
 from vlora.server.prompt_encoder import Images, PromptEncoder, SharedImages
@@ -47,6 +46,7 @@ from vlora.server.prompts import (
 )
 from vlora.server.replicas import Replicas
 from vlora.server.security.message_budget import ByteBudget
+from vlora.server.security.public_errors import to_vlora_error
 from vlora.server.streams.registry import StreamRegistry
 from vlora.types import EngineStats, ErrorValue, Request, SamplingParams
 from vlora.types.composition import BASE
@@ -307,7 +307,7 @@ class FrontEnd:
         self.streams.resume()
 
     async def stats(self) -> EngineStats:
-        """The engine's stats without its folders, which are not exposed to clients: with the model's name."""
+        """The engine's stats, with the model's name in place of its folder."""
         return self._with_model_name(await self._engine.stats())
 
     async def snapshot(self, since: int = 0) -> EngineSnapshot:
@@ -393,7 +393,7 @@ class FrontEnd:
         return encoded
 
     def _with_model_name(self, stats: EngineStats) -> EngineStats:
-        trainings = tuple(msgspec.structs.replace(one.without_paths(), losses=()) for one in stats.trainings)
+        trainings = tuple(msgspec.structs.replace(one, losses=()) for one in stats.trainings)
         return msgspec.structs.replace(stats, model=self._model, trainings=trainings)
 
 

@@ -29,11 +29,11 @@ class Replicas:
         """Every adapter on every replica. Raises BadRequest if there is one engine."""
         return await self._several().adapter_places()
 
-    async def adapters_by_name(self, *, admin: bool) -> dict[str, list[AdapterPlace]]:
-        """As `adapters`; empty for one engine. admin: with causes."""
+    async def adapters_by_name(self) -> dict[str, list[AdapterPlace]]:
+        """As `adapters`; empty for one engine."""
         found: dict[str, list[AdapterPlace]] = {}
         for place in () if self._cluster is None else await self.adapters():
-            found.setdefault(place.adapter, []).append(place if admin else place.without_cause())
+            found.setdefault(place.adapter, []).append(place)
         return found
 
     async def drain(self, name: str, wait_s: float) -> bool:

@@ -8,6 +8,7 @@ from vlora.types.output import ErrorValue, FinishReason, FoundBox, HeadAnswer, R
 from vlora.types.request import (
     MAX_BIASED_TOKENS,
     MAX_GRAMMAR_CHARS,
+    MAX_ITEMS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_PENALTY,
@@ -27,6 +28,7 @@ from vlora.types.training import TrainingStatus
 __all__ = [
     "MAX_BIASED_TOKENS",
     "MAX_GRAMMAR_CHARS",
+    "MAX_ITEMS",
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
     "MAX_PENALTY",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+from vlora.types.visibility import admin_only
 
 VersionState = Literal["present", "previous", "kept", "refused"]
 
@@ -73,7 +75,7 @@ class AdapterVersion(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     state: VersionState
     since: float
-    origin: str
+    origin: Annotated[str, admin_only("")]
     live: Comparison | None = None
     trusted: Comparison | None = None
     num_answers: int = 0
@@ -106,9 +108,3 @@ class LearningStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_dropped: int = 0
     until_training: int | None = None
     training: str | None = None
-
-    def without_paths(self) -> LearningStatus:
-        """For callers without an admin token: origins name folders of the server."""
-        return msgspec.structs.replace(
-            self, versions=tuple(msgspec.structs.replace(one, origin="") for one in self.versions)
-        )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+from vlora.types.visibility import HIDDEN, admin_only
 
 SERVING, DRAINING, DOWN = STATES = ("serving", "draining", "down")
 PENDING, REGISTERED, HOST, DEVICE, FAILED, UNKNOWN = ADAPTER_STATES = (
@@ -13,10 +17,6 @@ PENDING, REGISTERED, HOST, DEVICE, FAILED, UNKNOWN = ADAPTER_STATES = (
     "failed",
     "unknown",
 )
-
-
-HIDDEN = "an admin token shows the reason"
-"""Replaces causes for callers without an admin token."""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,13 +32,10 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     state: str
-    cause: str
+    cause: Annotated[str, admin_only(HIDDEN)]
     num_requests: int
     num_failed_adapters: int = 0
     num_shipped_bytes: int = 0
-
-    def without_cause(self) -> ReplicaStatus:
-        return msgspec.structs.replace(self, cause=self.cause and HIDDEN)
 
 
 class ScalingStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,10 +79,6 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_moves: int
     scaling: ScalingStatus | None = None
 
-    def without_causes(self) -> ClusterStatus:
-        """For callers without an admin token: causes may name files and addresses of the server."""
-        return msgspec.structs.replace(self, replicas=tuple(each.without_cause() for each in self.replicas))
-
 
 class AdapterPlace(msgspec.Struct, frozen=True, kw_only=True):
     """One adapter on one replica.
@@ -105,8 +98,4 @@ class AdapterPlace(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     version: str
     pinned: bool
-    cause: str
-
-    def without_cause(self) -> AdapterPlace:
-        """For callers without an admin token: causes name files of the server."""
-        return msgspec.structs.replace(self, cause=self.cause and HIDDEN)
+    cause: Annotated[str, admin_only(HIDDEN)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -25,9 +25,10 @@ MAX_PRIORITY = 10
 MAX_PENALTY = 2.0  # OpenAI's range of frequency_penalty and presence_penalty
 MAX_LOGIT_BIAS = 100.0  # OpenAI's range
 MAX_BIASED_TOKENS = 1024
+MAX_ITEMS = 4096  # of a list in a message; other limits are lower
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of a request.
 
     Args:
@@ -63,9 +64,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: Annotated[tuple[tuple[int, float], ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     grammar: str | None = None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from vlora.types.domain import DomainSummary
 from vlora.types.training import TrainingStatus
+from vlora.types.visibility import WITHOUT_PLACES
 
 
 class MemoryView(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +55,7 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bool = False
     sharding: str | None = None
     loaded: bool = True
-    error: str | None = None
+    error: Annotated[str | None, WITHOUT_PLACES] = None
     num_loads: int = 0
     warnings: tuple[str, ...] = ()
     domains: tuple[DomainSummary, ...] = ()

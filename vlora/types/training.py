@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+from vlora.types.visibility import HIDDEN, admin_only
 
 MAX_LOSSES = 100
 
@@ -42,13 +44,8 @@ class TrainingStatus(msgspec.Struct, frozen=True, kw_only=True):
     held_out_after: float | None = None
     seconds: float = 0.0
     waiting: str | None = None
-    path: str | None = None
-    error: str | None = None
+    path: Annotated[str | None, admin_only(None)] = None
+    error: Annotated[str | None, admin_only(f"it failed; {HIDDEN}")] = None
     losses: tuple[float, ...] = ()
     num_bad: int = 0
-    bad: tuple[str, ...] = ()
-
-    def without_paths(self) -> TrainingStatus:
-        """For callers without an admin token: errors name files of the server."""
-        error = None if self.error is None else "it failed; an admin token shows the reason"
-        return msgspec.structs.replace(self, path=None, error=error, bad=())
+    bad: Annotated[tuple[str, ...], admin_only(())] = ()

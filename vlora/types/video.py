@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Annotated, Generic, NamedTuple, TypeVar
+
+import msgspec
 
 from vlora.errors import BadRequest
+from vlora.types.request import MAX_ITEMS
 
 Frame = TypeVar("Frame", covariant=True)
 
@@ -14,8 +17,8 @@ Frame = TypeVar("Frame", covariant=True)
 class Video(NamedTuple, Generic[Frame]):
     """frames: images of one size. times: of each frame, in seconds, not decreasing."""
 
-    frames: Sequence[Frame]
-    times: Sequence[float]
+    frames: Annotated[Sequence[Frame], msgspec.Meta(max_length=MAX_ITEMS)]
+    times: Annotated[Sequence[float], msgspec.Meta(max_length=MAX_ITEMS)]
 
     def check(self) -> None:
         """Raises BadRequest for a video without frames, or with times that do not fit them."""

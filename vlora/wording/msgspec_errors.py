@@ -21,7 +21,11 @@ _NOUNS = {
 }
 _PLACE = re.compile(r" - at `(?P<key>key` in `)?\$?(?P<path>[^`]*)`$")
 _STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<index>\d+)\]")
-_EXPECTED = re.compile(r"^Expected `(?P<kinds>[^`]+)`(?: of length (?P<length>\d+))?(?:, got (?P<got>.+))?$")
+_EXPECTED = re.compile(
+    r"^Expected `(?P<kinds>[^`]+)`(?: of length (?P<length>(?:[<>]= )?\d+))?(?: (?P<bound>[<>]= .+))?"
+    r"(?:, got (?P<got>.+))?$"
+)
+_BOUNDS = {"<=": "at most", ">=": "at least"}
 _FIELD = re.compile(r"^Object (?P<what>missing required|contains unknown) field `(?P<name>[^`]*)`$")
 _GIVEN = {**_NOUNS, "bool": "a truth value"}
 _MISSING = object()
@@ -51,7 +55,11 @@ def described(error: Exception, name: str = "", value: Any = _MISSING) -> str:
         given = "" if wrong is _MISSING else f" ({shown(wrong)})"
         return f"{field} is out of range{given}" if "range" in message else f"{field} is not accepted here{given}"
     kinds = [_NOUNS.get(kind, kind) for kind in found["kinds"].split(" | ") if kind != "null"] or ["null"]
-    expected = " or ".join(kinds) + (f" of {found['length']} items" if found["length"] else "")
+    expected = " or ".join(kinds)
+    if found["length"]:
+        expected += f" of {_words(found['length'])} items"
+    elif found["bound"]:
+        expected += f" of {_words(found['bound'])}"
     if wrong is not _MISSING:
         given = f"is {shown(wrong)}; "
     elif found["got"] and found["got"].strip("`") in _GIVEN:
@@ -59,6 +67,11 @@ def described(error: Exception, name: str = "", value: Any = _MISSING) -> str:
     else:
         return f"{field} must be {expected}"
     return f"{field} {given}it must be {expected}"
+
+
+def _words(bound: str) -> str:
+    sign, _, number = bound.rpartition(" ")
+    return f"{_BOUNDS[sign]} {float(number):g}" if sign else number
 
 
 def _part(value: Any, path: str) -> Any:

@@ -18,10 +18,11 @@ from vlora.engine.host_resources import thread_waiting
 from vlora.engine.interface import EngineInterface
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.load_reports import WatchedLoad
-from vlora.engine.operations import KeepAdapters, LoadAdapter, Operation, RegisterAdapters
+from vlora.engine.operations import KeepAdapters, LoadAdapter, RegisterAdapters
 from vlora.engine.output_stream import OutputStream
 from vlora.engine.snapshot import EngineLoad
 from vlora.errors import BadRequest, EngineDead
+from vlora.operations import Operation
 from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput
 from vlora.wire.framing import MessageTransport, UnreadableMessage
 

@@ -14,17 +14,9 @@ import msgspec
 from vlora.config import EngineConfig, Token
 from vlora.engine.interface import EngineInterface
 from vlora.engine.ipc.client import ENGINE_COMMAND, EngineClient
-from vlora.engine.operations import (
-    GetSnapshot,
-    GetStats,
-    LoadAdapter,
-    Operation,
-    PinAdapter,
-    RegisterAdapters,
-    Train,
-    UnloadAdapter,
-)
+from vlora.engine.operations import GetSnapshot, LoadAdapter, RegisterAdapters, Train
 from vlora.errors import BadConfig, EngineDead, VLoraError
+from vlora.operations import GetStats, Operation, PinAdapter, UnloadAdapter
 from vlora.types import Request, RequestOutput
 
 _MOST_STARTS = 5  # in a row that ended early

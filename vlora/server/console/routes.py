@@ -17,7 +17,7 @@ from vlora.errors import UnknownStream
 from vlora.server.console.files import CONSOLE_FILES, HEADERS, read_file
 from vlora.server.frontend import FrontEnd
 from vlora.server.security.access import Access, is_admin
-from vlora.server.security.public_errors import value_for
+from vlora.server.security.public_errors import shown_to, value_for
 from vlora.server.streams.registry import WatchedStream
 
 _PRIVATE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
@@ -50,11 +50,9 @@ class ConsoleRoutes:
         fields = msgspec.structs.asdict(snapshot)
         fields |= {
             "model": self._model,
-            "stats": msgspec.structs.replace(snapshot.stats, model=self._model),  # the engine reports its folder
+            "stats": shown_to(snapshot.stats, caller),
             "steps": steps,
-            "replicas": [
-                each if is_admin(caller) else each.without_cause() for each in self._front_end.replicas.statuses
-            ],
+            "replicas": shown_to(self._front_end.replicas.statuses, caller),
             "num_streams": len(streams),
             "streams": [_stream_json(stream, caller) for stream in streams if _may_see(caller, stream)],
             "admin": is_admin(caller),

@@ -13,7 +13,7 @@ from vlora.server.frontend import FrontEnd
 from vlora.server.http.callers import caller_of
 from vlora.server.http.middleware import CLUSTER_PATHS
 from vlora.server.http.sampling_fields import StrictModel
-from vlora.server.security.access import is_admin
+from vlora.server.security.public_errors import shown_to
 from vlora.types.replicas import ClusterStatus
 
 Wait = Annotated[float, Query(ge=0, le=30, allow_inf_nan=False)]
@@ -49,8 +49,7 @@ class ClusterRoutes:
 
     async def status(self, request: Request) -> dict[str, Any]:
         """The replicas, their queue, what happened to requests, and the last change of their number with its reason."""
-        found = await self._replicas.status()
-        return _fields(found if is_admin(caller_of(request)) else found.without_causes())
+        return _fields(shown_to(await self._replicas.status(), caller_of(request)))
 
     async def drain(self, name: str, wait_s: Wait = 5.0) -> Response:
         """Move a replica's requests to others, and send it no further ones; 202 while it still has requests."""

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import secrets
 import urllib.parse
 
 from fastapi.security.utils import get_authorization_scheme_param
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlora.config import LOOPBACK_HOSTS, ServerConfig, Token
+from vlora.config import LOOPBACK_HOSTS, ServerConfig
 from vlora.errors import BadRequest, Forbidden, OverCapacity, TooLarge, VLoraError
 from vlora.server.console.files import CONSOLE_FILES
 from vlora.server.http.errors import error_response
 from vlora.server.metrics import Metrics
 from vlora.server.security.access import Access
 from vlora.server.security.message_budget import ByteBudget
+from vlora.server.security.public_errors import ANYONE
 
 ADAPTER_PATHS, TRAINING_PATHS, CLUSTER_PATHS = "/v1/adapters", "/v1/trainings", "/v1/cluster"
 LEARNING_PATHS = "/v1/learning"
@@ -23,9 +23,6 @@ ADMIN_PATHS = (ADAPTER_PATHS, TRAINING_PATHS, CLUSTER_PATHS, LEARNING_PATHS)
 """Methods other than GET need an admin token."""
 OPEN_PATHS = frozenset({"/health", "/ready"}) | CONSOLE_FILES.keys()
 """Paths without a token: health checks of load balancers, and the console page, where the user enters the token."""
-
-_ANYONE = Token(name="anyone", secret=secrets.token_hex())
-"""The caller of an open path. It sees errors as callers with a user token do."""
 
 _FIELDS = 20_000  # allowance for the structure of a body, in addition to commas in its text
 
@@ -46,7 +43,7 @@ class _TokenCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] in OPEN_PATHS:
-            scope.setdefault("state", {})["caller"] = _ANYONE
+            scope.setdefault("state", {})["caller"] = ANYONE
         elif scope["type"] == "http":
             scheme, secret = get_authorization_scheme_param(Headers(scope=scope).get("authorization"))
             try:

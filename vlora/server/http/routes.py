@@ -36,8 +36,8 @@ from vlora.server.http.tools import as_messages
 from vlora.server.interleave import interleave
 from vlora.server.learning.routes import LearningRoutes, TrainingRoutes
 from vlora.server.prompts import Conversation, Prompt
-from vlora.server.security.access import Access, is_admin
-from vlora.server.security.public_errors import error_for, outcomes_for, statuses_for
+from vlora.server.security.access import Access
+from vlora.server.security.public_errors import error_for, shown_to
 from vlora.types import AdapterStatus, SamplingParams
 from vlora.types.video import Video
 
@@ -251,7 +251,7 @@ class CompletionRoutes:
             tenant=tenant(request),
         )
         outcomes = await _unless_disconnected(request, answering)
-        shown = outcomes_for(outcomes, caller_of(request))
+        shown = shown_to(outcomes, caller_of(request))
         return {"object": "list", "data": [_outcome_json(outcome) for outcome in shown]}
 
     def _read_prompt(self, body: ChatRequest) -> tuple[Prompt, list[str | Video[str]]]:
@@ -309,10 +309,10 @@ class AdapterRoutes:
         A server with replicas adds where each adapter is.
         """
         caller = caller_of(request)
-        listed = [_adapter_json(status) for status in statuses_for(await self._adapters.list(), caller)]
-        places = await self._replicas.adapters_by_name(admin=is_admin(caller))
+        listed = [_adapter_json(status) for status in shown_to(await self._adapters.list(), caller)]
+        places = await self._replicas.adapters_by_name()
         for adapter in listed if places else ():
-            adapter["replicas"] = msgspec.to_builtins(places.get(adapter["name"], []))
+            adapter["replicas"] = msgspec.to_builtins(shown_to(tuple(places.get(adapter["name"], ())), caller))
         return {"object": "list", "data": listed}
 
     async def load_adapter(self, body: AdapterSource) -> dict[str, Any]:

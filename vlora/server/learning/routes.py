@@ -8,12 +8,13 @@ import msgspec
 from fastapi import FastAPI, Request
 from pydantic import Field
 
+from vlora import operations as op
 from vlora.server.frontend import FrontEnd, choice_id
 from vlora.server.http.callers import caller_of
 from vlora.server.http.middleware import LEARNING_PATHS, TRAINING_PATHS
 from vlora.server.http.sampling_fields import StrictModel
-from vlora.server.learning.door import LearningDoor
-from vlora.server.security.access import is_admin
+from vlora.server.operations import perform
+from vlora.server.security.public_errors import shown_to
 
 _PREFIX = "chatcmpl-"
 
@@ -59,8 +60,7 @@ class TrainingRoutes:
 
     async def trainings(self, request: Request) -> dict[str, Any]:
         """List the trainings: state, steps, losses, and why one does not run at present."""
-        admin = is_admin(caller_of(request))
-        found = [one if admin else one.without_paths() for one in await self._adapters.trainings()]
+        found = shown_to(await self._adapters.trainings(), caller_of(request))
         return {"object": "list", "data": msgspec.to_builtins(found)}
 
     async def train(self, body: PlanSource) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class LearningRoutes:
     """Corrections, and administration of versions."""
 
     def __init__(self, front_end: FrontEnd) -> None:
-        self._door = LearningDoor(front_end)
+        self._front_end = front_end
 
     def add_to(self, app: FastAPI) -> None:
         app.post("/v1/corrections")(self.correct)
@@ -88,20 +88,23 @@ class LearningRoutes:
     async def correct(self, body: CorrectionBody, request: Request) -> dict[str, Any]:
         """Keep the right answer of a completion, for the training of the adapter that answered."""
         request_id = choice_id(body.id.removeprefix(_PREFIX), body.choice)
-        return _json(await self._door.correct(request_id, body.label, caller_of(request)))
+        return _json(await self._perform(op.Correct(request_id, body.label), request))
 
     async def statuses(self, request: Request) -> dict[str, Any]:
         """List the learning adapters: versions with their accuracies, and what happens."""
-        return {"object": "list", "data": msgspec.to_builtins(await self._door.statuses(caller_of(request)))}
+        return {"object": "list", "data": msgspec.to_builtins(await self._perform(op.GetLearning(), request))}
 
     async def promote(self, name: str, body: PromotionBody, request: Request) -> dict[str, Any]:
         """Evaluate a version in the background and serve it if it is better, or with `force` at once."""
-        caller = caller_of(request)
-        return _json(await self._door.promote(name, caller, version=body.version, path=body.path, force=body.force))
+        return _json(await self._perform(op.Promote(name, body.version, body.path, body.force), request))
 
     async def roll_back(self, name: str, body: RollbackBody, request: Request) -> dict[str, Any]:
         """Serve an earlier version again."""
-        return _json(await self._door.roll_back(name, caller_of(request), body.version))
+        return _json(await self._perform(op.RollBack(name, body.version), request))
+
+    async def _perform(self, operation: op.Operation, request: Request) -> Any:
+        caller = caller_of(request)
+        return shown_to(await perform(self._front_end, operation, caller), caller)
 
 
 def _json(value: Any) -> dict[str, Any]:

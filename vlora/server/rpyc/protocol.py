@@ -1,27 +1,30 @@
-"""RPyC restricted to plain values, with asynchronous and streamed replies.
+"""RPyC restricted to calls with bytes, with asynchronous and streamed replies.
 
 Default RPyC lets a peer pass references to its own objects, read attributes, inspect and pickle; none of that is
-reachable here. A peer may fetch the service and call its `exposed_` methods with values; all else is refused.
+reachable here. A peer may fetch the service and call its `exposed_` methods; all else is refused.
 """
 
 from __future__ import annotations
 
 import abc
 import functools
+import io
 import queue
 import threading
 from concurrent.futures import Future
 from typing import Any
 
 import rpyc
-from rpyc.core import consts
+from rpyc.core import brine, consts
 from rpyc.core.channel import Channel
 
+from vlora.client.values import PROTOCOL_VERSION
 from vlora.server.security.message_budget import ByteCharge
 
 _MAX_CALLS = 1024  # unanswered calls of one connection; further calls wait in the socket
 _MAX_PING = 4096
 _MAX_REFUSAL = 200  # characters of an error message from RPyC itself
+MAX_READS = 64  # to load one message; a call takes about 40
 
 PROTOCOL_CONFIG = {
     "allow_public_attrs": False,
@@ -89,7 +92,22 @@ class StreamedReply(abc.ABC):
             self._replies.put((consts.MSG_REPLY, self._seq, self))
 
 
-class ValueConnection(rpyc.Connection):
+class _Message(io.BytesIO):
+    """A message from its type on. RPyC's loader reads each value at least once, so few reads bound its values."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.seek(1)
+        self._left = MAX_READS
+
+    def read(self, size: int | None = -1) -> bytes:
+        self._left -= 1
+        if self._left < 0:
+            raise EOFError("a message has more values than a call")
+        return super().read(size)
+
+
+class ByteConnection(rpyc.Connection):
     """One peer. A call may return a Future, with its reply sent on completion in any order, or a StreamedReply.
 
     A separate thread writes replies, so a peer that does not read blocks only itself.
@@ -138,10 +156,11 @@ class ValueConnection(rpyc.Connection):
     def _handle_callattr(self, obj: Any, name: Any, args: Any, kwargs: Any = ()) -> Any:
         if obj is not self._local_root:
             raise ValueError("only the service itself can be called")
-        if kwargs:
-            raise TypeError("arguments are passed by position")
-        if name not in self._exposed:
-            raise AttributeError("the service exposes no method of that name")
+        if name not in self._exposed or kwargs or not isinstance(args, tuple) or list(map(type, args)) != [bytes]:
+            raise TypeError(
+                f"this server uses protocol {PROTOCOL_VERSION}, of `call` and `stream` with bytes; install the same "
+                "version of vlora on both sides"
+            )
         return getattr(obj, name)(*args)
 
     def _unbox(self, package: Any) -> Any:
@@ -152,11 +171,19 @@ class ValueConnection(rpyc.Connection):
             return tuple(self._unbox(item) for item in value)
         if label == consts.LABEL_LOCAL_REF:
             return self._local_objects[value]
-        raise ValueError("only values can be sent: bytes, text, numbers and tuples of them")
+        raise ValueError("only values can be sent, not objects")
 
-    def _unbox_exc(self, raw: Any) -> Exception:
-        """The server awaits no replies. RPyC would create and keep a class for every name that a peer sends."""
-        return ValueError("an exception of the peer")
+    def _dispatch(self, data: bytes) -> None:
+        """Only requests: the server awaits no replies."""
+        self._recvlock.release()
+        try:
+            if data[0] != consts.MSG_REQUEST:
+                raise ValueError("no request")
+            seq, args = brine._load(_Message(data))  # noqa: SLF001
+        except Exception as error:
+            self._channel.close()
+            raise EOFError(f"an invalid message: {error}") from error
+        self._dispatch_request(seq, args)
 
     def _dispatch_request(self, seq: int, raw_args: Any) -> None:
         with self._answered:
@@ -165,7 +192,7 @@ class ValueConnection(rpyc.Connection):
         try:
             handler, args = raw_args
             if handler not in self._HANDLERS:
-                raise ValueError("only exposed methods can be called, by name and with values; use vlora.client")
+                raise ValueError("only exposed methods can be called, by name; use vlora.client")
             result = self._HANDLERS[handler](self, *self._unbox(args))
         except Exception as error:
             self._replies.put((consts.MSG_EXCEPTION, seq, self._box_exc(type(error), error, None)))

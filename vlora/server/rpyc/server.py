@@ -12,13 +12,11 @@ import time
 import rpyc
 from rpyc.utils.server import ThreadedServer
 
-from vlora.client.keepalive import enable_keepalive
-from vlora.client.plain import PlainStream
-from vlora.client.tls import TlsStream, shut_down
+from vlora.client.sockets import PlainStream, TlsStream, enable_keepalive, shut_down
 from vlora.errors import BadConfig
 from vlora.server.frontend import FrontEnd
 from vlora.server.rpyc.channel import BoundedChannel, Peer, end_after
-from vlora.server.rpyc.protocol import PROTOCOL_CONFIG, ValueConnection
+from vlora.server.rpyc.protocol import PROTOCOL_CONFIG, ByteConnection
 from vlora.server.rpyc.service import VLoraService
 from vlora.server.security.access import Access
 from vlora.server.security.connection_limits import ConnectionLimits, PeerSocket, connection_share
@@ -42,7 +40,7 @@ class RpycServer(ThreadedServer):
         self._address = f"{host}:{port}"
         self._max_message_bytes = max_message_bytes
         self._tls = tls
-        self._connections: set[ValueConnection] = set()
+        self._connections: set[ByteConnection] = set()
         self._lock = threading.Lock()
         self._limits = ConnectionLimits(connection_share(), MAX_UNAUTHENTICATED)
         self._accepting: threading.Thread | None = None
@@ -142,7 +140,7 @@ class RpycServer(ThreadedServer):
             service = VLoraService(
                 self._front_end, self._loop, self._model, self._access, Peer(channel, peer, self._max_message_bytes)
             )
-            connection = ValueConnection(service, channel, self.protocol_config)
+            connection = ByteConnection(service, channel, self.protocol_config)
             with self._lock:
                 self._connections.add(connection)
             try:

@@ -6,7 +6,7 @@ import resource
 import socket
 import threading
 
-from vlora.client.tls import shut_down
+from vlora.client.sockets import shut_down
 
 _SPARE = 128  # descriptors for the engine's socket, files and fetched images
 _MAX_CONNECTIONS = 2048

@@ -1,17 +1,28 @@
-"""Errors for callers without an admin token: adapter and cause, without paths and addresses of the server."""
+"""What callers without an admin token see: adapters and causes, without paths and addresses of the server."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
-from collections.abc import Iterable
+import secrets
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import msgspec
 
-from vlora.client.values import FrameResult, FrameResults, HeadOutcome
 from vlora.config import Token
 from vlora.errors import AdapterChanged, BadAdapter, EngineDead, StepFailed, VLoraError
 from vlora.server.security.access import is_admin
-from vlora.types import AdapterStatus, ErrorValue
+from vlora.types import ErrorValue
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+ANYONE = Token(name="anyone", secret=secrets.token_hex())
+"""A caller without an admin token."""
 
 _WITH_PATHS = frozenset(each.code for each in (BadAdapter, AdapterChanged, EngineDead, StepFailed, VLoraError))
 """Codes of errors with causes of the server. Those about a request contain what the caller has sent."""
@@ -45,6 +56,14 @@ def without_places(message: str) -> str:
     return names + _ADDRESSES.sub("[address]", _FOLDERS.sub("", message))
 
 
+def to_vlora_error(error: Exception) -> VLoraError:
+    """The error to send. An error of any other type is internal: it is logged, and only its call fails."""
+    if isinstance(error, VLoraError):
+        return error
+    log.error("a call failed", exc_info=error)
+    return VLoraError(f"internal server error ({type(error).__name__}: {error}); see the server log")
+
+
 def named(error: ErrorValue, adapter: str | None) -> VLoraError:
     """The error of a request. One of an adapter's files names the adapter, since its path is not for every caller."""
     if error.code == BadAdapter.code and adapter is not None and repr(adapter) not in error.message:
@@ -66,37 +85,44 @@ def error_for(error: VLoraError, caller: Token | None) -> VLoraError:
     return error if shown == value else shown.to_exception()
 
 
-def statuses_for(statuses: Iterable[AdapterStatus], caller: Token | None) -> tuple[AdapterStatus, ...]:
-    """The statuses that a caller may see."""
-    if is_admin(caller):
-        return tuple(statuses)
-    return tuple(
-        status if status.error is None else msgspec.structs.replace(status, error=without_places(status.error))
-        for status in statuses
-    )
+def shown_to(value: T, caller: Token | None) -> T:
+    """A value with what this caller may see of it, by the metadata of its fields (`vlora.types.visibility`)."""
+    shown: T = value if is_admin(caller) else _public(value)
+    return shown
 
 
-def outcomes_for(outcomes: Iterable[HeadOutcome], caller: Token | None) -> tuple[HeadOutcome, ...]:
-    """The results of several heads that a caller may see."""
-    if is_admin(caller):
-        return tuple(outcomes)
-    return tuple(
-        each if each.error is None else msgspec.structs.replace(each, error=value_for(each.error, caller))
-        for each in outcomes
-    )
+def _public(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_public, value))
+    if isinstance(value, ErrorValue):
+        return value_for(value, ANYONE)
+    if not isinstance(value, msgspec.Struct):
+        return value
+    changes = {name: change(found) for name, change in _changes(type(value)).items() if (found := getattr(value, name))}
+    return msgspec.structs.replace(value, **changes) if changes else value
 
 
-def results_for(found: FrameResults, caller: Token | None) -> FrameResults:
-    """The results of frames that a caller may see."""
-    if is_admin(caller):
-        return found
-    return msgspec.structs.replace(found, results=tuple(_result_for(each, caller) for each in found.results))
+@functools.cache
+def _changes(kind: type) -> dict[str, Callable[[Any], Any]]:
+    """How the fields of a struct are shown to callers without an admin token, of those that may differ."""
+    found: dict[str, Callable[[Any], Any]] = {}
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        extra: dict[str, Any] = next((meta.extra for meta in getattr(hint, "__metadata__", ()) if meta.extra), {})
+        if "others_see" in extra:
+            found[name] = functools.partial(_replaced, extra["others_see"])
+        elif "without_places" in extra:
+            found[name] = without_places
+        elif any(each is ErrorValue or _changes(each) for each in _structs(hint)):
+            found[name] = _public
+    return found
 
 
-def _result_for(result: FrameResult, caller: Token | None) -> FrameResult:
-    answers = tuple(
-        each if each.error is None else msgspec.structs.replace(each, error=value_for(each.error, caller))
-        for each in result.answers
-    )
-    error = None if result.error is None else value_for(result.error, caller)
-    return msgspec.structs.replace(result, answers=answers, error=error)
+def _replaced(shown: Any, _: Any) -> Any:
+    return shown
+
+
+def _structs(hint: Any) -> Iterator[type]:
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        yield hint
+    for part in typing.get_args(hint):
+        yield from _structs(part)

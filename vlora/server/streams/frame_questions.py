@@ -13,10 +13,10 @@ from vlora.client.values import Answer, FrameAnswer, HeadResult, StreamOptions, 
 from vlora.config import ServerConfig
 from vlora.errors import BadRequest, DeadlineMissed
 from vlora.server.adapter_catalog import AdapterCatalog
-from vlora.server.internal_errors import to_vlora_error
 from vlora.server.media.image_decoding import RawImage
 from vlora.server.prompt_encoder import Images, SharedImages
 from vlora.server.prompts import check_text
+from vlora.server.security.public_errors import to_vlora_error
 from vlora.types import ErrorValue, SamplingParams
 
 

@@ -1,19 +1,18 @@
-"""The client's calls as data, and the arguments that are made from images, questions and heads."""
+"""The arguments of calls that are made from images, questions and heads."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
-from vlora.client.values import FrameResults, TextQuestion, sampling_pairs, sampling_params
+from vlora.client.requests import Generate
+from vlora.client.values import TextQuestion, sampling_params
 from vlora.errors import BadImage, BadRequest
 from vlora.types import adapter_name
 from vlora.types.domain import Way
 from vlora.types.video import Video
-
-T = TypeVar("T")
 
 Image = bytes | bytearray | memoryview | str | os.PathLike[str]
 """An encoded image (JPEG, PNG, ...), or the path of one."""
@@ -29,18 +28,6 @@ Adapter = str | Mapping[str, float]
 """The name of an adapter or a domain, a composition as text (`a+b`, `0.7*a+0.3*b`), or the weights of one by name."""
 
 
-class Call(NamedTuple, Generic[T]):
-    """One exposed method and its arguments. num_bytes: the size of the images in the message. cancellable: a request,
-    of which `ServerConnection.numbered` makes a number the first argument.
-    """
-
-    name: str
-    args: tuple[Any, ...]
-    returns: type[T]
-    num_bytes: int = 0
-    cancellable: bool = False
-
-
 def stream_heads(
     adapter: str | None, head: str | None, heads: Sequence[tuple[str, str]]
 ) -> tuple[tuple[str, str], ...]:
@@ -54,28 +41,11 @@ def stream_heads(
         raise BadRequest("heads must be pairs of an adapter and one of its heads") from error
 
 
-def stream_questions(questions: Sequence[TextQuestion]) -> tuple[tuple[Any, ...], ...]:
-    """The questions of a stream, as RPyC sends them: not as subclasses of tuple. Raises BadRequest for other values."""
+def stream_questions(questions: Sequence[TextQuestion]) -> tuple[TextQuestion, ...]:
+    """The questions of a stream. Raises BadRequest for other values."""
     if isinstance(questions, str) or not all(isinstance(each, TextQuestion) for each in questions):
         raise BadRequest("questions must be values of vlora.client.TextQuestion")
-    return tuple(map(tuple, questions))
-
-
-def send_frame(stream_id: str, number: int, images: tuple[Any, ...], wait_s: float) -> Call[bool]:
-    num_bytes = sum(len(image[0] if isinstance(image, tuple) else image) for image in images)
-    return Call("send_frame", (stream_id, number, images, wait_s), bool, num_bytes)
-
-
-def pull_results(stream_id: str, acknowledged: int, wait_s: float) -> Call[FrameResults]:
-    return Call("pull_results", (stream_id, acknowledged, wait_s), FrameResults)
-
-
-def end_frames(stream_id: str) -> Call[None]:
-    return Call("end_frames", (stream_id,), type(None))
-
-
-def close_frames(stream_id: str) -> Call[None]:
-    return Call("close_frames", (stream_id,), type(None))
+    return tuple(questions)
 
 
 def read_images(images: Sequence[Image]) -> tuple[bytes, ...]:
@@ -83,16 +53,12 @@ def read_images(images: Sequence[Image]) -> tuple[bytes, ...]:
     return tuple(_read(image) for image in images)
 
 
-def _read_visual(visual: Visual) -> bytes | tuple[tuple[bytes, ...], tuple[float, ...]]:
-    """An image's bytes, or a video's frames and times. Raises BadImage, and BadRequest for wrong times."""
+def _read_visual(visual: Visual) -> bytes | Video[bytes]:
+    """Raises BadImage, and BadRequest for a video with wrong times."""
     if not isinstance(visual, Video):
         return _read(visual)
     visual.check()
-    return read_images(visual.frames), tuple(map(float, visual.times))
-
-
-def _num_bytes(visual: bytes | tuple[tuple[bytes, ...], tuple[float, ...]]) -> int:
-    return len(visual) if isinstance(visual, bytes) else sum(map(len, visual[0]))
+    return Video(read_images(visual.frames), tuple(map(float, visual.times)))
 
 
 def read_frame(images: Sequence[FrameImage]) -> tuple[Any, ...]:
@@ -120,25 +86,30 @@ def _read_raw(image: FrameImage) -> bytes | tuple[bytes, int, int]:
     return view.tobytes(), view.shape[0], view.shape[1]
 
 
-def text_args(
+def text_request(
     question: str,
-    images: Sequence[Visual],
-    adapter: Adapter | None,
-    max_latency_s: float | None,
-    max_ttft_s: float | None,
-    priority: int,
-    answer: Way | None,
-    sampling: Mapping[str, Any],
-) -> tuple[tuple[Any, ...], int]:
-    """Arguments of a request for text, and the size of its images."""
-    encoded = tuple(_read_visual(one) for one in images)
-    options = dict(sampling)
-    if isinstance(options.get("stop"), str):
-        options["stop"] = (options["stop"],)
-    pairs = sampling_pairs(sampling_params(options))
-    name = adapter_name(adapter) if isinstance(adapter, Mapping) else adapter
-    args = (question, encoded, name, pairs, max_latency_s, max_ttft_s, priority, answer)
-    return args, sum(map(_num_bytes, encoded))
+    images: Sequence[Visual] = (),
+    adapter: Adapter | None = None,
+    *,
+    max_latency_s: float | None = None,
+    max_ttft_s: float | None = None,
+    priority: int = 0,
+    answer: Way | None = None,
+    **sampling: Any,
+) -> Generate:
+    """Raises BadImage, and BadRequest for invalid options of sampling and weights of a composition."""
+    if isinstance(sampling.get("stop"), str):
+        sampling["stop"] = (sampling["stop"],)
+    return Generate(
+        question=question,
+        images=tuple(_read_visual(one) for one in images),
+        adapter=adapter_name(adapter) if isinstance(adapter, Mapping) else adapter,
+        sampling=sampling_params(sampling),
+        max_latency_s=max_latency_s,
+        max_ttft_s=max_ttft_s,
+        priority=priority,
+        answer=answer,
+    )
 
 
 def _read(image: Image) -> bytes:

@@ -1,0 +1,112 @@
+"""The calls of a connection: requests for answers, streams of frames, and what concerns the connection itself."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from vlora.client.values import Answer, FrameResults, HeadOutcome, HeadResult, Hello, StreamOptions
+from vlora.operations import Operation, OperatorCall, WaitS
+from vlora.types import MAX_ITEMS, SamplingParams
+from vlora.types.domain import Way
+from vlora.types.video import Video
+
+Images = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_ITEMS)]
+"""Encoded images. A message has bounds on its values; the limits of a server are below them."""
+
+
+class Authenticate(Operation, frozen=True):
+    """The first call of a connection. A valid token authenticates it for the others."""
+
+    result = Hello
+    token: str | None = None
+
+
+class Cancel(Operation, frozen=True):
+    """End a request of this connection. Unknown numbers are ignored."""
+
+    call_id: int
+
+
+class CancellableCall(Operation, frozen=True, kw_only=True):
+    """call_id: for `Cancel`, unique among the calls of a connection; 0 if it is not to be cancelled."""
+
+    call_id: int = 0
+
+
+class Generate(CancellableCall, frozen=True, kw_only=True):
+    """Its answer is a value, or a stream of `StreamPart`s, of which the last has the answer."""
+
+    result = Answer
+    question: str
+    images: Annotated[tuple[bytes | Video[bytes], ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
+    adapter: str | None = None
+    sampling: SamplingParams = SamplingParams()
+    max_latency_s: float | None = None
+    max_ttft_s: float | None = None
+    priority: int = 0
+    answer: Way | None = None
+
+
+class AskHead(CancellableCall, frozen=True, kw_only=True):
+    """head: None for the domain's, or the adapter's only one."""
+
+    result = HeadResult
+    images: Images
+    adapter: str
+    head: str | None = None
+    max_latency_s: float | None = None
+    priority: int = 0
+
+
+class AskHeads(CancellableCall, frozen=True, kw_only=True):
+    """heads: pairs of an adapter and a head."""
+
+    result = tuple[HeadOutcome, ...]
+    images: Images
+    heads: Annotated[tuple[tuple[str, str | None], ...], msgspec.Meta(max_length=MAX_ITEMS)]
+    max_latency_s: float | None = None
+    priority: int = 0
+
+
+class OpenFrames(Operation, frozen=True):
+    """Returns the id of a stream of frames."""
+
+    result = str
+    options: StreamOptions
+
+
+class SendFrame(Operation, frozen=True):
+    """Returns whether the frame was accepted; waits for room. images: encoded, or (RGB bytes, height, width)."""
+
+    result = bool
+    stream_id: str
+    number: int
+    images: Annotated[tuple[bytes | tuple[bytes, int, int], ...], msgspec.Meta(max_length=MAX_ITEMS)]
+    wait_s: WaitS
+
+
+class PullResults(Operation, frozen=True):
+    """acknowledged: number of the last frame with a received result; -1 for none."""
+
+    result = FrameResults
+    stream_id: str
+    acknowledged: int
+    wait_s: WaitS
+
+
+class EndFrames(Operation, frozen=True):
+    """End the stream's input; remaining results can still be pulled."""
+
+    stream_id: str
+
+
+class CloseFrames(Operation, frozen=True):
+    """Cancel active frames and discard unread results. Unknown streams are ignored."""
+
+    stream_id: str
+
+
+FramesCall = OpenFrames | SendFrame | PullResults | EndFrames | CloseFrames
+ClientCall = Authenticate | Cancel | Generate | AskHead | AskHeads | FramesCall | OperatorCall

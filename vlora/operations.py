@@ -1,0 +1,152 @@
+"""The verbs of an operator and of an engine: one struct for each call that is answered once.
+
+`vlora.client.requests` has the requests for answers, `vlora.engine.operations` what only engines are asked.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+
+from vlora.types import AdapterStatus, EngineStats, TrainingStatus
+from vlora.types.learning import Correction, LearningStatus
+from vlora.types.replicas import AdapterPlace, ClusterStatus
+
+MAX_WAIT_S = 30.0
+
+WaitS = Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)]
+"""Seconds until the reply to a change that is not done yet; the change goes on."""
+
+
+class Operation(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """result: the type of what the call returns. admin: whether a caller needs an admin token."""
+
+    result: ClassVar[Any] = None
+    admin: ClassVar[bool] = False
+
+
+class GetStats(Operation, frozen=True):
+    result = EngineStats
+
+
+class GetAdapters(Operation, frozen=True):
+    result = tuple[AdapterStatus, ...]
+
+
+class LoadAdapter(Operation, frozen=True):
+    result = AdapterStatus
+    admin = True
+    name: str
+    path: str
+
+
+class UnloadAdapter(Operation, frozen=True):
+    admin = True
+    name: str
+    drain: bool = False
+
+
+class PinAdapter(Operation, frozen=True):
+    result = AdapterStatus
+    admin = True
+    name: str
+    pinned: bool
+
+
+class Train(Operation, frozen=True):
+    """Begin the trainings of a plan file."""
+
+    result = tuple[TrainingStatus, ...]
+    admin = True
+    plan: str
+
+
+class ListTrainings(Operation, frozen=True):
+    result = tuple[TrainingStatus, ...]
+
+
+class CancelTraining(Operation, frozen=True):
+    result = TrainingStatus
+    admin = True
+    name: str
+
+
+class Correct(Operation, frozen=True):
+    """Keep the right answer of a request."""
+
+    result = Correction
+    request_id: str
+    label: str
+
+
+class GetLearning(Operation, frozen=True):
+    """The adapters that learn."""
+
+    result = tuple[LearningStatus, ...]
+
+
+class Promote(Operation, frozen=True):
+    """Evaluate a version and serve it if it is better.
+
+    version: on disk; its first digits suffice. path: an adapter folder, instead. force: without an evaluation.
+    """
+
+    result = LearningStatus
+    admin = True
+    name: str
+    version: str | None = None
+    path: str | None = None
+    force: bool = False
+
+
+class RollBack(Operation, frozen=True):
+    """Serve an earlier version. version: on disk; its first digits suffice. None: the one before."""
+
+    result = LearningStatus
+    admin = True
+    name: str
+    version: str | None = None
+
+
+class GetCluster(Operation, frozen=True):
+    """The replicas."""
+
+    result = ClusterStatus
+
+
+class GetAdapterPlaces(Operation, frozen=True):
+    """Every adapter on every replica."""
+
+    result = tuple[AdapterPlace, ...]
+
+
+class DrainReplica(Operation, frozen=True):
+    """Move a replica's requests to others. Returns whether it has none left."""
+
+    result = bool
+    admin = True
+    name: str
+    wait_s: WaitS = 5.0
+
+
+class ResumeReplica(Operation, frozen=True):
+    """Send requests to a drained replica again."""
+
+    admin = True
+    name: str
+
+
+class Scale(Operation, frozen=True):
+    """Have another number of replicas, or let the load decide. Returns whether it is done."""
+
+    result = bool
+    admin = True
+    replicas: int | Literal["auto"]
+    wait_s: WaitS = 5.0
+
+
+AdapterCall = GetAdapters | LoadAdapter | UnloadAdapter | PinAdapter
+TrainingCall = Train | ListTrainings | CancelTraining | Correct | GetLearning | Promote | RollBack
+ClusterCall = GetCluster | GetAdapterPlaces | DrainReplica | ResumeReplica | Scale
+OperatorCall = GetStats | AdapterCall | TrainingCall | ClusterCall
