@@ -1,23 +1,32 @@
-"""Lazy imports of a package's public names, so that importing one of its modules stays cheap."""
+"""Imports that are not made: public names of a package before their use, and packages that a library finds."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
 def attributes(package: str, **modules: str) -> Callable[[str], Any]:
-    """A module-level `__getattr__` (PEP 562) for a package.
-
-    Args:
-        package: The package's `__name__`.
-        modules: For each public name of the package, the module that defines it.
-    """
+    """A package's `__getattr__` (PEP 562), by its `__name__` and the modules that define its public names."""
 
     def get(name: str) -> Any:
-        if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(modules[name]), name)
+        if name in modules:
+            return getattr(importlib.import_module(modules[name]), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return get
+
+
+@contextlib.contextmanager
+def hidden(*packages: str) -> Iterator[None]:
+    """Context in which packages are as if not installed: transformers imports each optional one that it finds."""
+    names = [name for name in packages if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None makes an import fail
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]

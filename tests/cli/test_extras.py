@@ -152,6 +152,19 @@ def test_the_server_imports_nothing_of_the_other_extras() -> None:
     assert done.stdout == "hidden\n", done.stderr
 
 
+def test_a_front_end_loads_its_tokenizer_and_image_processor_without_torch() -> None:
+    code = (
+        "import sys\n"
+        "import vlora.server.http.routes, vlora.server.http.server\n"
+        "from vlora.cli.settings import EMBEDDED, model_path\n"
+        "from vlora.server.launch import _load_processor\n"
+        "processor = _load_processor(model_path(EMBEDDED))\n"
+        "print(processor.decode(processor.encode('what is shown ?').prompt_ids), 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "what is shown ? False\n" and not done.stderr, done.stderr
+
+
 @pytest.mark.parametrize(
     ("command", "light", "shown"),
     [

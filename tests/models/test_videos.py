@@ -56,7 +56,7 @@ def test_patches_are_those_of_transformers(family: str, num_frames: int, transfo
     kind = module.Qwen3VLVideoProcessor if family == "qwen3_vl" else module.Qwen2VLVideoProcessor
     patches, *grid = kind.patchify(None, ((pixels - mean) / std)[None], 4, 2, 2)
     assert made.fields["video_grid_thw"].tolist() == [grid]
-    torch.testing.assert_close(made.fields["pixel_values_videos"], patches[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.from_numpy(made.fields["pixel_values_videos"]), patches[0], atol=1e-5, rtol=0)
     assert made.num_tokens == len(patches[0]) // 4
     timestamps: Any = Qwen3VLProcessor._calculate_timestamps  # noqa: SLF001
     assert made.stamps == timestamps(None, list(range(num_frames)), 2.0)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from vlora.models.supported import CLASS_TOKENS, refuse_unsupported_parts, unsupported_family
 from vlora.types import VisionInput
@@ -106,34 +105,40 @@ def _tower_depth(config: Any) -> int:
     return int(getattr(vision, "depth", None) or vision.num_hidden_layers)
 
 
-def placeholder_count(config: Any, fields: dict[str, torch.Tensor]) -> int:
-    """The number of placeholder tokens of one image, from the image processor's tensors for this image alone.
-
-    Calls the model's own shape functions, on a meta tensor, so that the number always matches the features.
-    """
+def placeholder_count(config: Any, fields: Mapping[str, Any]) -> int:
+    """The number of placeholder tokens of one image, from the image processor's arrays for this image alone."""
     family = family_of(config)
     if family.mrope:
-        return int(fields["image_grid_thw"].prod()) // config.vision_config.spatial_merge_size**2
+        return int(fields["image_grid_thw"].prod()) // int(config.vision_config.spatial_merge_size**2)
     if family.queries:
         return int(config.vision_config.num_queries)
     side = config.vision_config.image_size // config.vision_config.patch_size
-    base = side * side
+    base = int(side * side)
     if not family.tiles:
         # Strategy "default" drops the first embedding, also of a tower without a class token.
         dropped = config.vision_feature_select_strategy == "default"
         return base + CLASS_TOKENS[config.vision_config.model_type] - dropped
-    # Imported here, because the modeling files are slow to import and only tiled families need them.
-    from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
-
     if fields["pixel_values"].shape[1] == 1:
         return base + 1
-    size = fields["image_sizes"][0]
-    rows, columns = get_anyres_image_grid_shape(size, config.image_grid_pinpoints, config.vision_config.image_size)
-    packed = unpad_image(torch.empty(1, rows * side, columns * side, device="meta"), size)
-    height, width = packed.shape[1:]
-    if family.model_type == "llava_onevision":
+    rows, columns = _unpadded_grid(config, side, *fields["image_sizes"][0].tolist())
+    return base + rows * (columns + 1)
+
+
+def _unpadded_grid(config: Any, side: int, height: int, width: int) -> tuple[int, int]:
+    """Rows and columns of the embeddings of a tiled image: `unpad_image` of transformers, for the shape alone."""
+    from transformers.image_processing_utils import select_best_resolution
+
+    pixels = config.vision_config.image_size
+    rows, columns = (
+        length // pixels * side for length in select_best_resolution((height, width), config.image_grid_pinpoints)
+    )
+    if width / height > columns / rows:
+        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+    else:
+        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+    if config.model_type == "llava_onevision":
         most_tiles = int(config.vision_aspect_ratio.removeprefix("anyres_max_"))
-        ratio = math.sqrt(height * width / (most_tiles * side**2))
+        ratio = math.sqrt(rows * columns / (most_tiles * side**2))
         if ratio > 1.1:
-            height, width = int(height // ratio), int(width // ratio)
-    return base + height * (width + 1)
+            return int(rows // ratio), int(columns // ratio)
+    return rows, columns

@@ -189,6 +189,7 @@ def read_config(model: str) -> Any:
     if older is not None and getattr(model_config, "quantization_config", None) is None:
         model_config.quantization_config = older
     family_of(model_config)
+    stored_format(model_config)
     settings = cached_file(
         model,
         GENERATION_CONFIG_NAME,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,19 @@ from transformers.utils import logging
 
 from vlora.adapter_files import is_pointer
 from vlora.errors import BadConfig
+
+# Module and name in `vlora.models.qwen_vl`, by `model_type` and class of transformers: a checkpoint as published, and
+# as this project saves it, with files that transformers reads.
+_SAVED = {
+    "AutoConfig": ("config", "QwenVLConfig"),
+    "AutoModelForImageTextToText": ("model", "QwenVLForConditionalGeneration"),
+}
+_PUBLISHED = {
+    **_SAVED,
+    "AutoTokenizer": ("tokenizer", "QwenVLTokenizer"),
+    "AutoImageProcessor": ("config", "QwenVLImageProcessor"),
+}
+_QWEN_VL = {"qwen": _PUBLISHED, "qwen_vl": _SAVED}
 
 _READ = frozenset((".json", ".jinja", ".model", ".txt", ".tiktoken"))
 
@@ -81,9 +95,9 @@ def _own_class(kind: Any, model: str | Path) -> Any:
     """The class of this project that reads a checkpoint in the place of `kind`, or `kind` if transformers reads it."""
     with contextlib.suppress(OSError, ValueError):  # an unreadable config.json is reported by `kind`
         stored, _ = PreTrainedConfig.get_config_dict(model)
-        own = ("qwen", "qwen_vl")  # as published, and as this project saves it
-        if isinstance(stored, dict) and stored.get("model_type") in own:
-            from vlora.models.qwen_vl.model import own_class  # the models' code is slow to import
-
-            return own_class(kind, stored)
+        model_type = stored.get("model_type") if isinstance(stored, dict) else None
+        own = _QWEN_VL.get(str(model_type), {}).get(kind.__name__)
+        if own is not None:
+            module, name = own
+            return getattr(importlib.import_module(f"vlora.models.qwen_vl.{module}"), name)
     return kind

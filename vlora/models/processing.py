@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from vlora.errors import BadConfig, BadImage, BadRequest, VLoraError
 from vlora.models.families import family_of, placeholder_count
@@ -25,8 +25,11 @@ from vlora.models.vision.videos import VIDEO_FAMILIES, VideoProcessor
 from vlora.types import TensorValue, VisionInput
 
 if TYPE_CHECKING:
+    import torch
     from PIL import Image
     from transformers import PreTrainedTokenizerBase
+
+Array = np.ndarray[Any, Any]
 
 _IMAGE_FIELDS = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
 
@@ -347,23 +350,23 @@ class InputProcessor:
         try:
             if self.family.model_type == "llava_onevision" and len(images) > 1:
                 # Several images in one prompt are not tiled, so the processor must get them together.
-                together = self.image_processor([[upright_rgb(image) for image in images]], return_tensors="pt")
+                together = self.image_processor([[upright_rgb(image) for image in images]], return_tensors="np")
                 fields = [
                     {
                         "pixel_values": together["pixel_values"][i : i + 1],
                         "image_sizes": together["image_sizes"][i : i + 1],
-                        "batch_num_images": torch.tensor([len(images)]),
+                        "batch_num_images": np.array([len(images)]),
                     }
                     for i in range(len(images))
                 ]
             else:
-                fields = [dict(self.image_processor(upright_rgb(image), return_tensors="pt")) for image in images]
+                fields = [dict(self.image_processor(upright_rgb(image), return_tensors="np")) for image in images]
         except (ValueError, TypeError, OSError) as error:
             sizes = ", ".join(f"{image.width}x{image.height}" for image in images)
             raise BadImage(f"the image processor rejects the images ({sizes}): {error}") from error
         return tuple(self._vision_input(item) for item in fields)
 
-    def _vision_input(self, fields: dict[str, torch.Tensor]) -> VisionInput:
+    def _vision_input(self, fields: Mapping[str, Array]) -> VisionInput:
         fields = {name: fields[name] for name in _IMAGE_FIELDS if name in fields}
         return vision_input("image", fields, placeholder_count(self.config, fields))
 
@@ -398,7 +401,7 @@ def _ids_as_text(tokenizer: PreTrainedTokenizerBase, marker: str) -> list[int]:
     return []
 
 
-def vision_input(kind: str, fields: Mapping[str, torch.Tensor], num_tokens: int) -> VisionInput:
+def vision_input(kind: str, fields: Mapping[str, npt.ArrayLike], num_tokens: int) -> VisionInput:
     """Pack the processed tensors of one image or video into a value, with the hash that keys its cached embeddings."""
     values = {name: tensor_value(tensor) for name, tensor in sorted(fields.items())}
     digest = hashlib.blake2b(digest_size=16)
@@ -408,13 +411,15 @@ def vision_input(kind: str, fields: Mapping[str, torch.Tensor], num_tokens: int)
     return VisionInput(kind=kind, content_hash=digest.hexdigest(), num_tokens=num_tokens, fields=values)  # type: ignore[arg-type]
 
 
-def tensor_value(tensor: torch.Tensor) -> TensorValue:
-    array = np.ascontiguousarray(tensor.detach().cpu().numpy())
+def tensor_value(tensor: npt.ArrayLike) -> TensorValue:
+    array = np.ascontiguousarray(tensor)
     return TensorValue(str(array.dtype), tuple(array.shape), array.tobytes())
 
 
 def to_tensor(value: TensorValue) -> torch.Tensor:
     """Convert a value to a tensor. Raises BadRequest if its bytes, dtype and shape do not match."""
+    import torch  # a front end has none
+
     try:
         array = np.frombuffer(value.data, dtype=value.dtype).reshape(value.shape)
     except (TypeError, ValueError) as error:

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from vlora.errors import UnsupportedModel
-from vlora.models.stored_quantized import stored_format
 
 TEXT_MODELS = frozenset(("llama", "qwen2", "mistral", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"))
 
@@ -58,7 +57,6 @@ def refuse_unsupported_parts(config: Any, mrope: bool, own_tower: bool) -> None:
         own_tower: Whether the family has one type of vision tower only.
     """
     family, text = config.model_type, config.text_config
-    stored_format(config)
     if text.model_type not in TEXT_MODELS:
         why = _experts(text)
         raise UnsupportedModel(

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import importlib.util
 import logging
 import os
 import signal
@@ -20,6 +21,7 @@ from vlora.config import EngineConfig, ServerConfig, Token
 from vlora.engine.ipc.client import ENGINE_COMMAND
 from vlora.engine.ipc.supervisor import RestartedEngine, SupervisedEngine
 from vlora.errors import BadConfig, EngineDead, listed
+from vlora.lazy import hidden
 from vlora.server.frontend import FrontEnd
 from vlora.server.rpyc.server import RpycServer
 from vlora.server.security.access import Access
@@ -301,15 +303,17 @@ def _threads(number: int, config: EngineConfig) -> str:
 
 
 def _load_processor(model: str) -> InputProcessor:
-    from transformers.utils import logging
+    torchvision = importlib.util.find_spec("torchvision") is not None  # only its image processors need torch
+    logging.getLogger("transformers").disabled = True  # it logs that there is no torch
+    with hidden(*([] if torchvision else ["torch"])):
+        from vlora.models.processing import InputProcessor
 
-    from vlora.models.processing import InputProcessor
-    from vlora.threads import compute_alone
+        logging.getLogger("transformers").setLevel(logging.ERROR)  # request errors go to the client, not to the log
+        if torchvision:
+            from vlora.threads import compute_alone
 
-    # The engine process has the cores. The setting applies to threads that start later, too.
-    compute_alone()
-    logging.set_verbosity_error()  # request errors go to the client, not to the log
-    return InputProcessor.from_pretrained(model)
+            compute_alone()  # the engine process has the cores; the setting applies to threads that start later, too
+        return InputProcessor.from_pretrained(model)
 
 
 async def _first_done(task: asyncio.Task[object], stop: asyncio.Event) -> asyncio.Task[object] | None:

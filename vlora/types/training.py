@@ -14,10 +14,9 @@ TrainingState = Literal["running", "finished", "failed", "cancelled"]
 
 
 class TrainingStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One training.
+    """The training of one adapter.
 
     Attributes:
-        name: Of the adapter.
         state: Finished: the adapter is registered under its name.
         step: Optimizer steps taken.
         num_steps: Optimizer steps in total.

@@ -29,6 +29,7 @@ from vlora.engine.ipc.load_reports import LoadReporter
 from vlora.engine.ipc.transport import EngineTransport
 from vlora.engine.operations import perform
 from vlora.errors import EngineDead, StepFailed, VLoraError
+from vlora.lazy import hidden
 from vlora.logging_format import configure
 from vlora.types import ErrorValue, Request, RequestOutput, TokenScore
 
@@ -39,7 +40,12 @@ PACE_S = 0.04
 
 
 def main() -> None:
-    from vlora.engine.engine import Engine
+    import torch
+
+    # torch's compiler, which transformers imports, imports triton; only kernels for GPUs use it.
+    unused = () if torch.backends.cuda.is_built() else ("triton",)
+    with hidden("accelerate", "scipy", *unused):
+        from vlora.engine.engine import Engine
 
     configure(os.environ)
     code = run(int(sys.argv[1]), Engine)

@@ -1,11 +1,13 @@
-"""The configuration of Qwen-VL, read from a checkpoint's config.json in its published form."""
+"""The configuration of Qwen-VL and its image processor, from a checkpoint's config.json in its published form."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, Qwen2Config
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from vlora.errors import UnsupportedModel
 
@@ -154,3 +156,14 @@ def translated(stored: Mapping[str, Any]) -> dict[str, Any]:
         "turn_end_ids": (start + _TURN_START, start + _TURN_END),
         **{name: value for name, value in optional.items() if value},
     }
+
+
+class QwenVLImageProcessor:
+    """Makes the image processor of a checkpoint, which has no file for it; the instances are transformers' of CLIP."""
+
+    @classmethod
+    def from_pretrained(cls, model: str | os.PathLike[str], **options: Any) -> CLIPImageProcessorPil:
+        """The processor for the image size in a checkpoint's config.json. options: have no effect."""
+        stored, _ = QwenVLConfig.get_config_dict(model)
+        side = stored["vision_config"]["image_size"]
+        return CLIPImageProcessorPil(size={"height": side, "width": side}, do_center_crop=False)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+import numpy as np
 
 from vlora.errors import BadImage, BadRequest
 from vlora.models.vision.images import Clip, upright_rgb
@@ -29,7 +29,7 @@ class ProcessedClip(NamedTuple):
     """fields: the vision tower's inputs. num_tokens: of its placeholders. stamps: time of each of its steps, in
     seconds."""
 
-    fields: dict[str, torch.Tensor]
+    fields: dict[str, np.ndarray[Any, Any]]
     num_tokens: int
     stamps: list[float]
 
@@ -101,23 +101,23 @@ class VideoProcessor:
         else:
             frames = [upright_rgb(frame) for frame in clip.frames]
         made = [
-            self._image_processor(frame, do_resize=False, return_tensors="pt", **self._normalization)
+            self._image_processor(frame, do_resize=False, return_tensors="np", **self._normalization)
             for frame in frames
         ]
-        patches = torch.stack([self._of_one_frame(one["pixel_values"]) for one in made])  # [frames, n, channels, p * p]
+        patches = np.stack([self._of_one_frame(one["pixel_values"]) for one in made])  # [frames, n, channels, p * p]
         missing = -len(patches) % self._temporal
-        patches = torch.cat([patches, patches[-1:].expand(missing, *patches.shape[1:])])
+        patches = np.concatenate([patches, patches[-1:].repeat(missing, 0)])
         steps = len(patches) // self._temporal
-        joined = patches.view(steps, self._temporal, *patches.shape[1:]).permute(0, 2, 3, 1, 4)
+        joined = patches.reshape(steps, self._temporal, *patches.shape[1:]).transpose(0, 2, 3, 1, 4)
         times = [*clip.times, *[clip.times[-1]] * missing]
         _, grid_rows, grid_columns = made[0]["image_grid_thw"][0].tolist()
         fields = {
             "pixel_values_videos": joined.reshape(steps * patches.shape[1], -1),
-            "video_grid_thw": torch.tensor([[steps, grid_rows, grid_columns]]),
+            "video_grid_thw": np.array([[steps, grid_rows, grid_columns]]),
         }
         if self._model_type == "qwen2_5_vl":
             gap = (clip.times[-1] - clip.times[0]) / (len(clip.times) - 1) if len(clip.times) > 1 else 1.0
-            fields["second_per_grid_ts"] = torch.tensor([self._temporal * gap])
+            fields["second_per_grid_ts"] = np.array([self._temporal * gap], np.float32)
         first, last = times[:: self._temporal], times[self._temporal - 1 :: self._temporal]
         num_tokens = steps * grid_rows * grid_columns // self._merge**2
         return ProcessedClip(fields, num_tokens, [(begin + end) / 2 for begin, end in zip(first, last, strict=True)])
@@ -159,9 +159,9 @@ class VideoProcessor:
         rounded = round(num_frames / self._temporal) * self._temporal
         return _within(height, width, num_frames, rounded, self._factor, self._min, most)
 
-    def _of_one_frame(self, patches: torch.Tensor) -> torch.Tensor:
+    def _of_one_frame(self, patches: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Patches of one image, which repeat it over time, as [patches, channels, pixels]."""
-        return patches.view(len(patches), 3, self._temporal, -1)[:, :, 0]
+        return patches.reshape(len(patches), 3, self._temporal, -1)[:, :, 0]
 
 
 def _within(
