@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from atmm.cpu import norm
-from atmm.cpu import rotate as rotation
+from atmm.cpu import library
 from atmm.strategies.registry import reads_in_place
 
 
@@ -21,12 +20,17 @@ def serves_pointwise(device: torch.device, dtype: torch.dtype) -> bool:
 
 def serves_norm(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `rms_norm` exists for this device and type."""
-    return serves_pointwise(device, dtype) or norm.serves_norm(device, dtype)
+    return serves_pointwise(device, dtype) or _has_kernel("normalize", device, dtype)
 
 
 def serves_rotation(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `rotate` exists for this device and type."""
-    return serves_pointwise(device, dtype) or rotation.serves_rotation(device, dtype)
+    return serves_pointwise(device, dtype) or _has_kernel("rotate", device, dtype)
+
+
+def _has_kernel(name: str, device: torch.device, dtype: torch.dtype) -> bool:
+    kernels = library() if device.type == "cpu" else None
+    return kernels is not None and dtype in getattr(kernels, name)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -54,7 +58,17 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         from atmm.triton import pointwise  # importing Triton is slow
 
         return pointwise.rms_norm(x, weight, epsilon)
-    return norm.rms_norm(x, weight, epsilon)
+    kernels = library()
+    assert kernels is not None, "the compiled kernels are not available"
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows, stride = x, width
+    if not x.is_contiguous():
+        rows = x.reshape(-1, width)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        stride = rows.stride(0)
+    count = x.numel() // width
+    kernels.normalize[x.dtype](out.data_ptr(), rows.data_ptr(), stride, weight.data_ptr(), count, width, epsilon)
+    return out
 
 
 def gate_product(gate: Tensor, up: Tensor) -> Tensor:
@@ -108,8 +122,13 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         from atmm.triton import pointwise
 
         pointwise.rotate(q, k, cos, sin)
-    else:
-        rotation.rotate(q, k, cos, sin)
+        return
+    kernels = library()
+    assert kernels is not None, "the compiled kernels are not available"
+    kernels.rotate[q.dtype](
+        q.data_ptr(), q.stride(0), q.stride(1), q.shape[0], k.data_ptr(), k.stride(0), k.stride(1), k.shape[0],
+        cos.data_ptr(), sin.data_ptr(), *cos.shape,
+    )  # fmt: skip
 
 
 def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> None:

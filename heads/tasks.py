@@ -6,10 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from heads.classification import Action, Binary, Classification
-from heads.counting import Counting
+from heads.classification import Action, Binary, Classification, Counting, MultiLabel
 from heads.detection import Detection
-from heads.multi_label import MultiLabel
 from heads.regression import Regression
 from heads.task import Task
 

@@ -89,7 +89,6 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
         "vlora.engine.limits",
         "vlora.lora.slab_layout",
         "vlora.memory.huge_pages",
-        "vlora.models.class_changes",
         "vlora.models.supported",
         "vlora.orchestrator.policies.registry",
         "atmm.tuning",
@@ -126,24 +125,24 @@ BUDGETS = (
     Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_200, 2_200),
     Budget("vlora/client", 1_740, 900),
     Budget("vlora/server", 8_300, 4_900),
-    Budget("vlora/engine vlora/parallel", 7_060, 4_900),
-    Budget("vlora/orchestrator vlora/routing", 5_560, 4_000),
-    Budget("vlora/memory vlora/lora vlora/models", 11_660, 8_300),
-    Budget("vlora/cluster", 7_980, 3_700),
+    Budget("vlora/engine vlora/parallel", 7_040, 4_900),
+    Budget("vlora/orchestrator vlora/routing", 5_500, 4_000),
+    Budget("vlora/memory vlora/lora vlora/models", 11_620, 8_300),
+    Budget("vlora/cluster", 7_960, 3_700),
     Budget("vlora/wire", 880, 1_000),
     Budget("vlora/split", 2_580, 1_600),
     Budget("vlora/training vlora/learning fusion/training", 7_360, 4_500),
-    Budget("vlora/simulator", 2_340, 1_500),
+    Budget("vlora/simulator", 2_280, 1_500),
     Budget("vlora/cli", 4_060, 2_600),
     Budget("vlora/bench", 5_020, 2_500),
     Budget("benchmarks", 13_440, 6_500),
     Budget("fusion", 10_420, 6_200),
     Budget("tools", 940, 800),
-    Budget("atmm apps heads", 13_340, 10_500),
+    Budget("atmm apps heads", 13_280, 10_500),
 )
 """Each file counts for the longest folder that it is in."""
 
-MAX_SINGLE_IMPORTERS = 152
+MAX_SINGLE_IMPORTERS = 142
 """Modules that only one other module imports: most of them would be easier to find as a part of it."""
 
 
@@ -182,7 +181,7 @@ def executed() -> dict[str, int]:
     from examples import minimal_engine
     from tests.queued_executor import QueuedExecutor
     from vlora.engine import Engine
-    from vlora.models.clock import HostClock
+    from vlora.models.launched_step import HostClock
 
     entered: set[tuple[str, int]] = set()
 

@@ -14,7 +14,7 @@ from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.host_to_device import Inline
-from vlora.models import token_choice
+from vlora.models import launched_step
 from vlora.orchestrator.policies.base import Candidate, Decision, Policy, PolicyState
 from vlora.types import Mode, Request, SamplingParams
 
@@ -121,7 +121,7 @@ class RecordingEngine:
     def answer(self, cases: Sequence[tuple[str | None, Prompt]], num_tokens: int) -> Answers:
         """Run all cases concurrently."""
         recorded: dict[str, list[torch.Tensor]] = {}
-        inner_sample = token_choice.sample
+        inner_sample = launched_step.sample
 
         def recording_sample(
             logits: torch.Tensor,
@@ -134,7 +134,7 @@ class RecordingEngine:
                 recorded.setdefault(str(seed), []).append(logits[row].cpu().clone())
             return inner_sample(logits, params, seeds, places, draws)
 
-        token_choice.sample = recording_sample
+        launched_step.sample = recording_sample
         try:
             outputs = self.local.run(
                 Request(
@@ -148,7 +148,7 @@ class RecordingEngine:
                 for i, (adapter, prompt) in enumerate(cases)
             )
         finally:
-            token_choice.sample = inner_sample
+            launched_step.sample = inner_sample
         self.engine.check_integrity()
         self.cached_tokens = []
         answers = []

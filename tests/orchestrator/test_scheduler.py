@@ -16,8 +16,8 @@ from tests.orchestrator.checked_replica import CheckedReplica, CheckedReplicaCon
 from tests.orchestrator.sample_requests import EOS, make_request, sampled_token
 from vlora.errors import PromptTooLong
 from vlora.orchestrator import POLICIES, Candidate, CostModel, Costs, Decision, PolicyState, StepSize, make_policy
+from vlora.orchestrator.adapter_prefetch import ResidencyQuantum
 from vlora.orchestrator.request_state import TrackedRequest
-from vlora.orchestrator.residency_quantum import ResidencyQuantum
 from vlora.types import ErrorValue, MemoryView, Mode
 
 NOTHING = MemoryView(resident=frozenset(), mergeable=frozenset())
@@ -330,7 +330,7 @@ def test_a_preempted_request_keeps_its_tokens_and_recomputes_its_kv() -> None:
 def test_preempted_requests_enter_before_new_ones() -> None:
     simulation = box(num_pages=4, max_adapter_pages=0)
     for _ in range(1000):
-        simulation.scheduler.queue.observe_answer_length(1, 16)
+        simulation.scheduler.queue.kv.lengths.observe(1, 16)
     simulation.add(*(make_request(name, prompt=4, max_tokens=9) for name in "wxyz"), make_request("late", prompt=1))
     simulation.step()
     assert simulation.block_manager.holders == {"w", "x", "y", "z"}, "answers are expected to be one token long"

@@ -17,7 +17,7 @@ from tests.orchestrator.checked_replica import box as any_box
 from tests.orchestrator.sample_requests import make_request
 from vlora.orchestrator import POLICIES, Costs
 from vlora.orchestrator.admission.early_abort import Admission
-from vlora.orchestrator.fairness import FairShares, adapter_of, scheduling_order, tenant_of
+from vlora.orchestrator.fairness import FairShares, Queued, adapter_of, scheduling_order, tenant_of
 from vlora.orchestrator.request_state import TrackedRequest
 from vlora.types import Request
 
@@ -426,7 +426,7 @@ def test_idle_time_earns_no_credit() -> None:
 @pytest.mark.parametrize("name_of", [adapter_of, tenant_of])
 @pytest.mark.parametrize(("own", "others", "expected"), [(100, 1000, 1000), (1000, 100, 1000), (0, 1000, 1000)])
 def test_a_name_that_returns_starts_beside_the_others(
-    name_of: Callable[[TrackedRequest], str | None], own: int, others: int, expected: int
+    name_of: Callable[[Queued], str | None], own: int, others: int, expected: int
 ) -> None:
     """A name that idled keeps its counter, and starts at the lowest counter of the others if its own is lower."""
     shares = FairShares({"*": 1.0}, name_of)

@@ -20,8 +20,8 @@ from vlora.orchestrator.encoder_budget import SHARE
 from vlora.orchestrator.policies.cost_based import CostBased
 from vlora.simulator import MEASURED, Arrival, ClusterConfig, ReplicaConfig, make_workload, read_costs, replay
 from vlora.simulator.commands import lines, simulate
+from vlora.simulator.measures import contested_shares
 from vlora.simulator.replica import Replica
-from vlora.simulator.tenants import contested_shares
 from vlora.simulator.workloads import among_tenants
 from vlora.types import Mode, RequestOutput
 

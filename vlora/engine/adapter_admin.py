@@ -10,8 +10,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from vlora.engine.adapter_loader import AdapterLoader
-from vlora.engine.compositions import Compositions
-from vlora.engine.former_adapters import FormerAdapters
+from vlora.engine.compositions import Compositions, FormerAdapters
 from vlora.errors import Aborted, BadAdapter, BadRequest, OverCapacity
 from vlora.lora import AdapterRegistry, Registration
 from vlora.lora.adapter_pool import AdapterPool

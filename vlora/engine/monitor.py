@@ -142,7 +142,7 @@ class Monitor:
         blocks = self._block_manager
         num_running = sum([t.status is RequestStatus.RUNNING for t in queue.admitted.values()])
         missing = 0
-        for t in (*queue.admitted.values(), *queue.outside):
+        for t in (*queue.admitted.values(), *queue.outside.waiting):
             missing += max(0, blocks.blocks_for(t.device_len) + 1 - len(blocks.table(t.request_id)))
         return EngineLoad(
             free_blocks=blocks.num_free_blocks - missing,

@@ -15,7 +15,6 @@ from torch import nn
 
 import atmm
 from atmm.matmul import patch_products
-from vlora.models.class_changes import change_classes
 
 _ROTATION = "apply_rotary_pos_emb"  # the function's name in the models' code
 
@@ -195,3 +194,25 @@ def convert_patch_embeddings(model: nn.Module) -> int:
 def _is_disjoint(conv: Any) -> bool:
     plain = conv.groups == 1 and set(conv.dilation) == {1} and (conv.padding == "valid" or set(conv.padding) == {0})
     return plain and conv.stride == conv.kernel_size and conv.weight.is_contiguous()
+
+
+def change_classes(model: nn.Module, target_of: Callable[[nn.Module], type | None]) -> int:
+    """Give modules of a model another class, in place.
+
+    Args:
+        target_of: The class to use instead of a module's own; None to keep it. Called once per class.
+
+    Returns:
+        The number of changed modules.
+    """
+    targets: dict[type, type | None] = {}
+    number = 0
+    for module in model.modules():
+        kind = type(module)
+        if kind not in targets:
+            targets[kind] = target_of(module)
+        target = targets[kind]
+        if target is not None:
+            module.__class__ = target
+            number += 1
+    return number

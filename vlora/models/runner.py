@@ -17,20 +17,17 @@ from vlora.lora.adapter_pool import AdapterPool
 from vlora.lora.merge import ModeSwitcher
 from vlora.memory.arena import PAGE_BYTES, Arena
 from vlora.models.attention import KVCache, StepAttention
-from vlora.models.clock import Clock, HostClock
 from vlora.models.forward_batch import ForwardBatch, lane_by_lane, queries_of
 from vlora.models.gpu.attention import GpuAttention
 from vlora.models.gpu.decode_step import DecodeGraphs, DecodeModel
 from vlora.models.gpu.step_inputs import StepInputs
 from vlora.models.gpu.step_tokens import StepTokens
-from vlora.models.gpu.stream_clock import StreamClock
 from vlora.models.grammar import Cursor
 from vlora.models.head_reading import read_heads
 from vlora.models.hf_model import HFModel
 from vlora.models.last_layer import LastLayer
-from vlora.models.launched_step import LaunchedStep
+from vlora.models.launched_step import HostClock, LaunchedStep, StreamClock, TokenChoice
 from vlora.models.request_state import RequestState
-from vlora.models.token_choice import TokenChoice
 from vlora.models.vision.encoder import VisionEncoder
 from vlora.models.vision.image_encoding import ImageEncoding
 from vlora.parallel import CollectiveFailed, ProcessGroup
@@ -71,7 +68,7 @@ class ModelRunner:
         self._last_layer = LastLayer(hf_model.text_model.layers[hf_model.num_layers - 1], hf_model.language_scope)
         self._states: dict[str, RequestState] = {}
         self._images = ImageEncoding(hf_model, vision, self._states, group)
-        self._clock: Clock = StreamClock() if hf_model.device.type == "cuda" else HostClock()
+        self._clock = StreamClock() if hf_model.device.type == "cuda" else HostClock()
         self._tokens = StepTokens(hf_model.device) if hf_model.device.type == "cuda" else None
         self._inputs = None if self._tokens is None else StepInputs(hf_model.device, self._tokens)
         self.graphs: DecodeGraphs | None = None

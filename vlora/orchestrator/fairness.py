@@ -5,8 +5,31 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
 
-from vlora.orchestrator.request_state import TrackedRequest
+
+class Queued(Protocol):
+    """A request in the scheduler's queue or in the router's."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def adapter(self) -> str | None: ...
+    @property
+    def tenant(self) -> str | None: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def arrival(self) -> int: ...
+    @property
+    def answer_by(self) -> float | None: ...
+    @property
+    def num_preemptions(self) -> int: ...
+    @property
+    def new_tokens(self) -> int: ...
+
+
+Q = TypeVar("Q", bound=Queued)
 
 
 class FairShares:
@@ -18,7 +41,7 @@ class FairShares:
     others, so idle time earns no credit.
     """
 
-    def __init__(self, weights: Mapping[str, float], name_of: Callable[[TrackedRequest], str | None]) -> None:
+    def __init__(self, weights: Mapping[str, float], name_of: Callable[[Queued], str | None]) -> None:
         """Start without counters.
 
         Args:
@@ -31,7 +54,7 @@ class FairShares:
         self._unfinished: Counter[str | None] = Counter()
         self._least = 0.0  # lower bound for the counter of the next arriving name
 
-    def add(self, tracked: TrackedRequest) -> None:
+    def add(self, tracked: Queued) -> None:
         name = self._name_of(tracked)
         if not self._unfinished[name]:
             self._move_least()
@@ -44,7 +67,7 @@ class FairShares:
             self._served[name] = max(self._served.get(name, 0.0), self._least)
         self._unfinished[name] += 1
 
-    def remove(self, tracked: TrackedRequest) -> None:
+    def remove(self, tracked: Queued) -> None:
         name = self._name_of(tracked)
         if self._unfinished[name] == 1:
             self._move_least()
@@ -54,11 +77,11 @@ class FairShares:
         else:
             self._unfinished[name] -= 1
 
-    def count_service(self, tracked: TrackedRequest, num_tokens: int) -> None:
+    def count_service(self, tracked: Queued, num_tokens: int) -> None:
         name = self._name_of(tracked)
         self._served[name] += num_tokens / self._weight(name)
 
-    def starts(self, requests: Sequence[TrackedRequest]) -> list[float]:
+    def starts(self, requests: Sequence[Queued]) -> list[float]:
         """The counter of each request's name when its turn comes, if earlier requests of the name are served first."""
         stands: dict[str | None, list[float]] = {}  # by name: counter, and its increase per token
         found: list[float] = []
@@ -68,7 +91,7 @@ class FairShares:
             if stand is None:
                 stand = stands[name] = [self._served[name], 1 / self._weight(name)]
             found.append(stand[0])
-            stand[0] += (t.device_len - t.cached_len) * stand[1]
+            stand[0] += t.new_tokens * stand[1]
         return found
 
     def _weight(self, name: str | None) -> float:
@@ -80,7 +103,7 @@ class FairShares:
             self._least = max(self._least, min(self._served[name] for name in self._unfinished))
 
 
-def scheduling_order(requests: Sequence[TrackedRequest], shares: Sequence[FairShares]) -> Sequence[TrackedRequest]:
+def scheduling_order(requests: Sequence[Q], shares: Sequence[FairShares]) -> Sequence[Q]:
     """The requests ordered by priority, then fair shares, then their given order.
 
     Args:
@@ -88,14 +111,14 @@ def scheduling_order(requests: Sequence[TrackedRequest], shares: Sequence[FairSh
     """
     ranked = any([tracked.priority for tracked in requests])
     if ranked:
-        requests = sorted(requests, key=_rank)
+        requests = sorted(requests, key=lambda t: -t.priority)
     for each in shares:
         starts = each.starts(requests)
         requests = [requests[place] for place in sorted(range(len(starts)), key=starts.__getitem__)]
-    return sorted(requests, key=_rank) if ranked and shares else requests
+    return sorted(requests, key=lambda t: -t.priority) if ranked and shares else requests
 
 
-def tenant_of(tracked: TrackedRequest) -> str | None:
+def tenant_of(tracked: Queued) -> str | None:
     return tracked.tenant
 
 
@@ -104,13 +127,9 @@ def _name(adapter: str | None) -> str | None:
     return None if adapter is None else adapter.rpartition("@")[0] or adapter
 
 
-def adapter_of(tracked: TrackedRequest) -> str | None:
+def adapter_of(tracked: Queued) -> str | None:
     """The adapter name of a request.
 
     The engine identifies an adapter as name@version; all versions of a name share one counter.
     """
     return _name(tracked.adapter)
-
-
-def _rank(tracked: TrackedRequest) -> int:
-    return -tracked.priority

@@ -10,16 +10,14 @@ import msgspec
 
 from vlora.errors import Aborted
 from vlora.memory.block_manager import BlockManager
-from vlora.orchestrator.adapter_prefetch import MemoryDemand
-from vlora.orchestrator.admission.request_queue import RequestQueue
+from vlora.orchestrator.adapter_prefetch import MemoryDemand, ResidencyQuantum
+from vlora.orchestrator.admission.request_queue import RequestQueue, deadline_missed, deadline_unreachable
 from vlora.orchestrator.budgets import StepBudget, fit_budgets
 from vlora.orchestrator.cost_model import CostModel, Costs, MergedAdapters
 from vlora.orchestrator.credits import Credits
-from vlora.orchestrator.deadlines import deadline_missed, deadline_unreachable
 from vlora.orchestrator.encoder_budget import SHARE, ContentKey, EncodeQueue, encode_budget
 from vlora.orchestrator.policies.base import Policy, PolicyState
 from vlora.orchestrator.request_state import TrackedRequest, update_prefix_hits
-from vlora.orchestrator.residency_quantum import ResidencyQuantum
 from vlora.orchestrator.stats import Counters, WaitStats
 from vlora.types import (
     Batch,
@@ -256,9 +254,7 @@ class Scheduler:
 
     def stats(self, model: str) -> EngineStats:
         requests = self.queue.admitted.values()
-        stats = self._counters.stats(
-            model, requests, len(self.queue.outside), self.queue.num_waiting_for_kv, self._block_manager
-        )
+        stats = self._counters.stats(model, requests, len(self.queue.outside), len(self.queue.kv), self._block_manager)
         credits = self._credits.current(requests, self._clock())
         return msgspec.structs.replace(stats, highest_credit_s=max(credits, default=0.0))
 
@@ -269,7 +265,7 @@ class Scheduler:
     # -- parts of `schedule` ------------------------------------------------------------------------------------------
 
     def _fail_late(self, now: float) -> None:
-        for tracked in self.queue.pop_missed(now):
+        for tracked in self.queue.deadlines.pop_missed(now):
             self._outputs.append(self._end(tracked, "error", now, error=deadline_missed(tracked, now)))
 
     def _policy_state(self, view: MemoryView, merged: MergedAdapters, theta_s: float) -> PolicyState:
@@ -348,7 +344,7 @@ class Scheduler:
         if tracked.first_answer_s is None:
             tracked.first_answer_s = now
             self._counters.count_first_answer(tracked)
-            self.queue.observe_first_answer(tracked, now)
+            self.queue.outside.observe(tracked, now - tracked.admitted_s)
         tracked.protected = False
         tracked.last_answer_s = now
         if tracked.is_head:
@@ -359,7 +355,7 @@ class Scheduler:
         sampling = tracked.request.sampling
         stopped = token in self._eos_ids and not sampling.ignore_eos
         if stopped or tracked.num_sampled >= sampling.max_tokens:
-            self.queue.observe_answer_length(tracked.num_sampled, sampling.max_tokens)
+            self.queue.kv.lengths.observe(tracked.num_sampled, sampling.max_tokens)
             return self._end(tracked, "stop" if stopped else "length", now, tokens=(token,), scores=scores)
         return RequestOutput(request_id=tracked.request_id, token_ids=(token,), scores=scores)
 

@@ -391,7 +391,7 @@ class Router:
             if standing is None:
                 self._blocked = need
                 break
-            self._queue.place_first()
+            self._queue.place(need.request_id)
             self._place(need, standing)
             placed.append(Placed(need, standing.name))
         return placed

@@ -37,6 +37,15 @@ class Need(NamedTuple):
     prefix: tuple[bytes, ...] = ()
     version: str | None = None
 
+    @property
+    def new_tokens(self) -> int:
+        """What fair shares count it as, in blocks."""
+        return self.blocks
+
+    @property
+    def num_preemptions(self) -> int:
+        return int(self.returned)
+
 
 class Room(NamedTuple):
     """The capacity of a replica."""

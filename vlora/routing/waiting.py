@@ -3,55 +3,12 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
 
 from vlora.orchestrator.admission.kv_admission import entry_order
 from vlora.orchestrator.fairness import FairShares, adapter_of, tenant_of
-from vlora.orchestrator.request_state import TrackedRequest
 from vlora.routing.standing import Need
-
-
-class Entry:
-    """An unfinished request, with the attributes of a `TrackedRequest` that the orchestrator's order reads.
-
-    Its tokens are counted in blocks.
-    """
-
-    __slots__ = (
-        "adapter",
-        "answer_by",
-        "arrival",
-        "cached_len",
-        "device_len",
-        "need",
-        "num_preemptions",
-        "priority",
-        "removed",
-        "request_id",
-        "tenant",
-    )
-
-    def __init__(self, need: Need) -> None:
-        self.need = need
-        self.request_id = need.request_id
-        self.adapter = need.adapter
-        self.tenant = need.tenant
-        self.priority = need.priority
-        self.arrival = need.arrival
-        self.answer_by = need.answer_by
-        self.num_preemptions = int(need.returned)
-        self.device_len, self.cached_len = need.blocks, 0
-        self.removed = False
-
-    def __lt__(self, other: Entry) -> bool:
-        return self.arrival < other.arrival
-
-    @property
-    def tracked(self) -> TrackedRequest:
-        """This entry as the orchestrator's functions expect it."""
-        return cast(TrackedRequest, self)
-
 
 _Group = tuple[bool, bool, int, str | None, str | None]
 
@@ -81,11 +38,12 @@ class WaitingQueue:
             for given, name_of in ((weights, adapter_of), (tenant_weights, tenant_of))
             if given and not by_arrival
         ]
-        self._groups: dict[_Group, list[Entry]] = {}  # heaps by arrival
-        self._waiting: dict[str, Entry] = {}
-        self._placed: dict[str, Entry] = {}  # requests on a replica, for the fair shares
+        self._groups: dict[_Group, list[tuple[int, int, Need]]] = {}  # heaps by arrival; some have been removed
+        self._numbers = itertools.count()
+        self._waiting: dict[str, Need] = {}
+        self._placed: dict[str, Need] = {}  # requests on a replica, for the fair shares
         self._num_placed = 0  # placements of requests that had not returned
-        self._first: Entry | None = None
+        self._first: Need | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -95,75 +53,68 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Need]:
         """The waiting requests, in no particular order."""
-        return (entry.need for entry in self._waiting.values())
+        return iter(self._waiting.values())
 
     def add(self, need: Need) -> None:
         assert need.request_id not in self._waiting and need.request_id not in self._placed, need.request_id
-        entry = self._waiting[need.request_id] = Entry(need)
+        self._waiting[need.request_id] = need
         for shares in self._shares:
-            shares.add(entry.tracked)
-        heapq.heappush(self._groups.setdefault(self._group(entry), []), entry)
+            shares.add(need)
+        entry = need.arrival, next(self._numbers), need
+        heapq.heappush(self._groups.setdefault(self._group(need), []), entry)
         self._first = None
 
     @property
     def first(self) -> Need | None:
         """The next request to place; None if none waits."""
         if self._first is None and self._waiting:
-            heads = sorted(filter(None, map(self._head, list(self._groups))))
+            heads = sorted(filter(None, map(self._head, list(self._groups))), key=lambda need: need.arrival)
             if len(heads) == 1 or self._by_arrival:
                 self._first = heads[0]
             else:
-                order = entry_order([head.tracked for head in heads], self._shares, lambda: self._num_placed)
-                self._first = cast(Entry, next(order))
-        return None if self._first is None else self._first.need
-
-    def place_first(self) -> None:
-        """The first request is sent to a replica."""
-        assert self._first is not None
-        self.place(self._first.request_id)
+                self._first = next(entry_order(heads, self._shares, lambda: self._num_placed))
+        return self._first
 
     def place(self, request_id: str) -> None:
-        entry = self._waiting.pop(request_id)
-        entry.removed = True
+        """A request is sent to a replica."""
+        need = self._placed[request_id] = self._waiting.pop(request_id)
         self._first = None
-        self._num_placed += not entry.num_preemptions
-        self._placed[entry.request_id] = entry
-        self.count_service(entry.request_id, entry.need.blocks)
+        self._num_placed += not need.returned
+        self.count_service(request_id, need.blocks)
 
     def count_service(self, request_id: str, blocks: int) -> None:
         """Count computed blocks of a request on a replica towards the fair shares."""
         if self._shares and blocks > 0:
-            tracked = self._placed[request_id].tracked
             for shares in self._shares:
-                shares.count_service(tracked, blocks)
+                shares.count_service(self._placed[request_id], blocks)
             self._first = None
 
     def remove(self, request_id: str) -> None:
         """A request has ended, waiting or on a replica, or is taken from its replica."""
-        entry = self._waiting.pop(request_id, None) or self._placed.pop(request_id)
-        entry.removed = True
+        need = self._waiting.pop(request_id, None) or self._placed.pop(request_id)
         for shares in self._shares:
-            shares.remove(entry.tracked)
-        if self._shares or entry is self._first:
+            shares.remove(need)
+        if self._shares or need is self._first:
             self._first = None
 
-    def _group(self, entry: Entry) -> _Group:
+    def _group(self, need: Need) -> _Group:
         if self._by_arrival:
             return False, False, 0, None, None
         return (
-            bool(entry.num_preemptions),
-            entry.answer_by is not None,
-            entry.priority,
-            entry.tenant if self._by_tenant else None,
-            adapter_of(entry.tracked) if self._by_adapter else None,
+            need.returned,
+            need.answer_by is not None,
+            need.priority,
+            need.tenant if self._by_tenant else None,
+            adapter_of(need) if self._by_adapter else None,
         )
 
-    def _head(self, group: _Group) -> Entry | None:
+    def _head(self, group: _Group) -> Need | None:
         """The oldest request of a group. Removes entries that no longer wait, and the group with its last entry."""
         heap = self._groups[group]
-        while heap and heap[0].removed:
+        while heap:
+            need = heap[0][-1]
+            if self._waiting.get(need.request_id) is need:
+                return need
             heapq.heappop(heap)
-        if heap:
-            return heap[0]
         del self._groups[group]
         return None

@@ -1,8 +1,10 @@
-"""Arrivals: requests as a workload or a trace generates them."""
+"""Requests: as a workload or a trace generates them, and on their way through the replicas."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from vlora.routing import Need
 
 
 class Arrival(NamedTuple):
@@ -23,6 +25,38 @@ class Arrival(NamedTuple):
     images: tuple[int, ...] = ()
     prefix: str | None = None
     prefix_tokens: int = 0
+
+
+class Job:
+    """One request on its way through the replicas. Times are in seconds of the world; negative ones are not known.
+
+    Attributes:
+        need: as of its last submission to the router.
+        answered: tokens that were answered when it was last sent.
+        num_reused: prompt tokens found in a prefix cache.
+        first_s: time of its first answer.
+        refused_s: time at which it was refused because of its deadline.
+    """
+
+    __slots__ = ("answered", "arrival", "first_s", "need", "num_reused", "refused_s")
+
+    def __init__(self, arrival: Arrival, need: Need) -> None:
+        self.arrival = arrival
+        self.need = need
+        self.answered = 0
+        self.num_reused = 0
+        self.first_s = -1.0
+        self.refused_s = -1.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens with KV when it is sent: the prompt, and what was answered."""
+        return self.arrival.prompt_tokens + self.answered
+
+    @property
+    def left(self) -> int:
+        """Answers that remain; a task head gives one."""
+        return max(1, self.arrival.answer_tokens) - self.answered
 
 
 def adapter_name(number: int) -> str:

@@ -14,10 +14,9 @@ from vlora.memory.block_manager import BlockManager
 from vlora.memory.page_allocator import PageAllocator
 from vlora.memory.prefix_cache import PrefixCache
 from vlora.orchestrator import CostModel, Costs, Scheduler, evict_for_kv, load_needed_adapters, make_policy
-from vlora.simulator.arrivals import Arrival
+from vlora.simulator.arrivals import Arrival, Job
 from vlora.simulator.machine import Clock, Machine
-from vlora.simulator.simulated_replica import IDLE_S, Job, Totals
-from vlora.simulator.tenants import TenantContention
+from vlora.simulator.measures import IDLE_S, TenantContention, Totals
 from vlora.types import Batch, EngineStats, MemoryView, Request, RequestOutput, SamplingParams, VisionInput
 
 
@@ -121,16 +120,30 @@ class ReplicaConfig:
         )
 
 
-_NO_TIME_LEFT_S = 1e-9
+_NO_TIME_LEFT_S, _NO_BOUND_S = 1e-9, 1e9
 _IMAGE_TOKEN = 1
 _CACHED = "cached"  # content hash of images with cached embeddings
 
 
 class Replica:
-    """Takes arrivals in order of time and steps through them; outputs are `RequestOutput`s, as of an engine."""
+    """Steps through requests with the engine's scheduler; outputs are `RequestOutput`s, as of an engine.
 
-    def __init__(self, config: ReplicaConfig) -> None:
+    In a `World`, which uses the methods from `send` on, a step is computed when it begins, and its answers count when
+    it ends.
+
+    Attributes:
+        name: Unique among all replicas of a world, past ones included.
+        next_s: When `advance` is due; infinite without work.
+    """
+
+    def __init__(self, config: ReplicaConfig, name: str = "") -> None:
+        self.name = name
+        self.next_s = IDLE_S
         self._config = config
+        self._jobs: dict[str, Job] = {}
+        self._sent_s: dict[str, float] = {}  # on the replica's clock
+        self._pending: list[RequestOutput] = []
+        self._busy_s = self._batch_s = 0.0
         self.clock = Clock()
         self._machine = Machine(self.clock, config.costs, config.move_s)
         # A page holds one adapter, or one KV block.
@@ -263,6 +276,104 @@ class Replica:
     def stats(self) -> EngineStats:
         return self.scheduler.stats("simulated")
 
+    # -- in a world ---------------------------------------------------------------------------------------------------
+
+    @property
+    def jobs(self) -> Collection[Job]:
+        """The unfinished requests."""
+        return self._jobs.values()
+
+    @property
+    def adapters(self) -> Set[str]:
+        """Adapters on the device or being loaded."""
+        return self.adapter_cache.resident
+
+    def send(self, job: Job, now: float) -> None:
+        """A request arrives. `job.answered` tokens of its answer are computed again with the prompt.
+
+        Raises PromptTooLong if it does not fit in memory even alone.
+        """
+        arrival, request_id = job.arrival, job.need.request_id
+        if job.answered:
+            arrival = arrival._replace(prompt_tokens=job.num_tokens, answer_tokens=job.left)
+        if job.first_s >= 0:
+            arrival = arrival._replace(max_ttft_s=_NO_BOUND_S)
+        self.wait_until(now)
+        self.add(request_id, arrival)
+        self._jobs[request_id] = job
+        self._sent_s[request_id] = self.clock.now
+        if not self._pending:
+            self.next_s = min(self.next_s, max(now, self.clock.now))
+
+    def remove(self, job: Job, now: float) -> None:
+        """Cancel a request, and set what it has answered."""
+        request_id = job.need.request_id
+        output = self.cancel(request_id)
+        if output is None:  # its last answer is under way, and is lost
+            output = next(each for each in self._pending if each.request_id == request_id)
+            self._pending.remove(output)
+        timings = output.timings
+        assert timings is not None
+        self._note_first(job, output)
+        job.answered += min(timings.num_completion_tokens, job.left - 1)
+        del self._jobs[request_id], self._sent_s[request_id]
+
+    def advance(self) -> list[Job]:
+        """Continue at `next_s`; return the requests that have ended at that time."""
+        now = self.next_s
+        ended, self._pending = self._end(self._pending, now), []
+        if not self.scheduler.has_work:
+            self.next_s = IDLE_S
+            return ended
+        self.wait_until(now)
+        early, self._pending, self.next_s = self.step()
+        ended += self._end(early, now)
+        self._busy_s += self.next_s - now
+        self._batch_s += (self.next_s - now) * len(self._jobs)
+        return ended
+
+    def free_blocks(self) -> int:
+        """KV blocks that are left if each request holds its present tokens and one more block."""
+        waiting = (job for job in self.jobs if not self.block_manager.table(job.need.request_id))
+        needed = sum(-(-job.num_tokens // self._config.block_size) for job in waiting)
+        return self.block_manager.num_free_blocks - needed - len(self._jobs)
+
+    def totals(self) -> Totals:
+        """The counters so far."""
+        stats, waits = self.stats(), self.scheduler.waits
+        return Totals(
+            dict(stats.steps_by_mode),
+            stats.num_switches,
+            stats.switch_s,
+            stats.num_preemptions,
+            self.num_loads,
+            self._busy_s,
+            self._batch_s,
+            waits.longest_s,
+            waits.bound_s,
+        )
+
+    def _end(self, outputs: Iterable[RequestOutput], now: float) -> list[Job]:
+        ended = []
+        for output in outputs:
+            job = self._jobs.pop(output.request_id)
+            if output.error is not None:
+                assert output.error.code == DeadlineUnreachable.code
+                job.refused_s = now
+            else:
+                self._note_first(job, output)
+            del self._sent_s[output.request_id]
+            ended.append(job)
+        return ended
+
+    def _note_first(self, job: Job, output: RequestOutput) -> None:
+        """Note the time of the first answer, and the prefix hits of the first life."""
+        timings = output.timings
+        assert timings is not None
+        if job.first_s < 0 and timings.ttft_s is not None:
+            job.first_s = self._sent_s[output.request_id] + timings.ttft_s
+            job.num_reused = timings.num_cached_tokens
+
 
 @functools.lru_cache(maxsize=4096)
 def _prompt(num_tokens: int, num_images: int) -> tuple[int, ...]:
@@ -281,116 +392,3 @@ def _distinct_prompt(request_id: str, arrival: Arrival) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=4096)
 def _sampling(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-
-
-_NO_BOUND_S = 1e9
-
-
-class ExactReplica:
-    """`Replica` as a `SimulatedReplica`. A step is computed when it begins; its answers count when it ends."""
-
-    def __init__(self, name: str, config: ReplicaConfig) -> None:
-        self.name = name
-        self.next_s = IDLE_S
-        self._replica = Replica(config)
-        self._block_size = config.block_size
-        self._jobs: dict[str, Job] = {}
-        self._sent_s: dict[str, float] = {}  # on the replica's clock
-        self._pending: list[RequestOutput] = []
-        self._busy_s = self._batch_s = 0.0
-
-    @property
-    def jobs(self) -> Collection[Job]:
-        return self._jobs.values()
-
-    @property
-    def adapters(self) -> Set[str]:
-        return self._replica.adapter_cache.resident
-
-    @property
-    def num_loads(self) -> int:
-        return self._replica.num_loads
-
-    @property
-    def contention(self) -> TenantContention:
-        return self._replica.contention
-
-    def send(self, job: Job, now: float) -> None:
-        """Raises PromptTooLong if the request does not fit in memory even alone."""
-        arrival, replica = job.arrival, self._replica
-        if job.answered:
-            arrival = arrival._replace(prompt_tokens=job.num_tokens, answer_tokens=job.left)
-        if job.first_s >= 0:
-            arrival = arrival._replace(max_ttft_s=_NO_BOUND_S)
-        replica.wait_until(now)
-        replica.add(job.need.request_id, arrival)
-        self._jobs[job.need.request_id] = job
-        self._sent_s[job.need.request_id] = replica.clock.now
-        if not self._pending:
-            self.next_s = min(self.next_s, max(now, replica.clock.now))
-
-    def remove(self, job: Job, now: float) -> None:
-        request_id = job.need.request_id
-        output = self._replica.cancel(request_id)
-        if output is None:  # its last answer is under way, and is lost
-            output = next(each for each in self._pending if each.request_id == request_id)
-            self._pending.remove(output)
-        timings = output.timings
-        assert timings is not None
-        self._note_first(job, output)
-        job.answered += min(timings.num_completion_tokens, job.left - 1)
-        del self._jobs[request_id], self._sent_s[request_id]
-
-    def advance(self) -> list[Job]:
-        now = self.next_s
-        ended, self._pending = self._end(self._pending, now), []
-        if not self._replica.scheduler.has_work:
-            self.next_s = IDLE_S
-            return ended
-        self._replica.wait_until(now)
-        early, self._pending, self.next_s = self._replica.step()
-        ended += self._end(early, now)
-        self._busy_s += self.next_s - now
-        self._batch_s += (self.next_s - now) * len(self._jobs)
-        return ended
-
-    def _end(self, outputs: Iterable[RequestOutput], now: float) -> list[Job]:
-        ended = []
-        for output in outputs:
-            job = self._jobs.pop(output.request_id)
-            if output.error is not None:
-                assert output.error.code == DeadlineUnreachable.code
-                job.refused_s = now
-            else:
-                self._note_first(job, output)
-            del self._sent_s[output.request_id]
-            ended.append(job)
-        return ended
-
-    def free_blocks(self) -> int:
-        block_manager = self._replica.block_manager
-        waiting = (job for job in self.jobs if not block_manager.table(job.need.request_id))
-        needed = sum(-(-job.num_tokens // self._block_size) for job in waiting)
-        return block_manager.num_free_blocks - needed - len(self._jobs)
-
-    def totals(self) -> Totals:
-        stats, waits = self._replica.stats(), self._replica.scheduler.waits
-        return Totals(
-            dict(stats.steps_by_mode),
-            stats.num_switches,
-            stats.switch_s,
-            stats.num_preemptions,
-            self._replica.num_loads,
-            self._busy_s,
-            self._batch_s,
-            waits.longest_s,
-            waits.bound_s,
-        )
-
-    def _note_first(self, job: Job, output: RequestOutput) -> None:
-        """Note the time of the first answer, and the prefix hits of the first life."""
-        timings = output.timings
-        assert timings is not None
-        if job.first_s < 0 and timings.ttft_s is not None:
-            job.first_s = self._sent_s[output.request_id] + timings.ttft_s
-            job.num_reused = timings.num_cached_tokens

@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Set
 
 from vlora.errors import PromptTooLong
+from vlora.simulator.arrivals import Job
+from vlora.simulator.measures import IDLE_S, Totals
 from vlora.simulator.replica import ReplicaConfig
-from vlora.simulator.simulated_replica import IDLE_S, Job, Totals
 from vlora.types import Mode
 
 
@@ -45,7 +46,7 @@ class _Part:
 
 
 class QuickReplica:
-    """A `SimulatedReplica` that computes stretches of steps.
+    """A `Replica` in a world that computes stretches of steps.
 
     Args:
         config: its resources; policy, fair shares and deadlines are not applied.

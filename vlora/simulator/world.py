@@ -12,13 +12,11 @@ from typing import Any
 from vlora.errors import BadConfig
 from vlora.routing import Advice, MoveCosts, Need, Placed, Report, Room, Router, ScalingPolicy, ScalingSettings
 from vlora.routing.scaling import Situation
-from vlora.simulator.arrivals import Arrival
+from vlora.simulator.arrivals import Arrival, Job
 from vlora.simulator.cluster import ClusterConfig
-from vlora.simulator.measures import Measures, Sample
-from vlora.simulator.replica import ExactReplica, ReplicaConfig
-from vlora.simulator.simulated_replica import IDLE_S, Job, SimulatedReplica
+from vlora.simulator.measures import IDLE_S, Measures, Sample, contested_shares
+from vlora.simulator.replica import Replica, ReplicaConfig
 from vlora.simulator.stretches import QuickReplica
-from vlora.simulator.tenants import contested_shares
 
 _STUCK_S = 1e6  # without an arrival or a step
 _REFUSE_S = 0.1  # period in which the router refuses requests
@@ -36,7 +34,7 @@ class ReplicaAccount:
 
     __slots__ = ("alive", "ended", "num_reported", "pushed_s", "replica", "taken")
 
-    def __init__(self, replica: SimulatedReplica) -> None:
+    def __init__(self, replica: Replica | QuickReplica) -> None:
         self.replica = replica
         self.alive = True
         self.taken = self.ended = 0
@@ -68,7 +66,7 @@ class World:
         self._numbers = itertools.count()
         self._names = itertools.count()
         self._draws = random.Random(f"cluster {cluster.seed}")
-        self._past: list[SimulatedReplica] = []
+        self._past: list[Replica | QuickReplica] = []
         self._num_active = 0
         self._counted_s = self._progress_s = 0.0
         self._bounded = False
@@ -220,11 +218,8 @@ class World:
 
     def _start(self, _: None) -> None:
         name = f"{next(self._names):05d}"
-        replica: SimulatedReplica
-        if self._cluster.quick:
-            replica = QuickReplica(name, self._config, self._overflow)
-        else:
-            replica = ExactReplica(name, self._config)
+        quick = self._cluster.quick
+        replica = QuickReplica(name, self._config, self._overflow) if quick else Replica(self._config, name)
         account = self.replicas[name] = ReplicaAccount(replica)
         config, cluster = self._config, self._cluster
         room = Room(config.max_batch_size, -(-config.kv_tokens // config.block_size), config.resident_adapters)
@@ -348,7 +343,7 @@ class World:
     def _close(self) -> None:
         self._count_active(0)
         replicas = [*self._past, *(account.replica for account in self.replicas.values() if account.alive)]
-        shares = contested_shares(replica.contention for replica in replicas if isinstance(replica, ExactReplica))
+        shares = contested_shares(replica.contention for replica in replicas if isinstance(replica, Replica))
         self.measures.close([replica.totals() for replica in replicas], self.now, shares)
         if self._cluster.routed:
             self.measures.rule = self.router.rule.name

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, 
 from typing import NamedTuple
 
 from vlora.memory.block_manager import BlockManager
-from vlora.orchestrator.fairness import FairShares, scheduling_order
+from vlora.orchestrator.fairness import FairShares, Q, scheduling_order
 from vlora.orchestrator.request_state import TrackedRequest
 from vlora.types import RequestStatus
 
@@ -216,9 +216,7 @@ class KvAdmission:
         return t.prompt_len + self.lengths.expected(t.device_len - t.prompt_len, t.max_len - t.prompt_len)
 
 
-def entry_order(
-    waiting: Collection[TrackedRequest], shares: Sequence[FairShares], num_entries: Callable[[], int]
-) -> Iterator[TrackedRequest]:
+def entry_order(waiting: Collection[Q], shares: Sequence[FairShares], num_entries: Callable[[], int]) -> Iterator[Q]:
     """Requests, given in order of arrival, in order of entry. `num_entries`, read before each one, counts entries."""
     yield from sorted([t for t in waiting if t.num_preemptions], key=lambda t: t.arrival)
     new = [t for t in waiting if not t.num_preemptions]

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
-from vlora.errors import PromptTooLong
+from vlora.errors import DeadlineMissed, DeadlineUnreachable, PromptTooLong
 from vlora.memory.block_manager import BlockManager
 from vlora.orchestrator.admission.early_abort import Admission
 from vlora.orchestrator.admission.kv_admission import KvAdmission
 from vlora.orchestrator.admission.load import AdapterCapacity, Load
 from vlora.orchestrator.budgets import StepBudget
 from vlora.orchestrator.cost_model import CostModel
-from vlora.orchestrator.deadlines import Deadlines
 from vlora.orchestrator.encoder_budget import EncodeQueue
 from vlora.orchestrator.fairness import FairShares, adapter_of, scheduling_order, tenant_of
 from vlora.orchestrator.request_state import TrackedRequest, update_prefix_hits
-from vlora.types import Request, RequestStatus
+from vlora.types import ErrorValue, Request, RequestStatus
 
 
 class RequestQueue:
@@ -30,6 +30,8 @@ class RequestQueue:
     Attributes:
         admitted: admitted requests by id, in order of admission. Not to be changed by callers.
         adapter_starves: set by the scheduler: a request starves for an adapter that does not fit in memory.
+        outside: requests that wait to be admitted.
+        kv: admitted requests that wait for KV room.
 
     Args:
         max_request_blocks: KV blocks available to a single request, whatever adapters are resident.
@@ -62,17 +64,17 @@ class RequestQueue:
             if given
         ]
         self._all_wait_outside = bool(tenant_weights)
-        self._admission = Admission(self._shares)
-        self._kv_admission = KvAdmission(block_manager, max_request_blocks, self._shares)
+        self.outside = Admission(self._shares)
+        self.kv = KvAdmission(block_manager, max_request_blocks, self._shares)
         self._adapter_capacity = AdapterCapacity()
-        self._deadlines = Deadlines()
+        self.deadlines = Deadlines()  # of all requests
         self._arrivals = itertools.count()
 
     def __len__(self) -> int:
-        return len(self.admitted) + len(self._admission)
+        return len(self.admitted) + len(self.outside)
 
     def get(self, request_id: str) -> TrackedRequest | None:
-        return self.admitted.get(request_id) or self._admission.get(request_id)
+        return self.admitted.get(request_id) or self.outside.get(request_id)
 
     def add(self, request: Request, now: float, *, held: bool, vision_key: str | None) -> None:
         """Add a request, see `Scheduler.add`."""
@@ -89,11 +91,11 @@ class RequestQueue:
         self._encoding.add(tracked, vision_key)
         for shares in self._shares:
             shares.add(tracked)
-        self._deadlines.add(tracked)
+        self.deadlines.add(tracked)
         if request.answered or (tracked.answer_by is None and not self._all_wait_outside):
             self._admit(tracked, now)
         else:
-            self._admission.add(tracked)
+            self.outside.add(tracked)
 
     def remove(self, tracked: TrackedRequest) -> None:
         """Remove a request that has ended. The caller frees its blocks."""
@@ -101,14 +103,10 @@ class RequestQueue:
         for shares in self._shares:
             shares.remove(tracked)
         if self.admitted.pop(tracked.request_id, None) is None:
-            self._admission.remove(tracked.request_id)
+            self.outside.remove(tracked.request_id)
         else:
-            self._kv_admission.remove(tracked)
-        self._deadlines.discard_ended(num_unfinished=len(self))
-
-    def pop_missed(self, now: float) -> list[TrackedRequest]:
-        """The requests that have just missed their deadline, for the caller to end."""
-        return self._deadlines.pop_missed(now)
+            self.kv.remove(tracked)
+        self.deadlines.discard_ended(num_unfinished=len(self))
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -118,10 +116,10 @@ class RequestQueue:
         Args:
             now: seconds of the scheduler's clock.
         """
-        if not self._admission:
-            self._admission.end_idle_period()
+        if not self.outside:
+            self.outside.end_idle_period()
             return ()
-        update_prefix_hits(self._admission.waiting, self._block_manager)
+        update_prefix_hits(self.outside.waiting, self._block_manager)
         requests = self.admitted.values()
         # Requests without a deadline enter after those with one, so they do not delay the latter while waiting for KV
         # room.
@@ -132,31 +130,31 @@ class RequestQueue:
             max_batch_size=self._budget.max_batch_size,
             max_step_tokens=self._budget.max_step_tokens,
             block_size=self._block_manager.block_size,
-            free_blocks=self._kv_admission.free_blocks(accepted),
+            free_blocks=self.kv.free_blocks(accepted),
             resident=resident,
             max_adapters=self._adapter_capacity.update((t for t in requests if t.entered), resident, now),
             all_wait_outside=self._all_wait_outside,
             patches_left=self._encoding.patches_left,
             encode_share=self._encode_share,
         )
-        decision = self._admission.decide(now, load)
+        decision = self.outside.decide(now, load)
         for tracked in decision.admitted:
             self._admit(tracked, now)
         return decision.refused
 
     def enter(self, now: float) -> None:
         """Let admitted requests enter the KV room as far as there is room."""
-        self._kv_admission.admit(now, self.admitted.values(), adapter_starves=self.adapter_starves)
+        self.kv.admit(now, self.admitted.values(), adapter_starves=self.adapter_starves)
 
     def requeue(self, preempted: Iterable[str]) -> None:
         """Let preempted requests wait for KV room again."""
         for request_id in preempted:
-            self._kv_admission.add(self.admitted[request_id])
+            self.kv.add(self.admitted[request_id])
 
     def _admit(self, tracked: TrackedRequest, now: float) -> None:
         tracked.admit(next(self._arrivals), now)
         self.admitted[tracked.request_id] = tracked
-        self._kv_admission.add(tracked)
+        self.kv.add(tracked)
 
     # -- order and measurements ---------------------------------------------------------------------------------------
 
@@ -169,37 +167,13 @@ class RequestQueue:
         for shares in self._shares:
             shares.count_service(tracked, num_tokens)
 
-    def observe_first_answer(self, tracked: TrackedRequest, now: float) -> None:
-        """Learn how accurate the prediction of a first answer was."""
-        self._admission.observe(tracked, now - tracked.admitted_s)
-
-    def observe_answer_length(self, num_tokens: int, max_tokens: int) -> None:
-        self._kv_admission.lengths.observe(num_tokens, max_tokens)
-
     # -- demand -------------------------------------------------------------------------------------------------------
-
-    @property
-    def entered_adapters(self) -> Set[str]:
-        return self._kv_admission.entered_adapters
 
     @property
     def waiting_adapters(self) -> Set[str]:
         """Adapters of requests that wait for KV room, then for admission, each in order of arrival."""
-        waiting = itertools.chain(self._kv_admission.waiting, self._admission.waiting)
+        waiting = itertools.chain(self.kv.waiting, self.outside.waiting)
         return dict.fromkeys(t.adapter for t in waiting if t.adapter is not None).keys()
-
-    @property
-    def blocks_short(self) -> int:
-        """Additional free KV blocks that the next request needs to enter; 0 if none waits for room."""
-        return self._kv_admission.blocks_short
-
-    @property
-    def outside(self) -> Collection[TrackedRequest]:
-        return self._admission.waiting
-
-    @property
-    def num_waiting_for_kv(self) -> int:
-        return len(self._kv_admission)
 
     def check_integrity(self) -> None:
         """Assert the invariants of the requests and their blocks.
@@ -210,11 +184,76 @@ class RequestQueue:
         blocks = self._block_manager
         for t in self.admitted.values():
             t.check_integrity()
-            assert t.entered != (t.request_id in self._kv_admission), f"{t.request_id} is misplaced"
+            assert t.entered != (t.request_id in self.kv), f"{t.request_id} is misplaced"
             held = len(blocks.table(t.request_id))
             running = t.status is RequestStatus.RUNNING
             assert bool(held) == running, f"{t.request_id} holds {held} blocks"
             assert not running or held >= blocks.blocks_for(t.cached_len), f"{t.request_id} lacks blocks"
             assert blocks.writable(t.request_id, t.cached_len), f"{t.request_id} would write to known blocks"
         assert blocks.holders <= self.admitted.keys(), "an ended request still holds blocks"
-        self._encoding.check_integrity({*self.admitted, *(t.request_id for t in self._admission.waiting)})
+        self._encoding.check_integrity({*self.admitted, *(t.request_id for t in self.outside.waiting)})
+
+
+_FEW_ENDED = 8  # ended requests kept, with their images
+
+
+class Deadlines:
+    """Requests with a max_latency_s, in order of the latest time at which they may end.
+
+    A request that ends earlier stays in the heap until its time has come, or until `discard_ended` removes it.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, TrackedRequest]] = []  # latest time, unique number, request
+        self._numbers = itertools.count()
+
+    def add(self, tracked: TrackedRequest) -> None:
+        """Add a request. One without a max_latency_s is ignored."""
+        max_latency_s = tracked.request.max_latency_s
+        if max_latency_s is not None:
+            heapq.heappush(self._heap, (tracked.arrival_s + max_latency_s, next(self._numbers), tracked))
+
+    def pop_missed(self, now: float) -> list[TrackedRequest]:
+        """Remove and return the unfinished requests that have missed their deadline, in order of arrival."""
+        missed: list[TrackedRequest] = []
+        while self._heap:
+            tracked = self._heap[0][2]
+            if not tracked.has_ended:
+                if not tracked.expired(now):
+                    break
+                missed.append(tracked)
+            heapq.heappop(self._heap)
+        missed.sort(key=lambda t: t.arrival_s)
+        return missed
+
+    def discard_ended(self, num_unfinished: int) -> None:
+        """Remove ended requests if they are the majority: an entry keeps its request's images in memory for hours.
+
+        Args:
+            num_unfinished: requests that have not ended, with or without a deadline.
+        """
+        if len(self._heap) > 2 * num_unfinished + _FEW_ENDED:
+            self._heap = [entry for entry in self._heap if not entry[2].has_ended]
+            heapq.heapify(self._heap)
+
+
+def deadline_missed(tracked: TrackedRequest, now: float) -> ErrorValue:
+    """The error of a request that has exceeded its max_latency_s."""
+    return ErrorValue.of(
+        DeadlineMissed(
+            f"request {tracked.request_id!r} exceeded its max_latency_s of {tracked.request.max_latency_s:g} s: "
+            f"{tracked.num_sampled} tokens were generated in {now - tracked.arrival_s:.3f} s"
+        )
+    )
+
+
+def deadline_unreachable(tracked: TrackedRequest, needed_s: float, now: float) -> ErrorValue:
+    """The error of a request whose first answer is predicted to take `needed_s`, too long for its deadline."""
+    assert tracked.answer_by is not None
+    left_s = max(0.0, tracked.answer_by - now)
+    return ErrorValue.of(
+        DeadlineUnreachable(
+            f"the deadline cannot be met: the first answer of request {tracked.request_id!r} is predicted to take "
+            f"{needed_s:.3f} s, and {left_s:.3f} s are left; retry later, or with a longer deadline"
+        )
+    )
