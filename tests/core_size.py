@@ -135,7 +135,7 @@ BUDGETS = (
     Budget("vlora/simulator", 2_280, 1_500),
     Budget("vlora/cli", 4_060, 2_600),
     Budget("vlora/bench", 5_020, 2_500),
-    Budget("benchmarks", 13_440, 6_500),
+    Budget("benchmarks", 12_200, 6_500),
     Budget("fusion", 10_420, 6_200),
     Budget("tools", 940, 800),
     Budget("atmm apps heads", 13_280, 10_500),

@@ -1,14 +1,15 @@
 """`vlora bench paper`: the figures of V-LoRA, S-LoRA, Punica, BD-LoRA and Symbiosis, each drawn beside the paper's
 numbers.
 
-Reading order: `figure.py` (what a figure is), `figures.yaml` (words and numbers), `measuring.py` (the setting),
-`measured` (measurements that figures share), `figures` (the figures by paper and subject).
+Reading order: `figures.yaml` (all figures), `figure.py` (what its rows mean), `drawing.py` (the kinds of plot),
+`measuring.py` (the setting); then the measurements: `benches.py`, `operators.py`, `steps.py`, `simulations.py`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pkgutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,20 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from benchmarks.paper import drawing
-from benchmarks.paper.figure import PAPERS, Figure, read_figures
-from benchmarks.paper.figures import (
-    punica_operator,
-    slora_serving,
-    symbiosis,
-    tensor_parallel,
-    throughput,
-    vlora_accuracy,
-    vlora_operator,
-    vlora_serving,
-    vlora_steps,
-)
-from benchmarks.paper.measured.machine_costs import write_costs
+from benchmarks.paper import drawing, simulations
+from benchmarks.paper.figure import PAPERS, Figure, Found, read_figures
 from benchmarks.paper.measuring import Measuring, Setting
 from vlora.bench import plots
 from vlora.bench.harness import Bench, Measured, Results, Store, joined
@@ -37,21 +26,7 @@ from vlora.bench.report import Goal, Row, environment
 from vlora.bench.timing import threads
 from vlora.errors import BadConfig
 
-_MODULES = (
-    punica_operator,
-    slora_serving,
-    symbiosis,
-    tensor_parallel,
-    throughput,
-    vlora_accuracy,
-    vlora_operator,
-    vlora_serving,
-    vlora_steps,
-)
-FIGURES, ELSEWHERE = read_figures(
-    Path(__file__).with_name("figures.yaml"),
-    {key: code for module in _MODULES for key, code in module.CODE.items()},
-)
+FIGURES, ELSEWHERE = read_figures(Path(__file__).with_name("figures.yaml"))
 
 Case = tuple[str, bool]
 """A figure's key, and whether the run is quick."""
@@ -76,12 +51,43 @@ def chosen(keys: Sequence[str]) -> list[Figure]:
 
 def cases(quick: bool, figures: Sequence[str] = ()) -> dict[str, Case]:
     """The longest figures first, so that processes end together."""
-    return {each.stored: (each.key, quick) for each in sorted(chosen(figures), key=lambda each: -each.minutes)}
+    return {each.key: (each.key, quick) for each in sorted(chosen(figures), key=lambda each: -each.minutes)}
 
 
 def runs_alone(case: Case) -> bool:
     key, quick = case
     return chosen([key])[0].runs_alone(Setting.here(quick))
+
+
+def find(
+    measuring: Measuring,
+    *,
+    call: str,
+    share: str | None = None,
+    of: Mapping[str, Any] | None = None,
+    quick: Mapping[str, Any] = {},
+    **arguments: Any,
+) -> Found:
+    """Make a measurement, or read it.
+
+    Args:
+        measuring: The setting, and what is stored.
+        call: A function of this package's modules, "MODULE.NAME", that returns rows or `Found`.
+        share: Its name in the store, for measurements of several figures.
+        of: Another one, whose rows are its argument.
+        quick: Arguments in a quick run.
+        arguments: All others.
+    """
+    if measuring.setting.quick:
+        arguments |= quick
+    if of is not None:
+        arguments["rows"] = find(measuring, **of)["rows"]
+
+    def make() -> Found:
+        found = pkgutil.resolve_name(f"{__name__}.{call}")(measuring, **arguments)
+        return found if isinstance(found, dict) else {"rows": found}
+
+    return make() if share is None else measuring.once(share, make)  # type: ignore[no-any-return]
 
 
 def measure(case: Case, store: Store) -> Measured:
@@ -90,17 +96,17 @@ def measure(case: Case, store: Store) -> Measured:
     (figure,), setting = chosen([key]), Setting.here(quick)
     measuring, load = Measuring(setting, store), os.getloadavg()[0]
     with threads(figure.num_threads(setting, torch.get_num_threads())):
-        value = json.loads(json.dumps(figure.measure(measuring)))
+        value = json.loads(json.dumps(find(measuring, **figure.measure)))
     about = {
         "value": value,
         "device": figure.device_words(setting),
         "load": round(load, 2),
         "used": sorted({*measuring.used}),
     }
-    return Measured(rows(figure, value), {key: about}, figure.goals(value))
+    return Measured(rows(figure, value), {key: about}, figure.goals_of(value))
 
 
-def rows(figure: Figure, value: Mapping[str, Any]) -> list[Row]:
+def rows(figure: Figure, value: Found) -> list[Row]:
     """Each of the paper's numbers beside the one measured here."""
     here = figure.here(value)
     return [
@@ -119,7 +125,7 @@ def rows(figure: Figure, value: Mapping[str, Any]) -> list[Row]:
 
 def combine(results: Results) -> Measured:
     """In the order of the page, without the values that are drawn."""
-    whole = joined({each.stored: results[each.stored] for each in FIGURES if each.stored in results})
+    whole = joined({each.key: results[each.key] for each in FIGURES if each.key in results})
     about = {key: {"device": each["device"], "load": each["load"]} for key, each in whole.found.items()}
     found = {"measured": about, "elsewhere": {each.key: each.needs for each in ELSEWHERE}}
     return whole._replace(found=found)
@@ -143,19 +149,19 @@ def paint(store: Store, folder: Path) -> None:
     setting = Setting.here(quick)
     drawn = []
     for figure in FIGURES:
-        stored = store.read(figure.stored)
+        stored = store.read(figure.key)
         if stored is None:
             continue
         about, picture = stored["found"][figure.key], f"{figure.paper}-{figure.number}.png"
         value = about["value"]
         drawing.save(figure, value, setting, folder / picture)
-        used = {name: found for name in (figure.stored, *about["used"]) if (found := store.read(name)) is not None}
+        used = {name: found for name in (figure.key, *about["used"]) if (found := store.read(name)) is not None}
         commits = {name: each["origin"]["commit"] for name, each in used.items()}
         others = {name: commit for name, commit in commits.items() if commit != env["commit"]}
         seconds = stored["spent"]["wall s"]
-        drawn.append(Drawn(figure, picture, about, seconds, rows(figure, value), figure.goals(value), others))
+        drawn.append(Drawn(figure, picture, about, seconds, rows(figure, value), figure.goals_of(value), others))
     if store.read("costs") is not None:
-        write_costs(Measuring(setting, store))
+        simulations.write_costs(Measuring(setting, store))
     templates = Environment(
         loader=PackageLoader("benchmarks.paper", "."),
         autoescape=True,

@@ -1,23 +1,22 @@
-"""A figure or table of a paper: the paper's numbers, how the same is measured here, and how both are drawn."""
+"""A figure or table of a paper: the paper's numbers, the measured rows beside them, and how both are drawn."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 import yaml
 
-from benchmarks.paper.measuring import Measuring, Setting, device_words
-from vlora.bench.report import Goal
+from benchmarks.paper.measuring import Setting, device_words
+from vlora.bench.report import Goal, Row
 
 Found = Mapping[str, Any]
-"""The measurements of one figure, as JSON."""
-
-Panel = Callable[[Any], None]
-"""Draws on a matplotlib axis."""
+"""The measurements of one figure, as JSON: `rows`, and `goals` where a benchmark has its own."""
 
 PAPERS = {
     "v-lora": "V-LoRA: An Efficient and Flexible System Boosts Vision Applications with LoRA LMM (EuroSys 2025)",
@@ -26,27 +25,113 @@ PAPERS = {
     "bd-lora": "BD-LoRA: block-diagonal LoRA for tensor-parallel serving (2025)",
     "symbiosis": "Symbiosis: Multi-Adapter Inference and Fine-Tuning (2025)",
 }
+THE_PAPER, HERE = "the paper", "here"
+
+
+def select(rows: Sequence[Row], wanted: Mapping[str, Any]) -> Sequence[Row]:
+    """The rows with these values of columns, None without one. A list stands for any of its values, "last" for the
+    value of the last row.
+    """
+    for column, value in wanted.items():
+        if value == "last":
+            value = next((row[column] for row in reversed(rows) if column in row), None)
+        values = value if isinstance(value, list) else [value]
+        rows = [row for row in rows if row.get(column) in values]
+    return rows
+
+
+_REDUCE: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": statistics.fmean,
+    "geometric mean": statistics.geometric_mean,
+    "min": min,
+    "max": max,
+    "sum": sum,
+    "spread": lambda values: max(values) / min(values),
+}
+_FORMS: dict[str, Callable[[float, float], float]] = {
+    "ratio": lambda own, other: own / other,
+    "percent": lambda own, other: 100 * own / other,
+    "less": lambda own, other: 100 * (1 - own / other),
+    "more": lambda own, other: 100 * (own / other - 1),
+    "difference": lambda own, other: own - other,
+}
+
+
+class Comparison(NamedTuple):
+    """A number computed from measured rows.
+
+    Attributes:
+        column: Of the values.
+        of: Their rows.
+        to: What differs in the rows that they are compared with, pair by pair.
+        against: The column of the other values, if it is another one.
+        form: Of each pair: "ratio", "percent" (of the other value), "less" and "more" (by how many per cent) or
+            "difference".
+        reduce: Makes one number of all pairs, or of all values without a comparison; "sum" compares the two sums.
+        by: A column for whose values the number is computed one by one.
+        take: "min" or "max" of these.
+        least: A smaller sum has no ratio.
+    """
+
+    column: str
+    of: Mapping[str, Any] = {}
+    to: Mapping[str, Any] = {}
+    against: str | None = None
+    form: str = "ratio"
+    reduce: str = "mean"
+    by: str | None = None
+    take: str = "min"
+    least: float = -math.inf
+
+    def number(self, rows: Sequence[Row]) -> float | None:
+        """None if there is no such value."""
+        own, reduce = select(rows, self.of), _REDUCE[self.reduce]
+        if self.by is not None and own:
+            parts = [{**self.of, self.by: value} for value in dict.fromkeys(row[self.by] for row in own)]
+            numbers = [self._replace(of=part, by=None).number(rows) for part in parts]
+            return _REDUCE[self.take]([number for number in numbers if number is not None])
+        values = [row[self.column] for row in own]
+        others = [row[self.against or self.column] for row in select(rows, {**self.of, **self.to})]
+        if not values or not others:
+            return None
+        if not self.to and self.against is None:
+            return reduce(values)
+        if self.reduce == "sum":
+            values, others = [sum(values)], [sum(others)]
+            if others[0] < self.least:
+                return None
+        return reduce([_FORMS[self.form](*pair) for pair in zip(values, others, strict=True)])
 
 
 class Fact(NamedTuple):
     """A number that a paper gives in its text or in a table.
 
     Attributes:
-        quantity: What the number is of. `Figure.here` has the value measured here under the same name.
+        quantity: What the number is of.
         value: The paper's number.
         unit: "%", "x", "ms", "req/s" or the like.
         source: The section, table or caption that has the number.
+        here: The same here.
     """
 
     quantity: str
     value: float
     unit: str
     source: str
+    here: Comparison
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Figure:
-    """A figure that this command draws: its row of `figures.yaml`, and the code that measures and draws it.
+class Claim(NamedTuple):
+    """A claim of the paper that must hold here: its name, what is compared with a bound, and in which direction."""
+
+    name: str
+    number: Comparison
+    bound: float
+    at_most: bool
+
+
+class Figure(NamedTuple):
+    """A figure that this command draws: a row of `figures.yaml`.
 
     Attributes:
         paper: A key of `PAPERS`.
@@ -60,17 +145,16 @@ class Figure:
         runs_on: "setting": the setting's device. "cpu": one thread of the CPU on every machine. "cores": for scores,
             which depend on no time; all cores of the CPU on a machine with a GPU, one thread otherwise. "processes":
             of one thread of the CPU each, in wall time. "ranks": in wall time, on a CPU unless there are several GPUs.
-        minutes: Rough duration of `measure` on one thread of a CPU; a measurement that figures share counts for the
-            longest of them. The longest figures begin first, so that processes end together.
+        minutes: Rough duration of its measurement on one thread of a CPU; a measurement that figures share counts for
+            the longest of them. The longest figures begin first, so that processes end together.
         simulated: Whether a figure's values come from the simulator with measured costs.
-        measure: Returns the measurements.
-        panels: Their panels, in lines from left to right; `beside` is one more.
-        here: Values by the quantity of a fact; None where a machine has no counterpart.
-        goals: Claims of the paper that must hold here.
+        measure: Arguments of `find`.
+        table: The paper's rows.
+        panels: Arguments of `drawing.Panel`, from left to right, line by line. `beside` is one more panel.
+        goals: Claims of the paper that must hold here; those that come with the measurement by default.
         size: Width and height in inches.
         widths: Of the panels of a line, relative to each other; equal by default.
         lines: Of panels.
-        revision: Raised when `measure` returns another form, so that values stored before are not read.
     """
 
     paper: str
@@ -78,12 +162,12 @@ class Figure:
     title: str
     states: str
     caption: str
-    measure: Callable[[Measuring], dict[str, Any]]
-    panels: Callable[[Found], Sequence[Panel]]
+    measure: Mapping[str, Any]
+    panels: Sequence[Mapping[str, Any]] = ()
     facts: Sequence[Fact] = ()
+    table: Sequence[Row] = ()
     beside: str | None = None
-    here: Callable[[Found], Mapping[str, float | None]] = lambda _: {}
-    goals: Callable[[Found], Sequence[Goal]] = lambda _: ()
+    goals: Sequence[Claim] = ()
     model: str | None = None
     runs_on: Literal["setting", "cpu", "cores", "processes", "ranks"] = "setting"
     simulated: bool = False
@@ -91,33 +175,42 @@ class Figure:
     size: tuple[float, float] = (10.0, 4.6)
     widths: Sequence[float] | None = None
     lines: int = 1
-    revision: int = 1
 
     @property
     def key(self) -> str:
         return f"{self.paper}:{self.number}"
 
-    @property
-    def stored(self) -> str:
-        """The name of its measurement."""
-        return self.key if self.revision == 1 else f"{self.key}-{self.revision}"
+    def rows(self, found: Found) -> list[Row]:
+        """The paper's and those measured here, by `who`."""
+        return [{"who": THE_PAPER, **row} for row in self.table] + [{"who": HERE, **row} for row in found["rows"]]
+
+    def here(self, found: Found) -> dict[str, float | None]:
+        """The values measured here, by quantity of the facts."""
+        return {fact.quantity: fact.here.number(found["rows"]) for fact in self.facts}
+
+    def goals_of(self, found: Found) -> list[Goal]:
+        """Those that apply to what was measured."""
+        if not self.goals:
+            return [Goal(*goal) for goal in found.get("goals", ())]
+        numbers = [(claim, claim.number.number(found["rows"])) for claim in self.goals]
+        return [Goal(claim.name, number, claim.bound, claim.at_most) for claim, number in numbers if number is not None]
 
     def device(self, setting: Setting) -> torch.device:
-        """The device that `measure` uses."""
+        """The device of the measurement."""
         on_cpu = self.runs_on in ("cpu", "cores", "processes")
         on_cpu = on_cpu or (self.runs_on == "ranks" and torch.cuda.device_count() < 2)
         return torch.device("cpu") if on_cpu else setting.device
 
     def num_threads(self, setting: Setting, available: int) -> int:
-        """torch's threads for `measure`: on a CPU one, so that its CPU seconds are of one thread."""
+        """torch's threads: on a CPU one, so that its CPU seconds are of one thread."""
         return 1 if self._has_one_thread(setting) else available
 
     def runs_alone(self, setting: Setting) -> bool:
-        """Whether `measure` runs alone: if the machine has a GPU, or if it measures wall time."""
+        """Whether it is measured alone: if the machine has a GPU, or in wall time."""
         return setting.device.type != "cpu" or self.runs_on in ("processes", "ranks")
 
     def device_words(self, setting: Setting) -> str:
-        """The device of `measure` in words, for captions."""
+        """The device in words, for captions."""
         return device_words(self.device(setting), one_thread=self._has_one_thread(setting))
 
     def _has_one_thread(self, setting: Setting) -> bool:
@@ -125,16 +218,9 @@ class Figure:
         return self.device(setting).type == "cpu" and not all_cores
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Elsewhere:
-    """A figure that this machine cannot show.
-
-    Attributes:
-        paper: A key of `PAPERS`.
-        number: "fig14" or "table3".
-        title: The subject.
-        needs: The hardware or data that it needs.
-        command: The command to run there; None if this project has no counterpart.
+class Elsewhere(NamedTuple):
+    """A figure that this machine cannot show: the hardware or data that it needs, and the command to run there; None if
+    this project has no counterpart.
     """
 
     paper: str
@@ -148,37 +234,40 @@ class Elsewhere:
         return f"{self.paper}:{self.number}"
 
 
-class Code(NamedTuple):
-    """The fields of a `Figure` that are code."""
-
-    measure: Callable[[Measuring], dict[str, Any]]
-    panels: Callable[[Found], Sequence[Panel]]
-    here: Callable[[Found], Mapping[str, float | None]] = lambda _: {}
-    goals: Callable[[Found], Sequence[Goal]] = lambda _: ()
-
-
-def read_figures(path: Path, code: Mapping[str, Code]) -> tuple[list[Figure], list[Elsewhere]]:
-    """The figures of a YAML file with their code by key, and those that this machine cannot show."""
+def read_figures(path: Path) -> tuple[list[Figure], list[Elsewhere]]:
+    """The figures of a YAML file, and those that this machine cannot show."""
     stored = yaml.safe_load(path.read_text(encoding="utf-8"))
     figures = []
     for key, row in stored["figures"].items():
-        facts = [
-            Fact(quantity, _value(value, each["unit"]), each["unit"], each["source"])
-            for each in row.pop("facts", ())
-            for quantity, value in each["values"].items()
-        ]
         row["caption"] = row["caption"].format_map(stored["words"])
-        figures.append(Figure(**_of_key(key), **row, facts=facts, **code[key]._asdict()))
-    return figures, [Elsewhere(**_of_key(key), **row) for key, row in stored["elsewhere"].items()]
+        table = row.pop("table", {"columns": (), "rows": ()})
+        row["table"] = [dict(zip(table["columns"], values, strict=True)) for values in table["rows"]]
+        row["facts"] = [fact for group in row.get("facts", ()) for fact in _facts(**group)]
+        row["goals"] = [claim for group in row.get("goals", ()) for claim in _claims(**group)]
+        figures.append(Figure(*key.split(":"), **row))
+    return figures, [Elsewhere(*key.split(":"), **row) for key, row in stored["elsewhere"].items()]
 
 
-def _of_key(key: str) -> dict[str, Any]:
-    paper, _, number = key.partition(":")
-    return {"paper": paper, "number": number}
+def _facts(source: str, unit: str, here: Mapping[str, Any], values: Mapping[str, Mapping[str, Any]]) -> Iterator[Fact]:
+    """A fact for each of the paper's values, or for the ratio of two; its other arguments are of its comparison."""
+    for quantity, arguments in values.items():
+        own = {**here, **arguments}
+        value = own.pop("paper")
+        if isinstance(value, list):
+            value = (100 if unit == "%" else 1) * value[0] / value[1]
+        yield Fact(quantity, float(value), unit, source, Comparison(**own))
 
 
-def _value(value: float | Sequence[float], unit: str) -> float:
-    """A number, or the ratio of two, as a percentage if that is the unit."""
-    if isinstance(value, list):
-        return (100 if unit == "%" else 1) * value[0] / value[1]
-    return float(value)  # type: ignore[arg-type]
+def _claims(name: str, each: Mapping[str, Sequence[str]] = {}, **arguments: Any) -> Iterator[Claim]:
+    """A claim for all combinations of the values `each`, which its texts have as {column}."""
+    (side,) = {"at most", "at least"} & arguments.keys()
+    bound = arguments.pop(side)
+    for values in itertools.product(*each.values()):
+        words = dict(zip(each, values, strict=True))
+        yield Claim(name.format_map(words), Comparison(**_filled(arguments, words)), bound, side == "at most")
+
+
+def _filled(value: Any, words: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(each, words) for key, each in value.items()}
+    return value.format_map(words) if isinstance(value, str) else value

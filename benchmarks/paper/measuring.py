@@ -16,9 +16,6 @@ from vlora.bench.report import environment
 RANK = 64
 """Of adapters, as in V-LoRA section 6.1."""
 
-LIMIT_S = 60.0
-"""Of the rounds of one comparison, as in `interleaved`: on a CPU, prompts of 4,096 tokens take up to a minute."""
-
 QUICK_MODEL = BenchModel("qwen2-0.5b, 6 layers", lambda: served_config(6), 512 * 2**20, all_policies=True)
 """Six layers of the 0.5 B model, with a vocabulary so small that the layers take most of the time."""
 

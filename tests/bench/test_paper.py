@@ -5,6 +5,8 @@ written.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,19 +21,17 @@ from PIL import Image
 from atmm.layers import Site
 from atmm.tuning.search import Shape
 from benchmarks import paper
-from benchmarks.paper import BENCH, ELSEWHERE, FIGURES, chosen, drawing
+from benchmarks.paper import BENCH, ELSEWHERE, FIGURES, benches, chosen, drawing, find, operators
 from benchmarks.paper import measuring as measuring_module
-from benchmarks.paper.figure import PAPERS, Fact, Figure, Found, Panel
-from benchmarks.paper.figures import slora_serving, vlora_serving
-from benchmarks.paper.figures.punica_operator import segments
-from benchmarks.paper.measured import operators, systems
-from benchmarks.paper.measured.machine_costs import machine_costs
-from benchmarks.paper.measured.operators import EINSUM, OURS, mean_ratio, operator_seconds
+from benchmarks.paper.benches import ranks
+from benchmarks.paper.figure import PAPERS, Comparison, Fact, Figure, Found
 from benchmarks.paper.measuring import Measuring, Setting
+from benchmarks.paper.operators import EINSUM, OURS, operator_seconds, segments_of
+from benchmarks.paper.simulations import machine_costs, systems
 from vlora.bench import harness
 from vlora.bench.dummy import BenchModel, small_config
 from vlora.bench.harness import Store, measured
-from vlora.bench.report import environment
+from vlora.bench.report import Report, environment
 from vlora.bench.timing import threads
 from vlora.cli import cli
 from vlora.errors import BadConfig
@@ -74,36 +74,41 @@ def test_a_paper_s_numbers_have_a_source_and_a_unit() -> None:
         assert [other.quantity for other in figure.facts].count(fact.quantity) == 1, figure.key
 
 
-def figure(calls: list[str], number: str = "fig1", **settings: Any) -> Figure:
-    """A figure that counts its measurements."""
+@pytest.mark.parametrize("own", FIGURES, ids=lambda each: each.key)
+def test_a_measurement_and_its_quick_run_have_the_arguments_of_their_function(own: Figure) -> None:
+    for panel in own.panels:
+        assert drawing.Panel(**panel).kind
+    stated: Any = own.measure
+    while stated is not None:
+        arguments = {name: value for name, value in stated.items() if name not in ("call", "share", "of", "quick")}
+        if "of" in stated:
+            arguments["rows"] = []
+        function = pkgutil.resolve_name(f"benchmarks.paper.{stated['call']}")
+        inspect.signature(function).bind(None, **arguments)
+        inspect.signature(function).bind(None, **{**arguments, **stated.get("quick", {})})
+        stated = stated.get("of")
 
-    def measure(_: Measuring) -> dict[str, Any]:
-        calls.append("measured")
-        return {"ms": [1.0, 4.0]}
 
-    def panels(found: Found) -> list[Panel]:
-        return [drawing.lines({"here": found["ms"]}, [1, 2], xlabel="x", ylabel="ms")]
-
+def figure(number: str = "fig1", **settings: Any) -> Figure:
+    """A figure whose measurement is `counted`."""
     return Figure(
         paper="v-lora",
         number=number,
         title="a <title>",
         states="Something is faster.",
         caption="A test.",
-        measure=measure,
-        panels=panels,
+        measure={"call": "counted"},
+        panels=[{"kind": "lines", "x": "x", "y": "ms", "settings": {"xlabel": "x", "ylabel": "ms"}}],
         facts=FACTS,
         beside="x",
-        here=here,
         **settings,
     )
 
 
-FACTS = (Fact("speed-up", 3.0, "x", "section 1"), Fact("of other hardware", 2.0, "x", "section 2"))
-
-
-def here(found: Found) -> dict[str, float | None]:
-    return {"speed-up": found["ms"][1] / found["ms"][0], "of other hardware": None}
+FACTS = (
+    Fact("speed-up", 3.0, "x", "section 1", Comparison("ms", {"x": 2}, {"x": 1})),
+    Fact("of other hardware", 2.0, "x", "section 2", Comparison("ms", {"x": 3}, {"x": 1})),
+)
 
 
 def store_costs(measuring: Measuring) -> None:
@@ -114,17 +119,23 @@ def store_costs(measuring: Measuring) -> None:
     measuring.once("switching", lambda: {"merge": 50.0, "back": 0.1, "PEFT merge": 200.0, "PEFT unmerge": 200.0})
 
 
-def test_a_figure_of_costs_and_the_simulator_end_to_end(
-    measuring: Measuring, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(vlora_serving, "num_requests", lambda quick: 8)
+def few(key: str, requests: int) -> dict[str, Any]:
+    """The measurement of a simulated figure's quick run, with few requests."""
+    (found,) = chosen([key])
+    return {**found.measure, "quick": {**found.measure["quick"], "requests": requests}}
+
+
+def test_a_figure_of_costs_and_the_simulator_end_to_end(measuring: Measuring, tmp_path: Path) -> None:
     store_costs(measuring)
     (skewness,) = chosen(["v-lora:fig19"])
-    found = measuring.once(skewness.key, lambda: skewness.measure(measuring))
-    assert set(found["ms"]) == set(systems.systems(measuring))
+    found = find(measuring, **few(skewness.key, 8))
+    assert {row["system"] for row in found["rows"]} <= set(systems(measuring))
+    assert [row["skew"] for row in found["rows"][::5]] == [0.2, 0.4, 0.6, 0.8]
     less = skewness.here(found)
     assert set(less) == {fact.quantity for fact in skewness.facts}
-    assert found["ms"][systems.DLORA][-1] > found["ms"][systems.OURS][-1]
+    ms = {row["system"]: row["ms"] for row in found["rows"][-5:]}
+    assert ms["dLoRA (its operator and switch)"] > ms["cost_based (default here)"]
+    assert find(measuring, **few(skewness.key, 99)) == found, "the measurement is shared"
     drawing.save(skewness, found, measuring.setting, tmp_path / "skewness.png")
     assert (tmp_path / "skewness.png").stat().st_size > 10_000
 
@@ -132,10 +143,15 @@ def test_a_figure_of_costs_and_the_simulator_end_to_end(
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The only figure counts its measurements."""
-    counted: list[str] = []
-    only = figure(counted, runs_on="processes")
-    monkeypatch.setattr(paper, "FIGURES", [only])
-    yield counted
+    made: list[str] = []
+
+    def counted(_: Measuring) -> list[dict[str, float]]:
+        made.append("measured")
+        return [{"x": 1, "ms": 1.0}, {"x": 2, "ms": 4.0}]
+
+    monkeypatch.setattr(paper, "counted", counted, raising=False)
+    monkeypatch.setattr(paper, "FIGURES", [figure(runs_on="processes")])
+    yield made
 
 
 def test_the_page_has_the_picture_both_numbers_and_the_rest(calls: list[str], tmp_path: Path) -> None:
@@ -197,7 +213,7 @@ def test_the_longest_figures_begin_first() -> None:
     ("runs_on", "alone"), [("setting", False), ("cpu", False), ("cores", False), ("processes", True), ("ranks", True)]
 )
 def test_figures_run_alone_if_they_are_in_wall_time_or_beside_a_gpu(runs_on: str, alone: bool, gpu: Setting) -> None:
-    own = figure([], runs_on=runs_on)
+    own = figure(runs_on=runs_on)
     assert own.runs_alone(gpu)
     on_cpu = dataclasses.replace(gpu, device=torch.device("cpu"))
     assert own.runs_alone(on_cpu) == alone
@@ -210,7 +226,7 @@ def test_dlora_s_lanes_and_switches_cost_as_much_more_as_measured(measuring: Mea
     measuring.once("costs", lambda: {"costs": {**costs._asdict(), "load_s": 0.0}})
     measuring.once("einsum-ratios", lambda: {"short": 3.0, "long": 2.0})
     measuring.once("switching", lambda: {"merge": 10.0, "back": 0.1, "PEFT merge": 40.0, "PEFT unmerge": 30.0})
-    slower = systems.systems(measuring)[systems.DLORA].costs
+    slower = systems(measuring)["dLoRA (its operator and switch)"].costs
     assert (slower.lane_s, slower.adapter_s, slower.long_lane_s, slower.long_adapter_s) == (3.0, 3.0, 2.0, 2.0)
     assert (slower.merge_s, slower.back_s, slower.base_s) == (8.0, 6.0, 0.02)
 
@@ -237,16 +253,14 @@ def test_every_operator_is_timed_in_every_round(measuring: Measuring) -> None:
     assert len(seconds) == 5
     assert {len(taken) for taken in seconds.values()} == {2}
     assert set(operator_seconds(measuring.setting, Shape(48, (40,)), 8, [3, 2], 1, ["PEFT"])) == {OURS, "PEFT"}
-    assert mean_ratio([{OURS: 1.0, "a": 2.0}, {OURS: 1.0, "a": 8.0}], "a") == pytest.approx(4.0)
-    assert mean_ratio([{OURS: 1.0}], "a") is None
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64])
 def test_segments_follow_punica_s_popularity(batch: int) -> None:
-    assert segments("distinct", batch) == [1] * batch
-    assert segments("identical", batch) == [batch]
-    assert sum(segments("uniform", batch)) == sum(segments("skewed", batch)) == batch
-    assert max(segments("uniform", batch)) - min(segments("uniform", batch)) <= 1
+    assert segments_of("distinct", batch) == [1] * batch
+    assert segments_of("identical", batch) == [batch]
+    assert sum(segments_of("uniform", batch)) == sum(segments_of("skewed", batch)) == batch
+    assert max(segments_of("uniform", batch)) - min(segments_of("uniform", batch)) <= 1
 
 
 def test_an_unknown_figure_and_one_of_another_machine_are_refused() -> None:
@@ -271,9 +285,15 @@ def test_the_command_checks_its_options(arguments: list[str], message: str) -> N
 
 def mixture(*decode: tuple[float, float, float]) -> Found:
     """Measurements of figure 20 in which decode steps take these milliseconds: merged, mixed, unmerged."""
-    rows = [dict(zip(("merged", "mixed", "unmerged"), row, strict=True)) for row in decode]
-    prefill = [{"merged": 10.0, "mixed": 11.0, "unmerged": 12.0}] * len(decode)
-    return {"starving": [1, 4, 7, 10][: len(decode)], "prefill": prefill, "decode": rows}
+    phases = {"prefill": [(10.0, 11.0, 12.0)] * len(decode), "decode": decode}
+    return {
+        "rows": [
+            {"starving": starving, "phase": phase, "mode": mode, "ms": ms, "more": ms - row[0]}
+            for phase, rows in phases.items()
+            for starving, row in zip([1, 4, 7, 10], rows, strict=False)
+            for mode, ms in zip(("merged", "mixed", "unmerged"), row, strict=True)
+        ]
+    }
 
 
 def test_the_share_that_the_mixed_mode_saves_counts_all_cells() -> None:
@@ -282,7 +302,7 @@ def test_the_share_that_the_mixed_mode_saves_counts_all_cells() -> None:
     found = mixture((10.0, 11.0, 9.0), (10.0, 11.0, 14.0), (10.0, 12.0, 15.0), (10.0, 99.0, 11.0))
     here = {name.rpartition(", ")[2]: value for name, value in saving.here(found).items()}
     assert here == {"prefill": pytest.approx(50.0), "decode": pytest.approx(50.0)}
-    assert all(goal.holds for goal in saving.goals(found))
+    assert all(goal.holds for goal in saving.goals_of(found))
 
 
 @pytest.mark.parametrize("unmerged", [9.0, 10.0])
@@ -290,7 +310,7 @@ def test_unmerged_steps_without_extra_time_are_reported(unmerged: float) -> None
     (saving,) = chosen(["v-lora:fig20"])
     found = mixture(*[(10.0, 10.0, unmerged)] * 3)
     assert saving.here(found)["saved below half of the batch, decode"] is None
-    prefill, decode = saving.goals(found)
+    prefill, decode, *_ = saving.goals_of(found)
     assert prefill.holds
     assert not decode.holds
     assert decode.value == pytest.approx(3 * (unmerged - 10.0))
@@ -299,29 +319,44 @@ def test_unmerged_steps_without_extra_time_are_reported(unmerged: float) -> None
 
 def test_this_project_s_operator_is_not_compared_with_the_papers_systems() -> None:
     (extra,) = chosen(["v-lora:fig6"])
-    ms = {OURS: 10.0, EINSUM: 40.0, "PEFT": 60.0}
-    here = extra.here({"rows": [{"requests": 2, "tokens": 128, "merged ms": 100.0, "extra ms": ms}]})
+    rows = [
+        {"mode": "merged", "operator": OURS, "ms": 100.0, "more": 0.0},
+        {"mode": "unmerged", "operator": OURS, "ms": 110.0, "more": 10.0},
+        {"mode": "alone", "operator": EINSUM, "more": 40.0},
+        {"mode": "alone", "operator": "PEFT", "more": 60.0},
+    ]
+    here = extra.here({"rows": rows})
     assert list(here.values()) == [pytest.approx(40.0), pytest.approx(60.0)]
     assert set(here) == {fact.quantity for fact in extra.facts}
 
 
-def test_s_lora_s_throughput_is_of_unmerged_only_with_5_and_2000_adapters(
-    measuring: Measuring, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slora_serving, "num_requests", lambda quick: 4)
+def test_s_lora_s_throughput_is_of_unmerged_only_with_5_and_2000_adapters(measuring: Measuring) -> None:
     store_costs(measuring)
     (numbers,) = chosen(["s-lora:fig5"])
-    found = numbers.measure(measuring)
-    assert found["adapters"] == [1, 5, 20, 200, 2000]
-    for place, row in enumerate(found["rows"][systems.UNMERGED]):
+    found = find(measuring, **few(numbers.key, 4))
+    rows = [row for row in found["rows"] if row["system"] == "unmerged only (S-LoRA, Punica)"]
+    assert [row["adapters"] for row in rows] == [1, 5, 20, 200, 2000]
+    for place, row in enumerate(rows):
         row["requests/s"] = 10.0 - place
     assert numbers.here(found) == {numbers.facts[0].quantity: pytest.approx(100 * 6 / 9)}
 
 
+def test_an_operator_that_was_not_timed_has_no_number_and_no_goal() -> None:
+    (times,) = chosen(["v-lora:fig17"])
+    rows = [{"operator": EINSUM, "x this project": ratio} for ratio in (2.0, 8.0)]
+    assert times.here({"rows": rows}) == {
+        "S-LoRA's operator": None,
+        "Punica's operator": None,
+        "dLoRA's operator": pytest.approx(4.0),
+    }
+    (goal,) = times.goals_of({"rows": rows})
+    assert EINSUM in goal.name and goal.holds
+
+
 @pytest.fixture
-def on_ranks() -> Found:
+def on_ranks(measuring: Measuring, monkeypatch: pytest.MonkeyPatch) -> Found:
     """Steps of two ranks: block-diagonal adapters are as fast as split ones, with a delay twice as fast."""
-    rows = [
+    steps = [
         {
             "phase": phase,
             "batch": batch,
@@ -336,17 +371,25 @@ def on_ranks() -> Found:
         for delay in (0, 200)
         for rank in (16, 64, 256)
     ]
-    return {"rows": rows, "accuracy": [{"mean": 0.9}, {"mean": 0.8}]}
+    monkeypatch.setattr(benches, "measured", lambda *_, **__: Report("tp", steps, []))
+    return {"rows": [{**row, "accuracy": 80.0} for row in ranks(measuring, 128)]}
 
 
 @pytest.mark.parametrize("number", ["fig1", "fig10"])
 def test_numbers_beside_bd_lora_s_are_without_an_added_delay(number: str, on_ranks: Found) -> None:
-    (ranks,) = chosen([f"bd-lora:{number}"])
-    assert ranks.here(on_ranks) == {fact.quantity: pytest.approx(1.0) for fact in ranks.facts}
+    (own,) = chosen([f"bd-lora:{number}"])
+    found = on_ranks
+    if number == "fig1":
+        alone = [row for row in found["rows"] if row["batch"] == 1 and not row["delay us"]]
+        found = {"rows": [row for row in alone if row["adapter"] in (SPLIT, BLOCKS)]}
+    assert own.here(found) == {fact.quantity: pytest.approx(1.0) for fact in own.facts}
     canvas = Canvas()
-    drawing.draw(ranks, on_ranks, canvas)
+    drawing.draw(own, found, canvas)
     delayed = [axis.get_title() for axis in canvas.axes if "+200 µs" in axis.get_title()]
     assert len(delayed) == (2 if number == "fig10" else 0)
+
+
+SPLIT, BLOCKS = "split (S-LoRA)", "block-diagonal (BD-LoRA)"
 
 
 ON_CPU = {
@@ -383,12 +426,12 @@ def test_measurements_on_a_cpu_have_one_thread_beside_a_gpu(
 ) -> None:
     counts = []
 
-    def measure(_: Measuring) -> dict[str, Any]:
+    def counted(_: Measuring) -> list[dict[str, float]]:
         counts.append(torch.get_num_threads())
-        return {"ms": [1.0, 4.0]}
+        return [{"x": 1, "ms": 1.0}]
 
-    only = dataclasses.replace(figure([], runs_on=runs_on), measure=measure)
-    monkeypatch.setattr(paper, "FIGURES", [only])
+    monkeypatch.setattr(paper, "counted", counted, raising=False)
+    monkeypatch.setattr(paper, "FIGURES", [figure(runs_on=runs_on)])
     monkeypatch.setattr(drawing, "save", lambda *_: None)
     with threads(2):
         measured(BENCH, True, tmp_path)

@@ -17,7 +17,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks.paper import FIGURES, drawing
+from benchmarks.paper import FIGURES, drawing, find
+from benchmarks.paper.benches import executor_rows
 from benchmarks.paper.measuring import Measuring, Setting
 from benchmarks.split import base_process, mixed, split
 from benchmarks.split.base_process import LockstepQueue
@@ -150,19 +151,19 @@ def test_the_command_offers_all_parts_of_this_bench_only() -> None:
 @pytest.mark.parametrize(
     "figure", [each for each in FIGURES if each.paper == "symbiosis"], ids=lambda each: each.number
 )
-def test_figures_of_the_paper_are_drawn_beside_its_numbers(figure: Any, tmp_path: Path) -> None:
+def test_figures_of_the_paper_are_drawn_beside_its_numbers(
+    figure: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     setting = Setting(True, torch.device("cpu"), MODELS["qwen2-0.5b"])
-    measuring = Measuring(setting, Store(tmp_path, {}))
-    for part in split.PARTS:
-        measuring.once(f"split-{part}", drawable)
-    found = figure.measure(measuring)
+    monkeypatch.setattr(split, "one", lambda part, size: drawable())
+    found = find(Measuring(setting, Store(tmp_path, {})), **figure.measure)
     assert set(figure.here(found)) == {fact.quantity for fact in figure.facts}
     drawing.save(figure, found, setting, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
     if figure.number == "fig10":
         assert list(figure.here(found).values()) == [None], "two copies are not compared with the paper's"
         # Eight copies take 100 MiB; an executor of 40 leaves room for twelve clients of 5.
-        of_eight = {"rows": of_all_parts(8, 0.9, 80.0, 9.0)}
+        of_eight = {"rows": executor_rows(of_all_parts(8, 0.9, 80.0, 9.0), 8)}
         assert list(figure.here(of_eight).values()) == [pytest.approx(1.5)]
     if figure.number == "table5":
         assert figure.here(found)["latency to lockstep's"] == pytest.approx(0.9)

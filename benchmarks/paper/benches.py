@@ -1,0 +1,221 @@
+"""Figures from the rows of other benchmarks (`heads`, `tp`, `bd`, `split`), from trainings on the embedded model, and
+from configurations.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import heads
+from benchmarks.adapters import BD, base_of, cut, plan_of, trainer_of
+from benchmarks.paper import simulations, steps
+from benchmarks.paper.measuring import QUICK_MODEL, Measuring
+from benchmarks.rivals import RIVALS, SmallModel, export
+from benchmarks.split import mixed, split
+from benchmarks.split.rows import FULL, QUICK
+from fusion.data.samples import Splits
+from fusion.plan.schema import LoraPlan
+from fusion.synthetic.sources import load_source
+from fusion.teachers.built_in import TEACHERS
+from fusion.training.objectives import objective_of
+from fusion.training.trainer import LoraTrainer
+from fusion.training.zero_shot import score_before_training
+from vlora.bench import tp
+from vlora.bench.dummy import MODELS
+from vlora.bench.harness import measured
+from vlora.bench.report import Row
+from vlora.models.loading import dummy_model
+
+
+def models(_: Measuring) -> list[Row]:
+    """Sizes of the models that the benchmarks measure, from their configurations."""
+    rows = []
+    for model in (QUICK_MODEL, *MODELS.values()):
+        built: Any = dummy_model(model.config(), "bfloat16", torch.device("meta"), seed=0)
+        text = built.config.text_config
+        vision = [p.numel() for name, p in built.named_parameters() if "visual" in name or "vision" in name]
+        rows.append(
+            {
+                "model": model.name,
+                "GB": f"{sum(p.nbytes for p in built.parameters()) / 2**30:.1f}",
+                "layers": text.num_hidden_layers,
+                "dimension": text.hidden_size,
+                "vision": f"{sum(vision) / 1e9:.2f}",
+            }
+        )
+    return rows
+
+
+def head_latency(measuring: Measuring, limit_s: float) -> list[Row]:
+    """Of `vlora bench heads`, with fewer rounds; `answer`: whether it is the shorter or the longer one."""
+    rows = heads.latency_rows(measuring.setting.quick, limit_s, with_floor=False)
+    longest = max(row["answer tokens"] for row in rows)
+    return [{**row, "answer": "longer" if row["answer tokens"] == longest else "shorter"} for row in rows]
+
+
+def slots(measuring: Measuring, cases: Sequence[Mapping[str, Any]], rounds: int) -> list[Row]:
+    """Two inference slots, merged and unmerged, and the switch between them in two ways."""
+    ms = {row["mode"]: row["ms"] for row in steps.compare(measuring, cases, rounds)}
+    between = {"merged ms": ms["merged"], "unmerged ms": ms["unmerged"]}
+    return [{**row, **between} for row in simulations.switching(measuring)]
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+_KINDS = {"replicated": "replicated (NFS-LoRA)", "slora": "split (S-LoRA)", "bd": "block-diagonal (BD-LoRA)"}
+
+
+def ranks(measuring: Measuring, answer: int) -> list[Row]:
+    """Tokens per second of two ranks, or of all GPUs, of `vlora bench tp`: of a decode step, and of each request with
+    an answer of `answer` tokens and a prefill of each request, one after the other, as BD-LoRA's figure 10.
+    """
+    on_gpus = torch.cuda.device_count() > 1
+    timed = measured(tp.BENCH, measuring.setting.quick, latencies_us=() if on_gpus else (0, 200)).rows
+    rows: list[Row] = []
+    prefills = {(row["latency us"], row["rank"]): row for row in timed if row["phase"] == "prefill"}
+    for row in timed:
+        if row["phase"] != "decode":
+            continue
+        batch, delay = row["batch"], row["latency us"]
+        prefill = prefills[delay, row["rank"]]
+        for kind, name in {"base": "base model", **_KINDS}.items():
+            step_ms, prefill_ms = (
+                each["base ms"] * (1.0 if kind == "base" else each[f"{kind} / base"]) for each in (row, prefill)
+            )
+            request_s = (batch * prefill_ms + answer * step_ms) / 1e3
+            rows.append(
+                {
+                    "batch": batch,
+                    "delay us": delay,
+                    "network": f"+{delay} µs a collective" if delay else "no delay added",
+                    "rank": row["rank"],
+                    "adapter": name,
+                    "step tokens/s": 1e3 * batch / step_ms,
+                    "request s": request_s,
+                    "tokens/s": answer / request_s,
+                }
+            )
+    return rows
+
+
+def trade_off(measuring: Measuring, rows: Sequence[Row]) -> list[Row]:
+    """Those of `ranks` of single requests without an added delay, and mean test accuracy of one seed of `bd`."""
+    found = measuring.once(
+        "block-diagonal-accuracy", lambda: [row["mean"] for row in measured(BD, measuring.setting.quick, seeds=1).rows]
+    )
+    accuracy = dict(zip((_KINDS["slora"], _KINDS["bd"]), found[:2], strict=True))
+    return [
+        {**row, "accuracy": 100 * accuracy[row["adapter"]]}
+        for row in rows
+        if row["adapter"] in accuracy and row["batch"] == 1 and not row["delay us"]
+    ]
+
+
+# -- an executor and its clients ---------------------------------------------------------------------------------------
+
+
+def executor(measuring: Measuring, part: str, clients: Sequence[int], rounds: int, windows: int) -> dict[str, Any]:
+    """A part of `vlora bench split` with its goals, with fewer numbers of clients and rounds than there."""
+    full = FULL._replace(clients=tuple(clients), rounds=rounds, mix=FULL.mix._replace(rounds=windows))
+    rows = split.one(part, QUICK if measuring.setting.quick else full)
+    return {"rows": executor_rows(rows, clients[-1]), "goals": [list(goal) for goal in split.goals_of(rows)]}
+
+
+def executor_rows(rows: Sequence[Row], copies: int) -> list[Row]:
+    """The rows, with the curves by kind, and the trainings that fit in the memory of so many copies in bfloat16, which
+    cannot share it; none with fewer copies, because the executor's own process takes more than it saves.
+    """
+    found = []
+    for row in rows:
+        if row["curves"]:
+            curves = {f"{kind} curve": values for kind, values in zip(mixed.KINDS, row["curves"], strict=True)}
+            seconds = [mixed.BIN_S * (place + 0.5) for place in range(len(row["curves"][0]))]
+            row = {**row, **curves, "seconds": seconds, "inference": row["tokens a second"] - row["training"]}
+        found.append(row)
+    memory = [row for row in rows if row["what"] == "memory" and "bfloat16" in row["way"] and row["clients"] == copies]
+    if memory:
+        (own,) = (row for row in memory if not row["executor MiB"])
+        (through,) = (row for row in memory if row["executor MiB"])
+        fitting = math.floor((own["all MiB"] - through["executor MiB"]) / (through["clients MiB"] / copies))
+        found.append({"what": "fitting", "ratio": max(0, fitting) / copies})
+    return found
+
+
+# -- accuracy on the embedded model -----------------------------------------------------------------------------------
+
+
+def _trainer(questions: Mapping[str, str], steps: int, batch: int, quick: bool) -> LoraTrainer:
+    own = {source: (source, question) for source, question in questions.items()}
+    plan = plan_of(own, 0, steps, batch, lora=LoraPlan(rank=8, alpha=16))
+    return trainer_of(plan, base_of(), {source: _splits(source, quick) for source in own})
+
+
+def _splits(source: str, quick: bool) -> Splits:
+    """A source's samples; quick: the first of each part."""
+    splits = load_source(source, 0)
+    return cut(splits, 300, 100, 120) if quick else splits
+
+
+def _trained(trainer: LoraTrainer, names: Sequence[str]) -> dict[str, float]:
+    trainer.adapter.reset()
+    trainer.train_together(names)
+    return {name: trainer.evaluator.score(name, trainer.domains[name].test) for name in names}
+
+
+def adapters(measuring: Measuring, tasks: Mapping[str, tuple[str, str]], steps: int, batch: int) -> list[Row]:
+    """Test scores of the model before training and with an adapter. tasks: source and question."""
+    trainer = _trainer(dict(tasks.values()), steps, batch, measuring.setting.quick)
+    before = {name: score_before_training(domain) for name, domain in trainer.domains.items()}
+    rows = []
+    for task, (source, _) in tasks.items():
+        trainer.adapter.reset()
+        trainer.train(source, ())
+        score = trainer.evaluator.score(source, trainer.domains[source].test)
+        rows.append({"task": task, "source": source, "before": 100 * before[source], "adapter": 100 * score})
+    return rows
+
+
+def small_models(measuring: Measuring, rows: Sequence[Row], rival_steps: int | None = None) -> list[Row]:
+    """Those of `adapters`, with the score of a small model where there is one."""
+    return [
+        {**row, "small model": _small_model_score(row["source"], measuring.setting.quick, rival_steps)} for row in rows
+    ]
+
+
+def _small_model_score(source: str, quick: bool, rival_steps: int | None) -> float | None:
+    """Of the source's rival, otherwise of its built-in teacher; None if it has neither."""
+    splits = _splits(source, quick)
+    if source in RIVALS:
+        model = RIVALS[source].train(splits, seed=0, steps=rival_steps)
+        with tempfile.TemporaryDirectory() as folder:
+            export(model, splits, Path(folder) / "model.onnx")
+            answers = SmallModel(Path(folder) / "model.onnx", splits, threads=1).answers(splits.test)
+    elif source in TEACHERS:
+        teacher = TEACHERS[source]()
+        teacher.fit(splits)
+        answers = teacher.answers(splits.test)
+    else:
+        return None
+    return 100 * float(objective_of(splits).metric(answers, [sample.target for sample in splits.test]))
+
+
+def fused(measuring: Measuring, families: Mapping[str, Mapping[str, str]], steps: int, batch: int) -> list[Row]:
+    """What domains that are trained jointly into one adapter keep, by how many, of the scores of an adapter each.
+    families: questions by source.
+    """
+    rows = []
+    for family, questions in families.items():
+        trainer, sources = _trainer(questions, steps, batch, measuring.setting.quick), list(questions)
+        alone = {source: _trained(trainer, [source])[source] for source in sources}
+        for count in range(1, len(sources) + 1):
+            scores = _trained(trainer, sources[:count]) if count > 1 else {sources[0]: alone[sources[0]]}
+            kept = statistics.fmean(score / max(alone[name], 0.01) for name, score in scores.items())
+            rows.append({"family": family, "domains": count, "kept": 100 * kept, "scores": scores})
+    return rows

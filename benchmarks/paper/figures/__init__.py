@@ -1,1 +1,0 @@
-"""The figures, by paper and subject; each module has `FIGURES`."""
