@@ -23,12 +23,10 @@ import fusion
 from fusion.block_diagonal.blocks import num_parameters
 from fusion.data.samples import Splits
 from fusion.embedded import checkpoint_path
-from fusion.plan.plan_file import read_plan_file
-from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
+from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan, read_plan_file
 from fusion.synthetic.sources import load_source
 from fusion.training.activation import invocation_tokens
-from fusion.training.domain import Domain
-from fusion.training.frozen_base import FrozenBase
+from fusion.training.frozen_base import Domain, FrozenBase
 from fusion.training.trainer import LoraTrainer
 from vlora.bench.harness import Bench, Measured, Results
 from vlora.bench.report import Goal

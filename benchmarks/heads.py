@@ -38,7 +38,7 @@ from benchmarks.adapters import base_of, plan_of, trainer_of
 from fusion.embedded import checkpoint_path
 from fusion.synthetic.road_signs import ACTIONS
 from fusion.synthetic.sources import load_source
-from fusion.training.domain import Domain
+from fusion.training.frozen_base import Domain
 from fusion.training.objectives import answer_in_words
 from heads import expected_calibration_error, load_heads
 from vlora.bench.dummy import (

@@ -20,15 +20,14 @@ from apps.retrieval.store import IndexSettings, RetrievalIndex
 from apps.video_analytics import Chunk, ChunkResult
 from apps.video_analytics.annotate import AnnotatedVideo
 from apps.video_analytics.result_files import ResultRows
-from fusion.report.results import replace_results
+from fusion.folder import replace_results
 from fusion.training.checkpoint import Checkpoint, Key
 from fusion.training.features import FeatureCache
 from tests.learning.test_store import files_of_at_most
 from tests.server.running import png
 from vlora.cli.batch import AnswerFile
 from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
-from vlora.plan_files.run_lock import lock_folder
-from vlora.writing import NotWritten
+from vlora.run_folder import NotWritten, lock_folder
 
 LONG = "x" * 9000
 KEY = Key("a", {}, "a")

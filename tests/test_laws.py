@@ -25,7 +25,7 @@ def own(names: str) -> set[str]:
     return {f"vlora.{name}" for name in names.split()}
 
 
-BASE = own("errors types wording writing")
+BASE = own("errors types wording run_folder")
 LEVEL_1 = (
     BASE | own("adapter_files auth_rate_limit config lazy logging_format parallel threads wire") | {"atmm", "heads"}
 )
@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{each: set() for each in {"atmm", "heads"} | own("errors wording confidence threads")},
     **{each: set() for each in own("adapter_files lazy logging_format")},
     **dict.fromkeys(own("plan_files opencv config auth_rate_limit parallel"), BASE),
-    **dict.fromkeys(own("types writing"), own("errors")),
+    **dict.fromkeys(own("types run_folder"), own("errors")),
     "vlora.client": BASE | own("operations"),
     "vlora.operations": own("types"),
     "vlora.wire": BASE | own("config"),
@@ -56,10 +56,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.tune": LEVEL_2 | own("models"),
     "vlora.cli": LEVEL_3 | (_SHELL - own("routing")) | own("cluster bench") | {"fusion", "apps"},
     "fusion": BASE
-    | own("adapter_files confidence config lora models engine opencv parallel plan_files")
+    | own("adapter_files confidence config lora models engine opencv parallel plan_files training")
     | {"atmm", "heads"},
     "tools": {"fusion"},
-    "apps": own("client errors opencv types plan_files writing"),
+    "apps": own("client errors opencv types plan_files run_folder"),
     "benchmarks": LEVEL_3 | _SHELL | own("bench cluster opencv plan_files confidence") | {"fusion", "apps"},
 }
 

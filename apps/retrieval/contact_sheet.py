@@ -13,7 +13,7 @@ from apps.retrieval.ranking import Hit
 from apps.video_analytics.sampling import spread
 from vlora.errors import BadConfig
 from vlora.opencv import cv2
-from vlora.writing import writing
+from vlora.run_folder import writing
 
 _COLUMNS = 5
 _CELL_WIDTH, _CELL_HEIGHT = 320, 200  # of the frames, without the lines of text below

@@ -13,8 +13,7 @@ import msgspec
 
 from apps.retrieval.media import Clip, Fingerprint, Media
 from vlora.errors import BadConfig
-from vlora.plan_files.run_lock import lock_file
-from vlora.writing import NotWritten
+from vlora.run_folder import NotWritten, lock_file
 
 FORMAT_VERSION = 1
 _APPLICATION_ID = 0x764C5278  # distinguishes an index from other databases

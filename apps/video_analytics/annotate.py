@@ -15,7 +15,7 @@ from apps.video_analytics.answers import ChunkResult
 from apps.video_analytics.sampling import SHOWN_FPS, Chunk
 from vlora.errors import BadImage
 from vlora.opencv import cv2, quiet
-from vlora.writing import NotWritten
+from vlora.run_folder import NotWritten
 
 if TYPE_CHECKING:
     from apps.video_analytics.tracking import TrackedFrame

@@ -12,7 +12,7 @@ import msgspec
 from apps.video_analytics.annotate import AnnotatedVideo
 from apps.video_analytics.answers import ChunkResult
 from apps.video_analytics.sampling import Chunk
-from vlora.writing import writing
+from vlora.run_folder import writing
 
 if TYPE_CHECKING:
     from apps.video_analytics.tracking import Track, TrackedFrame

@@ -13,7 +13,7 @@ from apps.video_analytics.asked import find_groups
 from apps.video_analytics.sources import Source
 from vlora.client import Client, wait_for_server
 from vlora.opencv import STDERR
-from vlora.writing import writing
+from vlora.run_folder import writing
 
 
 def run(

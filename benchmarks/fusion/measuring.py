@@ -15,18 +15,25 @@ from torch import nn
 from benchmarks.fusion.domains import FAMILIES, QUICK, SUITE, BenchDomain, Sizes, suspected
 from fusion.data.samples import Sample, Splits
 from fusion.embedded import checkpoint_path
-from fusion.packing.algorithm import Adapter, History, Packing, TrainingResult, by_value, pack_best, pack_in_sequence
+from fusion.packing.algorithm import (
+    Adapter,
+    History,
+    Packing,
+    TrainingResult,
+    at_random,
+    by_value,
+    pack_best,
+    pack_in_sequence,
+)
 from fusion.packing.guided import Conflicts, pack_guided
 from fusion.packing.joint import pack_jointly
 from fusion.packing.oracle import Oracle
-from fusion.packing.orders import at_random
-from fusion.phases.packing import orders_of
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
 from fusion.plan.tasks import METRICS
+from fusion.run import orders_of
 from fusion.training.checkpoint import Checkpoint, State
-from fusion.training.domain import Domain
 from fusion.training.fingerprint import hash_of_processing, inputs_of
-from fusion.training.frozen_base import FrozenBase
+from fusion.training.frozen_base import Domain, FrozenBase
 from fusion.training.run_cache import RunCache
 from fusion.training.trainer import LoraTrainer
 from heads import TASKS, Grid, Task

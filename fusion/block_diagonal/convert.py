@@ -18,9 +18,9 @@ from transformers import AutoConfig
 from fusion.block_diagonal.blocks import block_side, next_multiple, undivided_layer
 from fusion.block_diagonal.distil import DistillationScores, distil
 from fusion.embedded import checkpoint_path
-from fusion.phases.plan_checked import check_plan
-from fusion.plan.plan_file import PlanFile
-from fusion.progress.progress import Progress
+from fusion.plan.check import check_plan
+from fusion.plan.schema import PlanFile
+from fusion.progress import Progress
 from heads.storage import write_tensors
 from vlora.adapter_files import CONFIG_FILE, DOMAINS_FILE, HEAD_FILES, WEIGHTS_FILE
 from vlora.errors import BadAdapter, BadConfig
@@ -32,6 +32,7 @@ from vlora.models.loading import dummy_model
 from vlora.models.pretrained import from_pretrained
 from vlora.parallel.adapter_sharding import Blocks
 from vlora.parallel.layer_sharding import COLUMN_PARALLEL, ROW_PARALLEL
+from vlora.run_folder import whole
 
 
 class ConvertedLayer(NamedTuple):
@@ -88,14 +89,9 @@ def convert(
     ranks = _ranks(header, blocks, rank)
     progress = progress or Progress()
     checked = None if data is None else check_plan(data, progress)
-    temporary = out.with_name(f"{out.name}.unfinished")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        layers = _write(header, config, ranks, blocks, temporary, progress)
-        domains = [] if checked is None else distil(header, temporary, base, checked, progress)
-        temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with whole(out, durable=False) as part:
+        layers = _write(header, config, ranks, blocks, part, progress)
+        domains = [] if checked is None else distil(header, part, base, checked, progress)
     return Conversion(layers, domains)
 
 

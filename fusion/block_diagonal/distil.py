@@ -12,15 +12,13 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 
-from fusion.phases.plan_checked import PlanChecked
+from fusion.plan.check import PlanChecked
 from fusion.plan.schema import TrainingPlan
-from fusion.progress.progress import Progress, ProgressCallback
+from fusion.progress import Progress, ProgressCallback
 from fusion.training.collator import EncodedSample, forward_samples
-from fusion.training.domain import Domain
-from fusion.training.frozen_base import FrozenBase
-from fusion.training.image_head import trainable_head
-from fusion.training.objectives import ForwardOutputs, HeadObjective
-from fusion.training.precision import mixed_precision
+from fusion.training.frozen_base import Domain, FrozenBase
+from fusion.training.objectives import ForwardOutputs, HeadObjective, trainable_head
+from fusion.training.steps import EarlyStopping, Schedule, mixed_precision
 from heads import TaskHead
 from heads.storage import write_tensors
 from vlora.adapter_files import WEIGHTS_FILE
@@ -150,14 +148,17 @@ class _AdapterPair:
         """Train, then restore the state that was nearest to the original on the samples in `held_out`."""
         self._peft.set_adapter(_CONVERTED)
         parameters = [p for p in self._peft.parameters() if p.requires_grad]
-        nearest, best = self.distance(held_out), [p.detach().clone() for p in parameters]
+        early = EarlyStopping[list[Tensor]]()
+
+        def evaluate() -> None:
+            early.stops(self.distance(held_out), lambda: [p.detach().clone() for p in parameters])
+
+        evaluate()
         # Adam's step size depends on the rate alone: a large rate would move away from a start that is already near.
-        rate = settings.learning_rate * _GENTLER * min(1.0, nearest / _FAR)
+        rate = settings.learning_rate * _GENTLER * min(1.0, early.smallest / _FAR)
         optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0)
         evaluated_after = {steps * look // _EVALUATIONS for look in range(1, _EVALUATIONS + 1)}
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / steps))
+        for step in Schedule(optimizer, rate, steps, warm_up=1):
             batch = [samples[i] for i in rng.integers(len(samples), size=settings.batch_size)]
             with torch.no_grad():
                 wanted = self._read(_ORIGINAL, batch)
@@ -166,11 +167,13 @@ class _AdapterPair:
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if step + 1 in evaluated_after and (found := self.distance(held_out)) < nearest:
-                nearest, best = found, [p.detach().clone() for p in parameters]
-            update(step + 1, f"loss {float(loss.detach()):.4f}, held-out hidden states apart by {nearest:.3f} at best")
+            if step + 1 in evaluated_after:
+                evaluate()
+            apart = f"held-out hidden states apart by {early.smallest:.3f} at best"
+            update(step + 1, f"loss {float(loss.detach()):.4f}, {apart}")
+        assert early.best is not None
         with torch.no_grad():
-            for parameter, kept in zip(parameters, best, strict=True):
+            for parameter, kept in zip(parameters, early.best, strict=True):
                 parameter.copy_(kept)
 
     @torch.no_grad()

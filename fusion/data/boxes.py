@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fusion.data.frames import QUARTER_TURNS, Picture
-from fusion.data.items import Item, NamedBox, Part, answer_of, source_picture
+from fusion.data.items import Item, NamedBox, answer_of, source_picture
 from fusion.plan.data_formats import Exif
 from vlora.plan_files.errors import PlanErrors
+from vlora.training.records import Part
 
 Edges = tuple[float, float, float, float]
 _SLACK = 1.0  # pixels by which a box may exceed its picture, since annotators round

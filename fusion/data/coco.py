@@ -11,9 +11,10 @@ from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from fusion.data.boxes import Annotated, Drawn, Edges, boxed_items, seem_shares
 from fusion.data.frames import Picture, find_file, read_text
-from fusion.data.items import Item, Part, part_in
+from fusion.data.items import Item, part_in
 from fusion.plan.data_formats import Coco
 from vlora.plan_files.errors import PlanErrors
+from vlora.training.records import Part
 from vlora.wording import pydantic_errors
 
 Parsed = TypeVar("Parsed")

@@ -6,16 +6,10 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from fusion.data.frames import Frames
-
-Part = Literal["train", "validation", "test"]
-PARTS: tuple[Part, ...] = ("train", "validation", "test")
-PART_NAMES: dict[str, Part] = {  # in lower case, as tools write them
-    **{"train": "train", "training": "train", "val": "validation", "valid": "validation", "validation": "validation"},
-    **{"test": "test", "testing": "test", "testa": "test", "testb": "test"},  # RefCOCO's: people, and other objects
-}
+from vlora.training.records import PART_NAMES, Part
 
 
 class NamedBox(NamedTuple):

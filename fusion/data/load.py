@@ -15,7 +15,7 @@ import numpy as np
 from fusion.data.coco import read_coco
 from fusion.data.folders import read_images, read_unlabelled, read_videos
 from fusion.data.frames import FileInfo, Frames
-from fusion.data.items import PARTS, Item, Part
+from fusion.data.items import Item
 from fusion.data.refs import EXPRESSION, read_references
 from fusion.data.samples import Sample, Splits, held_back
 from fusion.data.split import clusters_of, divide
@@ -37,11 +37,12 @@ from fusion.plan.data_formats import (
 from fusion.plan.image_heads import trains_by_itself
 from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold
 from fusion.plan.tasks import HEADS, METRICS, MIN_LABELS, WORDS
-from fusion.progress.progress import Progress
+from fusion.progress import Progress
 from fusion.synthetic.sources import BUILT_IN, load_source
 from fusion.teachers.labelling import TeacherResult, compare_with_teacher, label_by_teacher, threshold_before_training
 from fusion.training.text_metrics import box_of_words
 from vlora.plan_files.errors import PlanErrors
+from vlora.training.records import PARTS, Part
 
 # Tasks that each data format supports; the first is the default. A teacher can answer any task, so `unlabelled` has no
 # default.

@@ -15,10 +15,11 @@ from pydantic import BaseModel, TypeAdapter
 from fusion.data.boxes import View, box_of, view_of
 from fusion.data.coco import COCO, parse, picture_folders
 from fusion.data.frames import Picture, find_file
-from fusion.data.items import PART_NAMES, Item
+from fusion.data.items import Item
 from fusion.plan.data_formats import References
 from fusion.training.text_metrics import box_in_words
 from vlora.plan_files.errors import PlanErrors
+from vlora.training.records import PART_NAMES
 
 EXPRESSION = "{expression}"
 

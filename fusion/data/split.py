@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fusion.data.items import PARTS, Part
 from fusion.data.samples import Target
 from fusion.data.targets import labels_shown
 from fusion.plan.data_formats import SplitPlan
 from vlora.plan_files.errors import PlanErrors
+from vlora.training.records import PARTS, Part
 
 
 def divide(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fusion.data.frames import Clip, Picture, find_file, read_text
-from fusion.data.items import PART_NAMES, PARTS, Answer, Item, Part
+from fusion.data.items import Answer, Item
 from fusion.plan.data_formats import Questions, VideoFolder
 from vlora.plan_files.errors import PlanErrors
+from vlora.training.records import PART_NAMES, PARTS, Part, json_rows
 
 _LONGEST_S = 1e6  # seconds of a video
 _SEVERAL = ";"  # between labels of one cell, as in "car;person"
@@ -172,17 +172,7 @@ def _csv(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def _jsonl(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    with io.StringIO(read_text(file), newline=None) as source:
-        for line, text in enumerate(source, 1):
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text)
-                json.dumps(row, ensure_ascii=False).encode()  # refuses unpaired surrogates, which JSON allows
-            except (ValueError, RecursionError) as error:
-                yield line, f"is not JSON: {error}"
-                continue
-            yield line, row if isinstance(row, dict) else f"is {type(row).__name__}; a row must be an object"
+    return json_rows(read_text(file).encode())
 
 
 def _answer(value: Any, several: bool) -> Answer:

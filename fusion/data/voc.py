@@ -9,9 +9,10 @@ from xml.etree import ElementTree
 
 from fusion.data.boxes import Annotated, Drawn, Edges, boxed_items, seem_shares
 from fusion.data.frames import PICTURE_SUFFIXES, find_file, read_text
-from fusion.data.items import PART_NAMES, Item, Part
+from fusion.data.items import Item
 from fusion.plan.data_formats import Voc
 from vlora.plan_files.errors import PlanErrors
+from vlora.training.records import PART_NAMES, Part
 
 _PICTURES = ("JPEGImages", "images", "Images")
 _LISTS: dict[str, Part] = {"train": "train", "val": "validation", "test": "test", "trainval": "train"}

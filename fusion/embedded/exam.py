@@ -1,11 +1,12 @@
-"""Acceptance test of the embedded model: its own answers, adapters on it, and speed."""
+"""Acceptance test of the embedded model: its own answers, adapters on it, speed, and what quantized weights lose."""
 
 from __future__ import annotations
 
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,23 +14,26 @@ import numpy as np
 from PIL import Image
 
 from fusion.embedded import world
-from fusion.embedded.evaluate import Accuracy, accuracy_by_skill
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
 from fusion.synthetic.sources import load_source
 from fusion.teachers import TEACHERS
-from fusion.training.domain import Domain
-from fusion.training.frozen_base import FrozenBase
+from fusion.training.frozen_base import Domain, FrozenBase
 from fusion.training.trainer import LoraTrainer
-from vlora.config import EngineConfig
+from vlora.config import EngineConfig, Quantize
 from vlora.engine import LocalEngine
 from vlora.models import InputProcessor
 from vlora.models.loading import load_model
 from vlora.types import Request, SamplingParams
 
-STEPS, _BATCH = 480, 16  # many small steps are better than few large ones: F1 0.69 instead of 0.58 in the same time
+STEPS, _TRAINED_AT_ONCE = (
+    480,
+    16,
+)  # many small steps are better than few large ones: F1 0.69 instead of 0.58 in the same time
 _TRAINING_S = 60.0
 _STOP_AFTER_S = 57.0  # leaves time for the last step
 TIMED = 9
+_ASKED_AT_ONCE, _MAX_NEW_TOKENS = 64, 16
+_LOST_GOAL = 0.5  # percentage points, in eight bits
 # Skills with a goal of their own, by the names in questions.
 GATED_SKILLS = ("color", "shape", "count", "position", "yes or no", "motion")
 
@@ -79,6 +83,61 @@ def examine(
         return rows + more_rows, gates + more_gates + _time(checkpoint, Path(folder) / "sklearn-digits")
 
 
+class Accuracy(NamedTuple):
+    """Share of answers that match word for word, and number of questions."""
+
+    share: float
+    num_questions: int
+
+
+def accuracy_by_skill(
+    checkpoint: Path | str, *, num_scenes: int, seed: int, blank: bool = False
+) -> dict[str, Accuracy]:
+    """Ask every question about `num_scenes` pictures and a quarter as many clips, which no training used.
+
+    Args:
+        blank: ask about grey pictures instead, as a control.
+    """
+    asked = list(_questions(seed, num_scenes, blank=blank))
+    right: dict[str, list[bool]] = defaultdict(list)
+    for (_, question), answer in zip(asked, answers_of(EngineConfig(model=str(checkpoint)), asked), strict=True):
+        right[question.skill].append(answer == question.answer)
+    every = [hit for hits in right.values() for hit in hits]
+    return {
+        skill: Accuracy(float(np.mean(hits)), len(hits)) for skill, hits in (*sorted(right.items()), ("overall", every))
+    }
+
+
+def _questions(
+    seed: int, num_scenes: int, *, blank: bool = False
+) -> Iterator[tuple[list[Image.Image], world.Question]]:
+    """The exam's questions with their pictures."""
+    rng = np.random.default_rng(seed)
+    scenes = [world.still_scene(rng) for _ in range(num_scenes)]
+    for scene in scenes + [world.clip_scene(rng) for _ in range(num_scenes // 4)]:
+        frames = np.full_like(scene.frames, 128) if blank else scene.frames
+        pictures = [Image.fromarray(frame) for frame in frames]
+        yield from ((pictures, question) for question in scene.questions)
+
+
+def answers_of(config: EngineConfig, asked: Sequence[tuple[list[Image.Image], world.Question]]) -> list[str]:
+    """An engine's greedy answers to questions about pictures."""
+    engine, processor = LocalEngine(config), InputProcessor.from_pretrained(config.model)
+    words: list[str] = []
+    for first in range(0, len(asked), _ASKED_AT_ONCE):
+        requests = []
+        for number, (pictures, question) in enumerate(asked[first : first + _ASKED_AT_ONCE]):
+            encoded = processor.encode(processor.chat(question.text, len(pictures)), pictures)
+            sampling = SamplingParams(max_tokens=_MAX_NEW_TOKENS)
+            request = Request(
+                request_id=str(number), prompt_ids=encoded.prompt_ids, vision=encoded.vision, sampling=sampling
+            )
+            requests.append(request)
+        for outputs in engine.run(requests).values():
+            words.append(processor.decode([token for output in outputs for token in output.token_ids]))
+    return words
+
+
 def _ask(
     checkpoint: str, seeds: Sequence[int], num_scenes: int, say: Callable[[str], None]
 ) -> tuple[list[ExamRow], list[Gate]]:
@@ -112,7 +171,7 @@ def _adapt(checkpoint: str, folder: Path, say: Callable[[str], None]) -> tuple[l
         plan = Plan(
             base=checkpoint,
             lora=LoraPlan(rank=8, alpha=16),
-            training=TrainingPlan(steps=STEPS, batch_size=_BATCH, seconds=_STOP_AFTER_S),
+            training=TrainingPlan(steps=STEPS, batch_size=_TRAINED_AT_ONCE, seconds=_STOP_AFTER_S),
             domains=(DomainPlan(name=source, source=source, question=question, threshold=0.5),),
         )
         say(f"{source}: {len(splits.train)} samples")
@@ -182,3 +241,54 @@ def _time(checkpoint: str, adapter: Path) -> list[Gate]:
         Gate("one image question, ms", question * 1e3, 150.0, at_most=True),
         Gate("one head answer, ms", head * 1e3, 40.0, at_most=True),
     ]
+
+
+class LostRow(NamedTuple):
+    """Answers to the questions of one skill: shares that match word for word, from 0 to 1.
+
+    right, quantized: without and with quantization. lost_points: the difference in percentage points. same: share of
+    questions with the same answer in both.
+    """
+
+    skill: str
+    right: float
+    quantized: float
+    lost_points: float
+    same: float
+    num_questions: int
+
+
+def compare(
+    checkpoint: str,
+    quantize: Quantize,
+    *,
+    quantize_head: bool,
+    seeds: Sequence[int],
+    num_scenes: int,
+    say: Callable[[str], None],
+) -> tuple[list[LostRow], list[Gate]]:
+    """Compare answers per skill and overall.
+
+    Args:
+        checkpoint: A folder with a model and a processor.
+        num_scenes: Pictures per seed; a quarter as many clips are added.
+    """
+    asked = [pair for seed in seeds for pair in _questions(seed, num_scenes)]
+    say(f"{len(asked)} questions without quantization")
+    plain = answers_of(EngineConfig(model=checkpoint), asked)
+    say(f"{len(asked)} questions in {quantize}")
+    quantized = answers_of(EngineConfig(model=checkpoint, quantize=quantize, quantize_head=quantize_head), asked)
+    skills: dict[str, list[tuple[bool, bool, bool]]] = defaultdict(list)
+    for (_, question), before, after in zip(asked, plain, quantized, strict=True):
+        found = (before == question.answer, after == question.answer, before == after)
+        skills[question.skill].append(found)
+        skills["overall"].append(found)
+    overall = skills.pop("overall")
+    rows = [_row(skill, found) for skill, found in (*sorted(skills.items()), ("overall", overall))]
+    goal = [Gate(f"points lost in {quantize}", rows[-1].lost_points, _LOST_GOAL, at_most=True)]
+    return rows, goal if quantize in ("int8", "fp8") else []
+
+
+def _row(skill: str, found: Sequence[tuple[bool, bool, bool]]) -> LostRow:
+    right, quantized, same = (float(np.mean(column)) for column in zip(*found, strict=True))
+    return LostRow(skill, right, quantized, 100 * (right - quantized), same, len(found))

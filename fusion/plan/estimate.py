@@ -16,10 +16,9 @@ from fusion.data.load import DomainData
 from fusion.packing.training_counts import max_trainings, min_trainings, trained_alone
 from fusion.plan.image_heads import HEAD_SAMPLES, HEAD_STEPS
 from fusion.plan.schema import Plan
-from fusion.training.domain import Domain
-from fusion.training.frozen_base import FrozenBase
+from fusion.training.frozen_base import Domain, FrozenBase
+from fusion.training.scoring import MAX_SAMPLES, answers_before_training
 from fusion.training.trainer import LoraTrainer, StepTime
-from fusion.training.zero_shot import MAX_SAMPLES, answers_before_training
 
 _BUDGET_S = 4.0  # for measured steps of a whole batch
 _MOST_STEPS = 8

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
@@ -11,7 +13,9 @@ from fusion.plan.data_formats import DataPlan, Unlabelled
 from fusion.plan.tasks import Head, Metric, Task
 from fusion.plan.teacher_kinds import TeacherPlan
 from vlora.config import Quantize
+from vlora.plan_files.errors import PlanText
 from vlora.plan_files.fields import AdapterName, Number, PlanModel, Whole
+from vlora.plan_files.reading import read_model
 
 _MOST_ORDERS = 64
 Packer = Literal["guided", "naive", "first_fit", "jointly"]
@@ -219,3 +223,29 @@ def _next_to_plan(name: str, info: ValidationInfo) -> str:
     from fusion.synthetic.sources import BUILT_IN  # loads torch, which takes seconds, before other errors in the plan
 
     return name if name in BUILT_IN else str(folder / name)
+
+
+_FORMS = ("data", "teacher", "threshold")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanFile:
+    """A plan with the text it was read from, so that later errors can be reported with their line."""
+
+    plan: Plan
+    text: PlanText
+
+
+def read_plan(path: Path | str) -> Plan:
+    """Read and check a plan file. Raises BadPlan with file, line and field."""
+    return read_plan_file(path).plan
+
+
+def read_plan_file(path: Path | str | PlanFile) -> PlanFile:
+    """Like `read_plan`, with the line of each field; a plan that was read already is returned.
+
+    Raises BadPlan with file, line and field of every error.
+    """
+    if isinstance(path, PlanFile):
+        return path
+    return PlanFile(*read_model(path, Plan, needed="domains", forms=_FORMS))

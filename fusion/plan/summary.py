@@ -7,6 +7,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -15,13 +16,15 @@ from fusion.data.load import DomainData
 from fusion.data.samples import Sample
 from fusion.data.targets import labels_shown
 from fusion.packing.training_counts import max_trainings, trained_alone
-from fusion.phases.plan_checked import PlanChecked
-from fusion.plan.estimate import Estimate
+from fusion.plan.check import PlanChecked, check_plan
+from fusion.plan.estimate import Estimate, estimate
 from fusion.plan.image_heads import head_training, trains_by_itself
-from fusion.plan.schema import DomainPlan, LoraPlan, Plan, RelativeThreshold
+from fusion.plan.schema import DomainPlan, LoraPlan, Plan, PlanFile, RelativeThreshold, read_plan_file
 from fusion.plan.tasks import HEADS, MEANS, METRIC_DESCRIPTIONS, METRICS, WORDS
-from fusion.progress.progress import duration
+from fusion.progress import Progress, duration
+from fusion.report.examples import contact_sheet
 from fusion.teachers.labelling import threshold_before_training
+from fusion.training.frozen_base import load_frozen_base
 from fusion.training.objectives import answer_in_words
 from heads import TASKS
 
@@ -64,6 +67,43 @@ class DomainSummary:
     teacher: dict[str, object] | None
     also_in_words: bool
     notes: tuple[str, ...]
+
+
+def explain(
+    plan: PlanFile | Path | str,
+    *,
+    device: str = "cpu",
+    json_out: bool = False,
+    console: Console | None = None,
+    sheet: Path | None = None,
+) -> None:
+    """Print what a plan file does, with estimates of time, memory and disk from a few measured steps.
+
+    Args:
+        plan: the plan, or its file.
+        device: device for the measured steps.
+        json_out: print one line of JSON.
+        console: output; progress goes to stderr.
+        sheet: PNG file for a contact sheet of the data, with labels and boxes.
+
+    Raises:
+        BadPlan: the plan or its data cannot be used; the message lists every error.
+        BadConfig: the base model's weights or its processor cannot be loaded.
+    """
+    with Progress(Console(stderr=True)) as progress:
+        checked = check_plan(read_plan_file(plan), progress)
+        if sheet is not None:
+            try:
+                contact_sheet({name: data.splits for name, data in checked.data.items()}).save(sheet)
+                progress.say(f"contact sheet of the data, with labels and boxes: {sheet}")
+            except OSError as error:  # the check goes on
+                progress.say(f"no contact sheet of the data: {sheet} cannot be written: {error.strerror}")
+        estimated = estimate(checked.plan, checked.data, load_frozen_base(checked.plan, device, progress))
+    console = console or Console()
+    if json_out:
+        console.out(as_json(checked, estimated), highlight=False)
+    else:
+        print_summary(checked, estimated, console)
 
 
 def summarize(checked: PlanChecked) -> list[DomainSummary]:

@@ -10,12 +10,12 @@ import cv2
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from fusion.data.items import PARTS
 from fusion.data.samples import Sample, Splits, Target
 from fusion.data.targets import labels_shown
 from fusion.report.report import ConfusionReport
 from fusion.training.objectives import Objective
 from heads import Box
+from vlora.training.records import PARTS
 
 _SHOWN, _SHOWN_RIGHT = 6, 2  # test samples of a domain, and how many of these are answered correctly if others are not
 _HEIGHT = 168  # pixels of a picture

@@ -13,7 +13,7 @@ from fusion.data.targets import default_labels, reader
 from fusion.plan.schema import DomainPlan, RelativeThreshold
 from fusion.plan.tasks import WORDS
 from fusion.plan.teacher_kinds import BuiltInTeacher
-from fusion.progress.progress import Progress
+from fusion.progress import Progress
 from fusion.teachers import TEACHERS
 from fusion.teachers.opening import open_teacher
 from fusion.teachers.protocol import Clip, Labelled, Teacher

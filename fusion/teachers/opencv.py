@@ -10,8 +10,7 @@ import cv2
 import numpy as np
 
 from fusion.data.items import NamedBox
-from fusion.teachers.classifier import Preprocessing, classify
-from fusion.teachers.protocol import Clip, Labelled
+from fusion.teachers.protocol import Clip, Labelled, Preprocessing, classify
 
 FACES = Path(cv2.__file__).parent / "data" / "haarcascade_frontalface_default.xml"
 _SCALE_STEP = 1.05

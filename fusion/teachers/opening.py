@@ -30,11 +30,10 @@ from fusion.plan.teacher_kinds import (
 )
 from fusion.teachers import boxes
 from fusion.teachers.boxes import Detector
-from fusion.teachers.classifier import Preprocessing, classify
 from fusion.teachers.onnx_detector import DetectorSettings, OnnxDetector
 from fusion.teachers.opencv import Cascade, OnnxClassifier, People
 from fusion.teachers.pretrained import PretrainedDetector, load_pretrained
-from fusion.teachers.protocol import Clip, Labelled, Teacher
+from fusion.teachers.protocol import Clip, Labelled, Preprocessing, Teacher, classify
 from vlora.plan_files.errors import PlanErrors
 
 _NAMES = ("file", "path", "function")  # fields that identify a teacher

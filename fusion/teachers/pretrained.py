@@ -17,8 +17,7 @@ from transformers import (
 )
 
 from fusion.data.items import NamedBox
-from fusion.teachers.classifier import classify
-from fusion.teachers.protocol import Clip, Labelled
+from fusion.teachers.protocol import Clip, Labelled, classify
 
 _KINDS = {
     "ForImageClassification": AutoModelForImageClassification,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import cv2
 import numpy as np
 
 from fusion.data.items import Answer
@@ -29,3 +30,28 @@ class Teacher(Protocol):
 
     def label(self, clips: Sequence[Clip]) -> list[Labelled]:
         """One answer per sample. May raise any exception for a picture that it cannot process."""
+
+
+class Preprocessing(NamedTuple):
+    """size: height and width in pixels. mean, std: normalisation of colours from 0 to 1."""
+
+    size: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+    def __call__(self, frame: np.ndarray) -> np.ndarray:
+        """RGB uint8 [height, width, 3] to float32 [3, size, size]."""
+        small = cv2.resize(frame, (self.size, self.size), interpolation=cv2.INTER_AREA).astype(np.float32) / 255
+        normal = (small - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
+        return np.ascontiguousarray(normal.transpose(2, 0, 1))
+
+
+def classify(outputs: np.ndarray, labels: Sequence[str]) -> Labelled:
+    """The label with the highest mean probability over frames. outputs: logits or probabilities [frames, labels]."""
+    rows = outputs.astype(np.float64)
+    if rows.min() < 0 or not np.allclose(rows.sum(1), 1, atol=1e-3):
+        powers = np.exp(rows - rows.max(1, keepdims=True))
+        rows = powers / powers.sum(1, keepdims=True)
+    mean = rows.mean(0)
+    best = int(mean.argmax())
+    return Labelled(labels[best], float(mean[best]))

@@ -18,11 +18,9 @@ from fusion.plan.schema import Plan
 from fusion.training.activation import pass_offsets
 from fusion.training.checkpoint import State
 from fusion.training.collator import EncodedSample, forward_samples, without_language_model
-from fusion.training.domain import Domain
-from fusion.training.frozen_base import FrozenBase
-from fusion.training.image_head import HIDDEN_UNITS, ImageHead
-from fusion.training.objectives import ForwardOutputs, HeadObjective
-from fusion.training.precision import mixed_precision
+from fusion.training.frozen_base import Domain, FrozenBase
+from fusion.training.objectives import HIDDEN_UNITS, ForwardOutputs, HeadObjective, ImageHead
+from fusion.training.steps import mixed_precision
 from vlora.errors import BadPlan
 from vlora.models.hf_model import HFModel
 

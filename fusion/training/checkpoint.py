@@ -8,7 +8,6 @@ draws depend on the seed and on what is trained, not on earlier draws, so no gen
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,10 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from fusion.training.fingerprint import ALL
-from fusion.training.resume_hint import UNFINISHED
 from heads.storage import write_tensors
-from vlora.errors import BadPlan, VLoraError
-from vlora.writing import writing
+from vlora.errors import BadPlan
+from vlora.run_folder import remove_unfinished, whole, write_whole, writing
 
 Value = TypeVar("Value")
 State = dict[str, torch.Tensor]
@@ -57,8 +55,7 @@ class Checkpoint:
             shutil.rmtree(folder, ignore_errors=True)
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(f"{UNFINISHED}*"):  # by a process that was killed
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        remove_unfinished(folder)
 
     def trained(self, key: Key) -> tuple[float, tuple[float, ...]] | None:
         """The seconds and the losses of a training, None if it is not stored."""
@@ -75,27 +72,13 @@ class Checkpoint:
     def keep(self, key: Key, seconds: float, losses: Sequence[float], state: Mapping[str, torch.Tensor]) -> None:
         """Write a training atomically: if the process dies while writing, nothing is stored."""
         place = self._folder / key.folder
-        # Other processes may store the same training; each writes into a folder of its own.
-        temporary = self._folder / f"{UNFINISHED}{os.getpid()}-{place.name}"
         stored = {name: tensor.contiguous().cpu() for name, tensor in state.items()}
         content = msgspec.json.encode(_Trained(key.what, key.inputs, key.size, seconds, tuple(losses)))
-        try:
-            with writing(place):
-                temporary.mkdir()
-                write_tensors(stored, temporary / "state.safetensors")
-                _sync(temporary / "state.safetensors")
-                _write_through(temporary / "trained.json", msgspec.json.format(content, indent=1))
-                _sync(temporary)
-        except VLoraError:
-            shutil.rmtree(temporary, ignore_errors=True)  # a part would keep a full disk full
-            raise
-        try:
-            temporary.rename(place)
-        except OSError:
-            if not place.exists():
-                raise
-            shutil.rmtree(temporary)  # another process stored it first, and training is deterministic
-        _sync(self._folder)
+        # Another process may store it first; training is deterministic.
+        with writing(place), whole(place) as part:
+            part.mkdir()
+            write_tensors(stored, part / "state.safetensors")
+            (part / "trained.json").write_bytes(msgspec.json.format(content, indent=1))
 
     def measured(self, key: Key, what: str, kind: type[Value]) -> Value | None:
         """A value that was measured with a training, None if it is not stored. what: all that it depends on."""
@@ -133,15 +116,8 @@ class Checkpoint:
             raise _damaged(file) from error
 
     def _write(self, file: Path, value: object) -> None:
-        temporary = self._folder / f"{UNFINISHED}{os.getpid()}-{file.name}"
-        try:
-            with writing(file):
-                _write_through(temporary, msgspec.json.encode(value))
-                temporary.rename(file)
-                _sync(file.parent)
-        except VLoraError:
-            temporary.unlink(missing_ok=True)
-            raise
+        with writing(file):
+            write_whole(file, msgspec.json.encode(value))
 
 
 class _Trained(msgspec.Struct):
@@ -160,16 +136,3 @@ def _damaged(file: Path) -> BadPlan:
     """A run writes atomically, even if it is killed, so a damaged file was changed by another program, or is of another
     version."""
     return BadPlan(f"{file} is damaged, so the run cannot be resumed; give --restart instead of --resume")
-
-
-def _write_through(file: Path, content: bytes) -> None:
-    file.write_bytes(content)
-    _sync(file)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

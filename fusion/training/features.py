@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from heads.storage import write_tensors
-from vlora.writing import writing
-
-
-class Features(Protocol):
-    """Image features of one sample, in memory or on disk."""
-
-    def rows(self) -> torch.Tensor:
-        """The features of all its pictures, [image tokens, hidden * (1 + deepstack levels)]."""
+from vlora.run_folder import whole, writing
 
 
 class InMemory(NamedTuple):
+    """Features of all pictures of a sample, [image tokens, hidden * (1 + deepstack levels)]."""
+
     held: torch.Tensor
 
     def rows(self) -> torch.Tensor:
@@ -41,6 +35,9 @@ class OnDisk(NamedTuple):
         with safe_open(self.file, "pt") as stored:
             rows: torch.Tensor = stored.get_slice("rows")[self.first : self.last]
         return rows
+
+
+Features = InMemory | OnDisk
 
 
 class FeatureCache:
@@ -67,11 +64,9 @@ class FeatureCache:
     def put(self, samples: Sequence[Sequence[str]], rows: Sequence[torch.Tensor]) -> None:
         """Store features. rows: those of each picture of each sample, in order."""
         file = self._file(samples)
-        temporary = file.with_suffix(f".{os.getpid()}")
         counts = torch.tensor([len(one) for one in rows])
-        with writing(file):
-            write_tensors({"rows": torch.cat(list(rows)).cpu(), "counts": counts}, temporary)
-            temporary.replace(file)
+        with writing(file), whole(file, durable=False) as part:
+            write_tensors({"rows": torch.cat(list(rows)).cpu(), "counts": counts}, part)
 
     def _file(self, samples: Sequence[Sequence[str]]) -> Path:
         key = hashlib.sha256(" ".join((self._tower, *itertools.chain(*samples))).encode()).hexdigest()

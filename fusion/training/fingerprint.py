@@ -14,7 +14,7 @@ import torch
 
 from fusion.data.samples import Splits
 from fusion.plan.schema import Plan
-from fusion.progress.progress import Progress
+from fusion.progress import Progress
 from heads.storage import FORMAT
 from vlora.models import InputProcessor
 

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from PIL import Image
 
-from fusion.data.samples import Sample, Splits
-from fusion.progress.progress import Progress
-from fusion.training.activation import OFFSETS
-from fusion.training.collator import EncodedSample
-from fusion.training.embedding import TextInput, batch_arguments, embed, features_of_tokens
+from atmm.formats import FORMATS
+from atmm.quantized import BLOCK
+from fusion.data.samples import Sample, Splits, held_back
+from fusion.embedded import checkpoint_path
+from fusion.plan.schema import DomainPlan, Plan
+from fusion.progress import Progress
+from fusion.training.activation import OFFSETS, invocation_tokens
+from fusion.training.collator import EncodedSample, TextInput, batch_arguments, embed, features_of_tokens
 from fusion.training.features import FeatureCache, Features, InMemory
 from fusion.training.fingerprint import hash_of_weights
-from fusion.training.objectives import answer_in_words
+from fusion.training.objectives import answer_in_words, objective_of
 from heads.boxes import Window
-from vlora.errors import BadPlan, BadRequest
+from vlora.config import EngineConfig, Quantize
+from vlora.errors import BadConfig, BadPlan, BadRequest
 from vlora.lora.peft_format import last_place
 from vlora.models import EncodedPrompt, InputProcessor, Region
 from vlora.models.hf_model import HFModel
+from vlora.models.loading import load_model
 from vlora.models.processing import to_tensor
+from vlora.models.stored_quantized import language_linears
 from vlora.models.vision.encoder import VisionEncoder, VisionTask
 from vlora.models.vision.token_grids import image_grids
 from vlora.types import VisionInput
@@ -239,3 +247,104 @@ def _decode_one_length(hf_model: HFModel, prompts: Sequence[Prompt], limit: int)
         places = following
         following = following + 1
     return [tuple(tokens) for tokens in decoded]
+
+
+def load_frozen_base(plan: Plan, device: str, progress: Progress, *, features: Path | None = None) -> FrozenBase:
+    """Load the plan's base model. Raises BadConfig if a part of it is missing, BadPlan if adapters cannot begin."""
+    path = checkpoint_path() if plan.base == "embedded" else plan.base
+    processor = InputProcessor.from_pretrained(path)
+    model = load_model(EngineConfig(model=path, device=device, dtype="float32"))
+    round_base(model, plan.quantize)
+    return FrozenBase(
+        model,
+        processor,
+        features=features,
+        train_vision=plan.lora.vision,
+        invocation=invocation_tokens(plan.lora, processor),
+        progress=progress,
+    )
+
+
+# A base model that is served quantized: adapters are trained on its rounded weights (QLoRA, arXiv:2305.14314).
+
+
+def round_base(model: Any, quantize: Quantize) -> None:
+    """Round the weights that `vlora serve --quantize` rounds, in place and in their dtype.
+
+    Products round their inputs too when they are served; trainings do not.
+
+    Args:
+        model: A transformers model.
+        quantize: The format.
+
+    Raises:
+        BadConfig: The format cannot store one of the layers.
+    """
+    if quantize == "none":
+        return
+    weight_format = FORMATS[quantize]
+    with torch.no_grad():
+        for name, linear in language_linears(model).items():
+            if linear.in_features % weight_format.alignment:
+                raise BadConfig(
+                    f"quantize {quantize} needs layers with inputs in multiples of {weight_format.alignment}; "
+                    f"{name} has {linear.in_features}; set another format"
+                )
+            for rows in linear.weight.split(max(1, BLOCK // linear.in_features)):
+                rows.copy_(weight_format.decode(*weight_format.encode(rows)))
+
+
+class Domain:
+    """A domain's plan, its objective and its samples, each part encoded when it is first used.
+
+    held_back: training samples that decide early stopping and calibrate heads with answers that depend on calibration.
+    others: the remaining training samples, which share no group with them. Validation data is used for neither, so
+    bounds computed on it are valid.
+
+    Args:
+        most: number of samples of each part to encode; all if None.
+    """
+
+    def __init__(self, plan: DomainPlan, splits: Splits, base: FrozenBase, *, most: int | None = None) -> None:
+        self.plan = plan
+        self.splits = splits
+        self.base = base
+        self.task = objective_of(splits, plan.metric)
+        self._most = most
+
+    @functools.cached_property
+    def train(self) -> list[EncodedSample]:
+        return self._encode("training", self.splits.train)
+
+    @functools.cached_property
+    def validation(self) -> list[EncodedSample]:
+        return self._encode("validation", self.splits.validation)
+
+    @functools.cached_property
+    def test(self) -> list[EncodedSample]:
+        return self._encode("test", self.splits.test)
+
+    @functools.cached_property
+    def held_back(self) -> list[EncodedSample]:
+        return [self.train[index] for index in sorted(held_back(self.splits.train[: self._most]))]
+
+    @functools.cached_property
+    def others(self) -> list[EncodedSample]:
+        kept = set(map(id, self.held_back))
+        return [sample for sample in self.train if id(sample) not in kept]
+
+    def encode(self) -> None:
+        """Encode all parts now. Raises BadPlan for a sample that the base model cannot process."""
+        _ = self.train, self.validation, self.test
+
+    def _encode(self, part: str, samples: Sequence[Sample]) -> list[EncodedSample]:
+        chosen = samples[: self._most]
+        what = f"encoding the pictures of {self.plan.name}, {part}"
+        with self.base.progress.work(what, len(chosen), "samples") as update:
+            return self.base.encode_samples(self.plan.question, self.splits, chosen, update)
+
+    def features(self) -> np.ndarray:
+        """Mean image features of its training pictures, [d]: d columns for each image token. Not with `lora.vision`,
+        where trainings change them."""
+        means = [sample.features.rows().float().mean(0) for sample in self.train if sample.features is not None]
+        return torch.stack(means).mean(0).cpu().numpy()

@@ -3,17 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fusion.data.samples import Sample, Splits, Target
 from fusion.plan.tasks import METRICS
-from fusion.training.image_head import ImageHead
 from fusion.training.text_metrics import overlap, token_f1
-from heads import TASKS, Grid, Task
+from heads import TASKS, Grid, HeadSpec, Task, TaskHead
 from heads.f1 import F1Counts
+
+HIDDEN_UNITS = 128
+
+
+class ImageHead(nn.Module):
+    """Two layers over the language model's inputs at image tokens; computes what `TaskHead.logits` computes.
+
+    in_features: size of the inputs.
+    """
+
+    def __init__(self, in_features: int, hidden_units: int, num_outputs: int, device: torch.device) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.hidden = nn.Linear(in_features, hidden_units, device=device)
+        self.output = nn.Linear(hidden_units, num_outputs, device=device)
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator) -> None:
+        for layer, deviation in ((self.hidden, self.in_features**-0.5), (self.output, 0.02)):
+            layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator) * deviation)
+            layer.bias.zero_()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        states: torch.Tensor = self.output(F.gelu(self.hidden(F.rms_norm(rows.float(), rows.shape[-1:]))))
+        return states
+
+
+def stored_head(spec: HeadSpec, head: nn.Linear | ImageHead) -> TaskHead:
+    layers = (head.output, head.hidden) if isinstance(head, ImageHead) else (head,)
+    (weight, bias), *hidden = ((each.weight.detach().float(), each.bias.detach().float()) for each in layers)
+    return TaskHead(spec, weight, bias, hidden[0] if hidden else None)
+
+
+def trainable_head(head: TaskHead, device: torch.device) -> nn.Linear | ImageHead:
+    outputs, inputs = head.weight.shape
+    if head.hidden is None:
+        module: nn.Linear | ImageHead = nn.Linear(inputs, outputs, device=device)
+        named = {"weight": head.weight, "bias": head.bias}
+    else:
+        module = ImageHead(head.spec.hidden_size, inputs, outputs, device)
+        weight, bias = head.hidden
+        named = {"hidden.weight": weight, "hidden.bias": bias, "output.weight": head.weight, "output.bias": head.bias}
+    module.load_state_dict(named)
+    return module
+
 
 _OF_WORDS: dict[str, Callable[[str, str], float]] = {"token_f1": token_f1, "overlap": overlap}  # (answer, target)
 _WORDS_WEIGHT = 1.0  # of the language model's loss relative to a head's; with less, other heads displace words
@@ -57,41 +102,13 @@ class ForwardOutputs(NamedTuple):
         )
 
 
-class Objective(Protocol):
-    """Loss, answers and metric of one domain.
+class HeadObjective:
+    """A head answers; if its labels have words, the language model learns the same answers.
 
     num_outputs: rows of the head, 0 for none. metric_name: metric of the domain's threshold (`fusion.plan.tasks`).
     needs_text: whether the metric needs decoded text. calibration_decides: whether calibration changes answers
     (`heads.Task`).
     """
-
-    num_outputs: int
-    metric_name: str
-
-    @property
-    def needs_text(self) -> bool: ...
-
-    @property
-    def calibration_decides(self) -> bool: ...
-
-    def loss(self, outputs: ForwardOutputs, head: nn.Module | None, targets: Sequence[Target]) -> torch.Tensor:
-        """A scalar to minimise."""
-
-    def answers(self, outputs: ForwardOutputs, head: nn.Module | None, targets: Sequence[Target]) -> list[object]:
-        """One answer per sample, in the form that `metric` compares."""
-
-    def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
-        """Score of the answers by `metric_name`, 0 to 1. Needs at least one sample."""
-
-    def f1_counts(self, answers: Sequence[object], targets: Sequence[Target]) -> list[F1Counts]:
-        """The counts of each sample from which `f1_of` computes the metric; empty if it is not such an F1."""
-
-    def calibrated(self, batches: Sequence[ForwardOutputs], head: nn.Module | None, targets: Sequence[Target]) -> Self:
-        """A copy with a head calibrated on samples that took no part in training."""
-
-
-class HeadObjective:
-    """A head answers; if its labels have words, the language model learns the same answers."""
 
     needs_text = False
 
@@ -105,19 +122,24 @@ class HeadObjective:
         return self.task.calibration_decides
 
     def loss(self, outputs: ForwardOutputs, head: nn.Module | None, targets: Sequence[Target]) -> torch.Tensor:
+        """A scalar to minimise."""
         return self.task.loss(self.logits(outputs, head), targets, outputs.grids) + _WORDS_WEIGHT * outputs.words.mean()
 
     def answers(self, outputs: ForwardOutputs, head: nn.Module | None, targets: Sequence[Target]) -> list[object]:
+        """One answer per sample, in the form that `metric` compares."""
         pairs = zip(self.logits(outputs, head), outputs.grids, strict=True)
         return [self.task.decode(logits, grids).value for logits, grids in pairs]
 
     def metric(self, answers: Sequence[object], targets: Sequence[Target]) -> float:
+        """Score of the answers by `metric_name`, 0 to 1. Needs at least one sample."""
         return self.task.metrics(answers, targets)[self.metric_name]  # type: ignore[arg-type]
 
     def f1_counts(self, answers: Sequence[object], targets: Sequence[Target]) -> list[F1Counts]:
+        """The counts of each sample from which `f1_of` computes the metric; empty if it is not such an F1."""
         return self.task.f1_counts(answers, targets) if self.metric_name == "f1" else []  # type: ignore[arg-type]
 
     def calibrated(self, batches: Sequence[ForwardOutputs], head: nn.Module | None, targets: Sequence[Target]) -> Self:
+        """A copy with a head calibrated on samples that took no part in training."""
         logits = [row for outputs in batches for row in self.logits(outputs, head)]
         task = self.task.calibrated(logits, targets, [grids for outputs in batches for grids in outputs.grids])
         return type(self)(task, self.metric_name)
@@ -167,6 +189,9 @@ class WordsObjective:
 
     def calibrated(self, batches: Sequence[ForwardOutputs], head: nn.Module | None, targets: Sequence[Target]) -> Self:
         return self
+
+
+Objective = HeadObjective | WordsObjective
 
 
 def objective_of(splits: Splits, metric: str | None = None) -> Objective:

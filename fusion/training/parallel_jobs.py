@@ -9,15 +9,14 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pickle import UnpicklingError
-from typing import Protocol
 
 import torch
 
-from fusion.progress.progress import Event
+from fusion.progress import Progress
 
 Job = Callable[[], object]
 RunAhead = Callable[[Sequence[Job]], None]
@@ -27,17 +26,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STOP = (signal.SIGINT, signal.SIGTERM)
 
 
-class Watcher(Protocol):
-    """Progress of jobs in forks, shown by the parent (`fusion.progress.progress.Progress`)."""
-
-    def forward(self, send: Callable[[Event], None]) -> None:
-        """Send events instead of showing them. Called in each fork before its job."""
-
-    def receive(self, fork: Hashable, event: Event | None) -> None:
-        """Show an event of a fork; None when the fork has ended."""
-
-
-def run_in_parallel(jobs: Sequence[Job], at_once: int, watcher: Watcher) -> None:
+def run_in_parallel(jobs: Sequence[Job], at_once: int, progress: Progress) -> None:
     """Run jobs in forks of one thread each, `at_once` at a time.
 
     Return values and exceptions of a job are discarded. The parent calls the job again: it finds the stored result, or
@@ -53,16 +42,16 @@ def run_in_parallel(jobs: Sequence[Job], at_once: int, watcher: Watcher) -> None
             while waiting and len(running) < at_once:
                 receiving, sending = context.Pipe(duplex=False)
                 with _signals_blocked():  # until the fork has its own handlers
-                    args = (waiting.pop(), watcher, sending, os.getpid())
+                    args = (waiting.pop(), progress, sending, os.getpid())
                     running[receiving] = process = context.Process(target=_run, args=args, daemon=True)
                     process.start()
                 sending.close()  # leaves only the fork's end, which closes when the fork ends
             ready = wait(list(running))
             for fork in [fork for fork in running if fork in ready]:
                 try:
-                    watcher.receive(fork, fork.recv())
+                    progress.receive(fork, fork.recv())
                 except (EOFError, OSError, UnpicklingError):  # the fork has ended, possibly within an event
-                    watcher.receive(fork, None)
+                    progress.receive(fork, None)
                     running.pop(fork).join()
                     fork.close()
     except BaseException:
@@ -102,7 +91,7 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _run(job: Job, watcher: Watcher, events: Connection, parent: int) -> None:
+def _run(job: Job, progress: Progress, events: Connection, parent: int) -> None:
     # A living fork of a killed parent would keep the run's folder locked and block a resumed run.
     if not end_with_parent(parent):
         return
@@ -111,6 +100,6 @@ def _run(job: Job, watcher: Watcher, events: Connection, parent: int) -> None:
     # Progress bars replace these with streams that take a lock, which a parent thread may have held at the fork.
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     torch.set_num_threads(1)
-    watcher.forward(events.send)
+    progress.forward(events.send)
     with contextlib.suppress(Exception):  # the parent raises it again
         job()

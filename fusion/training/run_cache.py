@@ -12,7 +12,7 @@ import torch
 
 from fusion.packing.algorithm import Adapter, History, Score, TrainingResult
 from fusion.packing.guided import Conflicts
-from fusion.progress.progress import Progress
+from fusion.progress import Progress
 from fusion.training.checkpoint import Checkpoint, Key, NotStored, State
 from fusion.training.fingerprint import ALL, Inputs
 from fusion.training.trainer import LoraTrainer, joint_training_title, training_title

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 import torch
 
-from fusion.packing.algorithm import Score
+from fusion.data.samples import Splits, Target
+from fusion.data.targets import reader
+from fusion.packing.algorithm import Adapter, Score
 from fusion.plan.tasks import MEANS
-from fusion.progress.progress import Progress, ProgressCallback
-from fusion.training.accumulate import halving
+from fusion.progress import Progress, ProgressCallback
 from fusion.training.adapter import TrainableAdapter
 from fusion.training.collator import EncodedSample
-from fusion.training.objectives import ForwardOutputs, Objective
+from fusion.training.frozen_base import Domain
+from fusion.training.objectives import ForwardOutputs, Objective, answer_in_words, metric_of_some, objective_of
+from fusion.training.steps import halving
 from heads.f1 import F1Counts, f1_of
 from vlora.confidence import lower_bound
 
@@ -24,7 +28,7 @@ _MAX_ANSWER_RATIO = 2  # decoding stops at this many times the length of the lon
 Result = TypeVar("Result")
 
 _RESAMPLES = 400
-Target = TypeVar("Target")
+Wanted = TypeVar("Wanted")
 
 
 def _ignore_progress(done: int, facts: str = "", share: float | None = None) -> None: ...
@@ -154,9 +158,9 @@ class Evaluator:
 
 
 def score_with_bound(
-    metric: Callable[[Sequence[object], Sequence[Target]], float],
+    metric: Callable[[Sequence[object], Sequence[Wanted]], float],
     answers: Sequence[object],
-    targets: Sequence[Target],
+    targets: Sequence[Wanted],
     *,
     mean: bool,
     confidence: float,
@@ -202,3 +206,107 @@ def _resampled(of: Callable[[np.ndarray], float], value: float, count: int, conf
         seen = rows[rows < count]
         found.append(of(seen) * len(seen) / count if len(seen) else 0.0)
     return Score(value, min(value, float(np.quantile(found, 1 - confidence))))
+
+
+EVERY_S = 10.0
+SHARE = 1 / 100  # maximum share of a training's time for this scoring
+_SAMPLES, _FEWEST = 64, 8  # samples over all domains of an adapter, and minimum per domain
+
+
+class HeldOutScores:
+    """Scores of held-out samples, updated at intervals.
+
+    Args:
+        score: returns a domain's score, 0 to 1, on its first given number of validation samples.
+        clock: returns seconds from any origin.
+    """
+
+    def __init__(self, score: Callable[[str, int], float], domains: Adapter, clock: Callable[[], float]) -> None:
+        self._score = score
+        self._domains = domains
+        self._clock = clock
+        self._due = clock() + EVERY_S
+        self._scores: Mapping[str, float] = {}
+
+    @property
+    def due(self) -> bool:
+        """Whether ten seconds and a hundred times the duration of the last scoring have passed since it."""
+        return self._clock() >= self._due
+
+    def update(self) -> None:
+        began = self._clock()
+        count = max(_FEWEST, _SAMPLES // len(self._domains))
+        self._scores = {name: self._score(name, count) for name in self._domains}
+        now = self._clock()
+        self._due = now + max(EVERY_S, (now - began) / SHARE)
+
+    def __str__(self) -> str:
+        """One domain's score, or the mean of several and the lowest with its name. Empty before the first scoring."""
+        if not self._scores:
+            return ""
+        lowest = min(self._scores, key=self._scores.__getitem__)
+        value = sum(self._scores.values()) / len(self._scores)
+        worst = f" (lowest {lowest} {self._scores[lowest]:.3f})" if len(self._scores) > 1 else ""
+        return f"{value:.3f}{worst}"
+
+
+_MIN_TOKEN_LIMIT = 8  # minimum token limit for an answer of the base model
+MAX_SAMPLES = 100  # test samples per domain, since decoding an answer takes many steps
+_AT_ONCE = 32  # samples per batch, with keys and values in memory
+
+
+def score_before_training(domain: Domain) -> float:
+    """The domain's metric of the base model's answers on the first test samples.
+
+    Call it before a trainer is created on the domain's base, which adds an adapter to it.
+    """
+    own = dataclasses.replace(domain.splits, test=domain.splits.test[:MAX_SAMPLES])
+    return score_texts(own, domain.plan.metric, answers_before_training(domain))
+
+
+def answers_before_training(domain: Domain) -> list[str]:
+    """The base model's answers to the domain's first encoded test samples."""
+    tokenizer = domain.base.processor.tokenizer
+    wanted = [answer_in_words(domain.splits, sample) for sample in domain.splits.test[:MAX_SAMPLES]]
+    longest = max(_MIN_TOKEN_LIMIT, *(len(tokenizer(words)["input_ids"]) for words in wanted))
+    return decode_in_parts(domain, domain.test[:MAX_SAMPLES], longest)
+
+
+def decode_in_parts(domain: Domain, samples: Sequence[EncodedSample], longest: int) -> list[str]:
+    """Decode at most `longest` tokens, with as many samples per batch as memory allows."""
+    texts: list[str] = []
+    at_once = _AT_ONCE
+    what = f"asking the base model about {domain.plan.name}"
+    with domain.base.progress.work(what, len(samples), "samples") as update:
+        while len(texts) < len(samples):
+
+            def attempt(size: int, left: Sequence[EncodedSample] = samples[len(texts) :]) -> list[str]:
+                return domain.base.decode_answers(left[:size], longest)
+
+            found, at_once = halving(at_once, attempt, lambda size: None)
+            texts += found
+            update(len(texts))
+    return texts
+
+
+def score_texts(splits: Splits, metric: str | None, texts: Sequence[str]) -> float:
+    """The domain's metric of one text per test sample, ignoring case. metric: None for the task's first.
+
+    A text that is not an answer of the task (which is every text for detection) counts as 0.
+    """
+    read = _reader(splits)
+    answers: list[object] = []
+    for words in texts:
+        try:
+            answers.append(read(words.strip().lower()))
+        except ValueError:
+            answers.append(None)
+    targets = [sample.target.lower() if isinstance(sample.target, str) else sample.target for sample in splits.test]
+    return metric_of_some(objective_of(splits, metric), answers, targets)
+
+
+def _reader(splits: Splits) -> Callable[[str], Target]:
+    read = reader(splits.task, tuple(label.lower() for label in splits.labels))
+    if splits.task != "multi_label":
+        return read
+    return lambda words: read(tuple(each.strip() for each in words.split(",") if each.strip() != "none"))

@@ -18,23 +18,19 @@ from torch import nn
 from fusion.packing.algorithm import Adapter
 from fusion.plan.image_heads import HEAD_SAMPLES, HEAD_STEPS
 from fusion.plan.schema import Plan
-from fusion.progress.progress import Progress
-from fusion.training.accumulate import backward_in_parts, halving
+from fusion.progress import Progress
 from fusion.training.adapter import Batch, TrainableAdapter
 from fusion.training.checkpoint import State
 from fusion.training.collator import EncodedSample
-from fusion.training.domain import Domain
-from fusion.training.frozen_base import FrozenBase
-from fusion.training.held_out_scores import HeldOutScores
-from fusion.training.image_head import HIDDEN_UNITS, ImageHead, stored_head
-from fusion.training.objectives import HeadObjective
-from fusion.training.scoring import Evaluator
+from fusion.training.frozen_base import Domain, FrozenBase
+from fusion.training.objectives import HIDDEN_UNITS, HeadObjective, ImageHead, stored_head
+from fusion.training.scoring import Evaluator, HeldOutScores
+from fusion.training.steps import EarlyStopping, Schedule, backward_in_parts, halving
 from heads import HeadSpec, save_heads
 from heads.storage import give_usual_mode
 from vlora.adapter_files import WEIGHTS_FILE
 from vlora.errors import BadPlan
 
-_WARM_UP_STEPS = 10
 _EVALUATIONS = 12  # on held-back samples within one training
 _CURVE_POINTS = 24
 _HEAD_DECAY = 1e-3
@@ -271,15 +267,9 @@ class LoraTrainer:
         rng = np.random.default_rng(self.adapter.seed(f"head alone {domain}"))
         targets = {id(sample): sample.learned for sample in own.others}
         losses: list[float] = []
-        started = time.process_time()
+        schedule = Schedule(optimizer, settings.learning_rate, steps, settings.seconds)
         with self.progress.work(f"training the head of {domain}", steps, "steps", trainings=trainings) as update:
-            for step in range(steps):
-                done = step / steps
-                if settings.seconds is not None:
-                    done = max(done, (time.process_time() - started) / settings.seconds)
-                    if done >= 1:
-                        break
-                optimizer.param_groups[0]["lr"] = settings.learning_rate * _rate(step, done)
+            for step in schedule:
                 batch = self.draw(rng, domain, count)
                 outputs = self.adapter.forward(batch)
                 with self.adapter.autocast():
@@ -290,7 +280,7 @@ class LoraTrainer:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 losses.append(float(loss.detach()))
-                update(step + 1, f"loss {losses[-1]:.3f}", max(done, (step + 1) / steps))
+                update(step + 1, f"loss {losses[-1]:.3f}", max(schedule.done, (step + 1) / steps))
         return losses
 
     def _run_lora(self, job: _Job) -> tuple[float, ...]:
@@ -300,27 +290,20 @@ class LoraTrainer:
         optimizer = self._optimizer()
         size = settings.batch_size
         losses: list[float] = []
-        early = _EarlyStopping(settings.patience)
+        early = EarlyStopping[State](settings.patience)
         held_out = HeldOutScores(self._held_out_score, job.adapter, self.progress.clock)
         dependent = len(self._dependent(job.new))  # heads of the others have had their own time
         with self.progress.work(job.title, job.steps, "steps", trainings=len(job.new)) as update:
             self.adapter.model.train()
-            started = time.process_time()
-            for step in range(job.steps):
-                done = step / job.steps
-                if settings.seconds is not None:
-                    done = max(done, (time.process_time() - started) / (settings.seconds * dependent))
-                    if done >= 1:
-                        break
-                for group in optimizer.param_groups:
-                    group["lr"] = settings.learning_rate * _rate(step, done)
+            seconds = None if settings.seconds is None else settings.seconds * dependent
+            schedule = Schedule(optimizer, settings.learning_rate, job.steps, seconds)
+            for step in schedule:
                 loss, size = self._step(optimizer, self._draw_batch(rng, job.rows(step)), size, step)
                 losses.append(loss)
                 if self.progress.watched and held_out.due and step + 1 < job.steps:
-                    before = time.process_time()
-                    self._update(held_out)
-                    started += time.process_time() - before  # displayed scores must not change a training
-                update(step + 1, _facts(losses, held_out), max(done, (step + 1) / job.steps))
+                    with schedule.paused():  # displayed scores must not change a training
+                        self._update(held_out)
+                update(step + 1, _facts(losses, held_out), max(schedule.done, (step + 1) / job.steps))
                 evaluates = settings.patience is not None and (step + 1) % max(1, job.steps // _EVALUATIONS) == 0
                 if evaluates and early.stops(self.evaluator.held_back_loss(job.watched), self.adapter.snapshot):
                     break
@@ -379,24 +362,6 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return torch.zeros(parameter.numel()) if parameter.grad is None else parameter.grad.float().flatten().cpu()
 
 
-class _EarlyStopping:
-    """The state with the smallest held-back loss, None before the first evaluation."""
-
-    def __init__(self, patience: int | None) -> None:
-        self.best: State | None = None
-        self._patience = patience
-        self._smallest = math.inf
-        self._since = 0
-
-    def stops(self, loss: float, snapshot: Callable[[], State]) -> bool:
-        """Record a loss. Returns whether as many evaluations as the patience have passed since the smallest one."""
-        if loss < self._smallest:
-            self.best, self._smallest, self._since = snapshot(), loss, 0
-            return False
-        self._since += 1
-        return self._patience is not None and self._since >= self._patience
-
-
 def training_title(domain: str, beside: Sequence[str]) -> str:
     """Display name of a training of one more domain into an adapter."""
     return f"training {domain} into {', '.join(beside) or 'a new adapter'}"
@@ -405,11 +370,6 @@ def training_title(domain: str, beside: Sequence[str]) -> str:
 def joint_training_title(domains: Sequence[str]) -> str:
     """Display name of a joint training of several domains into a new adapter."""
     return f"training {', '.join(domains)} at once"
-
-
-def _rate(step: int, done: float) -> float:
-    """The learning rate relative to the plan's: a short warm-up, then half a cosine to zero."""
-    return min(1.0, (step + 1) / _WARM_UP_STEPS) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def _facts(losses: Sequence[float], held_out: HeldOutScores) -> str:

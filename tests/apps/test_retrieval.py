@@ -29,7 +29,7 @@ from tests.server.running import png
 from tests.video_files import write_video
 from vlora.client import Client
 from vlora.errors import BadConfig, BadImage, BadRequest, UnknownAdapter, VLoraError
-from vlora.plan_files.run_lock import lock_file
+from vlora.run_folder import lock_file
 
 ORDER = ("dim", "bright", "dark", "grey")
 

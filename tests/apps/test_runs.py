@@ -34,7 +34,7 @@ from vlora.errors import (
     VLoraError,
 )
 from vlora.opencv import quiet
-from vlora.writing import NotWritten
+from vlora.run_folder import NotWritten
 
 CAMERA = Source("camera-0", "0", "live")
 

@@ -244,7 +244,7 @@ ERRORS = {
     f"{TRAIN} no-steps.yaml": "no-steps.yaml, line 5, field `trainings[0].steps`:",
     f"{TRAIN} ranks.yaml": "ranks.yaml, line 6, field `trainings[0].ranks`:",
     f"{TRAIN} no-answer.yaml": "no-answer.jsonl, line 1: `answer` is null; it must be text",
-    f"{TRAIN} no-json.yaml": "no-json.jsonl, line 2: not JSON:",
+    f"{TRAIN} no-json.yaml": "no-json.jsonl, line 2: is not JSON:",
     f"{TRAIN} no-image.yaml": "no-image.jsonl, line 1: `image` is 'a-sign.png'; there is no such file in",
     f"{TRAIN} twice.yaml": "twice.yaml, line 2, field `trainings`: several trainings are named a",
     f"{LEARN} no-adapter.yaml": "no-adapter.yaml, line 2, field `adapters`:",
@@ -345,7 +345,7 @@ def test_several_errors_of_a_plan_have_a_line_each(vlora_command: Vlora, monkeyp
     def refuse(*args: object, **options: object) -> None:
         raise BadPlan("plan.yaml, line 3, field `a`: is missing\nplan.yaml, line 9, field `b`: no such field")
 
-    monkeypatch.setattr("fusion.commands.fuse", refuse)
+    monkeypatch.setattr("fusion.run.fuse", refuse)
     error = "error: plan.yaml, line 3, field `a`: is missing\nerror: plan.yaml, line 9, field `b`: no such field\n"
     assert vlora_command("fuse", "demo", "--out", "x") == (2, "", error)
 

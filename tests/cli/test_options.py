@@ -218,7 +218,7 @@ def test_every_command_that_reports_has_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "runs"), [(("fuse", "demo", "--out", "x"), "fusion.commands.fuse"), (("demo",), "apps.demo.run")]
+    ("command", "runs"), [(("fuse", "demo", "--out", "x"), "fusion.run.fuse"), (("demo",), "apps.demo.run")]
 )
 def test_with_json_progress_is_written_to_stderr(
     vlora_command: Vlora, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], runs: str

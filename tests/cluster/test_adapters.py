@@ -434,7 +434,7 @@ async def test_a_change_that_one_replica_cannot_make_is_made_nowhere(cluster: Ma
 def test_a_change_without_room_on_the_disk_is_undone(cluster: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = cluster.folder / "state"
 
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path, data: bytes, mode: int) -> None:
         raise OSError(28, "No space left on device")
 
     async def main() -> None:
@@ -442,7 +442,7 @@ def test_a_change_without_room_on_the_disk_is_undone(cluster: Maker, monkeypatch
 
             async def changes(here: Here) -> None:
                 with monkeypatch.context() as patched:
-                    patched.setattr("vlora.cluster.adapter_state.replace_file", full)
+                    patched.setattr("vlora.cluster.adapter_state.write_whole", full)
                     for change in (
                         here.cluster.load_adapter("x", here.paths["2"]),
                         here.cluster.load_adapter("y", here.paths["2"]),

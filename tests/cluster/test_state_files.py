@@ -16,10 +16,11 @@ import pytest
 
 from tests.processes import PATIENCE_S
 from vlora.cluster import journal_file
-from vlora.cluster.adapter_state import FILE, AdapterState, DesiredAdapter, replace_file
+from vlora.cluster.adapter_state import FILE, AdapterState, DesiredAdapter
 from vlora.cluster.journal_file import JournalFile
 from vlora.errors import BadConfig, VLoraError
 from vlora.routing import replay_file
+from vlora.run_folder import write_whole
 
 FIRST, SECOND = DesiredAdapter("/first", "1", True), DesiredAdapter("/second", "2")
 
@@ -156,18 +157,18 @@ def test_a_killed_server_or_a_full_disk_leaves_the_former_state_or_the_new_one(
     found = stored(tmp_path)
     assert found["x"] == (DesiredAdapter("/second", "2") if new else FIRST) and len(found) == 1 + new
     commit(tmp_path, {}, z=SECOND)  # a leftover file does not prevent it
-    assert stored(tmp_path).keys() == {*found, "z"} and not (tmp_path / (FILE + ".new")).exists()
+    assert stored(tmp_path).keys() == {*found, "z"} and not list(tmp_path.glob("unfinished-*"))
 
 
 def test_writes_do_not_overlap_when_a_change_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     under_way, most = 0, 0
 
-    def slow(path: Path, data: bytes) -> None:
+    def slow(path: Path, data: bytes, mode: int) -> None:
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
         time.sleep(0.1)
-        replace_file(path, data)
+        write_whole(path, data, mode=mode)
         under_way -= 1
 
     async def main() -> None:
@@ -179,7 +180,7 @@ def test_writes_do_not_overlap_when_a_change_is_cancelled(tmp_path: Path, monkey
         assert cancelled.cancelled()
         state.close()
 
-    monkeypatch.setattr("vlora.cluster.adapter_state.replace_file", slow)
+    monkeypatch.setattr("vlora.cluster.adapter_state.write_whole", slow)
     asyncio.run(main())
     assert most == 1 and stored(tmp_path)["y"] == SECOND
 
@@ -190,11 +191,11 @@ def test_a_change_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch:
     async def main() -> None:
         state = AdapterState.open(tmp_path)
 
-        def full(path: Path, data: bytes) -> None:
+        def full(path: Path, data: bytes, mode: int) -> None:
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patched:
-            patched.setattr("vlora.cluster.adapter_state.replace_file", full)
+            patched.setattr("vlora.cluster.adapter_state.write_whole", full)
             with pytest.raises(VLoraError, match="so the adapters were not changed: No space left on device"):
                 await state.commit({"x": None, "y": SECOND})
             assert state.adapters == {"x": FIRST}

@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 
 from fusion.data.load import DomainData, load_domains
-from fusion.plan.plan_file import read_plan_file
+from fusion.plan.schema import read_plan_file
 from vlora.plan_files.errors import PlanErrors
 
 

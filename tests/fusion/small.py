@@ -16,10 +16,9 @@ from transformers import LlavaForConditionalGeneration
 from fusion.data.samples import Sample, Splits, Target
 from fusion.embedded.drawing import SIZE
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
-from fusion.progress.progress import Progress, ProgressCallback
-from fusion.training.domain import Domain
+from fusion.progress import Progress, ProgressCallback
 from fusion.training.fingerprint import ALL, Inputs
-from fusion.training.frozen_base import FrozenBase
+from fusion.training.frozen_base import Domain, FrozenBase
 from fusion.training.trainer import LoraTrainer
 from heads import Box
 from tools.embedded_model.model import model_config

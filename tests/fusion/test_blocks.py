@@ -22,9 +22,8 @@ from transformers import AutoModelForImageTextToText
 
 from fusion.block_diagonal.blocks import block_side, scaled_alpha
 from fusion.block_diagonal.convert import convert, nearest_blocks
-from fusion.phases.plan_checked import lora_size, shapes_of
-from fusion.plan.plan_file import read_plan_file
-from fusion.plan.schema import LoraPlan
+from fusion.plan.check import lora_size, shapes_of
+from fusion.plan.schema import LoraPlan, read_plan_file
 from fusion.training.trainer import LoraTrainer
 from heads import TASKS, HeadSpec, TaskHead, save_heads
 from tests.example_counts import scaled

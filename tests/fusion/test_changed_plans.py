@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 from rich.console import Console
 
-from fusion.commands import fuse, preview
+from fusion.run import fuse, preview
 from fusion.training.checkpoint import Checkpoint
 from tests.fusion.small import COLORS, write_base, write_folders
 from vlora.errors import BadAdapter

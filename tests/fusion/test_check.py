@@ -11,9 +11,8 @@ from click.testing import CliRunner
 from PIL import Image
 
 import fusion
-from fusion.phases.plan_checked import check_plan, lora_size, shapes_of
-from fusion.plan.plan_file import read_plan_file
-from fusion.plan.schema import LoraPlan, Plan
+from fusion.plan.check import check_plan, lora_size, shapes_of
+from fusion.plan.schema import LoraPlan, Plan, read_plan_file
 from fusion.plan.summary import summarize
 from fusion.teachers.labelling import threshold_before_training
 from tests.fusion.made import picture, write_plan

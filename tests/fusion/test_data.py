@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fusion.data.frames import Clip, Picture
-from fusion.data.items import PARTS
 from fusion.data.load import DomainData
 from fusion.data.samples import Sample
 from fusion.data.split import clusters_of, split
@@ -26,6 +25,7 @@ from heads import Box
 from tests.example_counts import scaled
 from tests.fusion.made import load_plan, picture, video, write_plan
 from vlora.errors import BadPlan
+from vlora.training.records import PARTS
 
 
 def load(plan: Path) -> DomainData:

@@ -12,8 +12,8 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from fusion.data.samples import Sample, Splits
-from fusion.embedded import exam, quantized_exam, world
-from fusion.embedded.evaluate import accuracy_by_skill
+from fusion.embedded import exam, world
+from fusion.embedded.exam import accuracy_by_skill
 from fusion.synthetic.sources import BUILT_IN, load_source
 from tests.fusion.small import write_base
 from tools.embedded_model import contact_sheet, unlearned_words
@@ -180,11 +180,9 @@ def test_answers_of_quantized_weights_are_compared(
         formats.append(config.quantize)
         return [answers[config.quantize](question) for _, question in asked]
 
-    engine_answers = quantized_exam.answers_of
-    monkeypatch.setattr(quantized_exam, "answers_of", answered)
-    rows, gates = quantized_exam.compare(
-        base, quantize, quantize_head=True, seeds=(1,), num_scenes=4, say=lambda _: None
-    )
+    engine_answers = exam.answers_of
+    monkeypatch.setattr(exam, "answers_of", answered)
+    rows, gates = exam.compare(base, quantize, quantize_head=True, seeds=(1,), num_scenes=4, say=lambda _: None)
     assert formats == ["none", quantize]
     by_skill = {row.skill: row for row in rows}
     yes = by_skill["yes or no"]

@@ -9,11 +9,10 @@ import pytest
 
 from fusion.data.load import DomainData
 from fusion.data.samples import Splits
-from fusion.phases.data_ready import load_frozen_base
 from fusion.plan.estimate import Estimate, estimate
 from fusion.plan.image_heads import HEAD_SAMPLES, HEAD_STEPS
-from fusion.progress.progress import Progress
-from fusion.training.frozen_base import FrozenBase
+from fusion.progress import Progress
+from fusion.training.frozen_base import FrozenBase, load_frozen_base
 from fusion.training.trainer import LoraTrainer, StepTime
 from tests.fusion.small import boxes, color_splits, plan_of
 

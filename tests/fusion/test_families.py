@@ -17,16 +17,14 @@ from pydantic import ValidationError
 from transformers import AutoConfig
 
 from fusion.block_diagonal.distil import distil
-from fusion.commands import fuse
 from fusion.data.samples import Sample, Splits
-from fusion.phases.plan_checked import PlanChecked, check_plan
-from fusion.plan.plan_file import read_plan_file
-from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
-from fusion.progress.progress import Progress
+from fusion.plan.check import PlanChecked, check_plan
+from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan, read_plan_file
+from fusion.progress import Progress
+from fusion.run import fuse
 from fusion.training.activation import invocation_tokens
 from fusion.training.collator import forward_samples
-from fusion.training.domain import Domain
-from fusion.training.frozen_base import FrozenBase
+from fusion.training.frozen_base import Domain, FrozenBase
 from fusion.training.trainer import LoraTrainer
 from tests.families import FAMILIES, MROPE_FAMILIES, build_model
 from tests.fusion.made import write_plan

@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fusion.data.samples import Sample, Splits, held_back
-from fusion.phases.data_ready import load_frozen_base, round_base
 from fusion.plan.schema import DomainPlan
-from fusion.progress.progress import Progress
-from fusion.training import precision
-from fusion.training.domain import Domain
+from fusion.progress import Progress
+from fusion.training import steps
 from fusion.training.features import FeatureCache
-from fusion.training.frozen_base import FrozenBase
+from fusion.training.frozen_base import Domain, FrozenBase, load_frozen_base, round_base
 from fusion.training.scoring import Evaluator
 from heads import Box
 from heads.boxes import into_windows, out_of_windows
@@ -143,8 +141,8 @@ CPU = torch.device("cpu")
 def test_bfloat16_only_where_it_is_allowed_and_faster(
     wanted: bool, faster: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda: faster)
-    with precision.mixed_precision(CPU, wanted):
+    monkeypatch.setattr(steps, "multiplies_bfloat16", lambda: faster)
+    with steps.mixed_precision(CPU, wanted):
         product = torch.ones(2, 3) @ torch.ones(3, 2)
     assert product.dtype == (torch.bfloat16 if wanted and faster else torch.float32)
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fusion.data.items import PARTS
 from fusion.data.load import DomainData
 from fusion.report.examples import contact_sheet
 from heads import Box
 from tests.fusion.made import load_plan, write_plan
 from vlora.errors import BadPlan
+from vlora.training.records import PARTS
 
 WIDTH, HEIGHT, COUNT = 48, 32, 12
 NAMES = ("car", "bus")

@@ -22,7 +22,10 @@ from fusion.packing.algorithm import (
     Packing,
     Score,
     TrainingResult,
+    at_random,
+    by_similarity,
     by_value,
+    hardest_first,
     names_of,
     pack,
     pack_best,
@@ -31,11 +34,9 @@ from fusion.packing.algorithm import (
 from fusion.packing.guided import BUDGET, pack_guided
 from fusion.packing.joint import pack_jointly
 from fusion.packing.oracle import MAX_DOMAINS, Oracle
-from fusion.packing.orders import at_random, by_similarity, hardest_first
 from fusion.packing.training_counts import max_trainings, min_trainings, trained_alone
-from fusion.phases.packing import orders_of, packing_of
-from fusion.phases.thresholds import thresholds_of
 from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold
+from fusion.run import orders_of, packing_of, thresholds_of
 from fusion.training.checkpoint import Checkpoint
 from fusion.training.run_cache import RunCache
 from tests.example_counts import scaled

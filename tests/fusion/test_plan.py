@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fusion
-from fusion.plan.plan_file import read_plan
+from fusion.plan.schema import read_plan
 from vlora.errors import BadPlan
 
 GOOD = """\

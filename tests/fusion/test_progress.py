@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import re
@@ -16,9 +17,9 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from fusion.progress.progress import Event, Progress, ProgressBars, WorkEnded, WorkStarted, WorkUpdated, duration
-from fusion.training.held_out_scores import HeldOutScores
+from fusion.progress import Event, Progress, ProgressBars, Work, duration
 from fusion.training.parallel_jobs import one_thread, run_in_parallel
+from fusion.training.scoring import HeldOutScores
 from tests.fusion.small import color_splits, plan_of, trainer_of, write_base
 from tests.processes import is_alive, until
 from vlora.cli import cli
@@ -119,11 +120,8 @@ def test_a_fork_sends_few_events_and_always_the_last(clock: Clock) -> None:
         for step in range(1000):
             clock.now += 0.001
             update(step + 1)
-    assert (
-        isinstance(sent[0], WorkStarted)
-        and isinstance(sent[-1], WorkEnded)
-        and sent[-2] == WorkUpdated(0, 1000, "", 1.0)
-    )
+    assert [event.ended for event in sent].count(True) == 1 and sent[-1].whole
+    assert (sent[0].work.done, sent[-1].work.done, sent[-1].work.share) == (0, 1000, 1.0)
     assert 5 < len(sent) < 12 and shown.getvalue() == ""
 
 
@@ -149,8 +147,8 @@ def test_held_out_scoring_takes_at_most_a_hundredth_of_the_time(clock: Clock) ->
 
 @pytest.mark.slow
 def test_progress_display_changes_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusion.training.held_out_scores.EVERY_S", 0.0)
-    monkeypatch.setattr("fusion.training.held_out_scores.SHARE", 1e9)
+    monkeypatch.setattr("fusion.training.scoring.EVERY_S", 0.0)
+    monkeypatch.setattr("fusion.training.scoring.SHARE", 1e9)
     plan = plan_of(write_base(tmp_path / "base"), ("colors",), steps=4, batch_size=4)
     states = []
     shown = io.StringIO()
@@ -200,11 +198,13 @@ def test_a_training_has_a_first_line_a_line_a_minute_and_a_last_one(clock: Clock
 def test_events_of_forks_are_shown_as_work_of_this_process(clock: Clock) -> None:
     progress, shown = log(clock)
     with progress:
-        for event in (WorkStarted(0, "training a", 10, "steps", 1), WorkUpdated(0, 5, "loss 1", 0.5)):
-            progress.receive("one", event)
-        progress.receive("two", WorkStarted(0, "training b", 10, "steps", 1))
+        work = Work(0, "training a", 10, "steps", 1, 0.0)
+        progress.receive("one", Event(work))
+        work = dataclasses.replace(work, done=5, facts="loss 1", share=0.5)
+        progress.receive("one", Event(work))
+        progress.receive("two", Event(Work(0, "training b", 10, "steps", 1, 0.0)))
         assert len(progress.totals.open) == 2 and progress.totals.done == 0.5
-        progress.receive("one", WorkEnded(0, True))
+        progress.receive("one", Event(work, ended=True, whole=True))
         progress.receive("two", None)  # it was killed
     assert progress.totals.finished == 1 and not progress.totals.open
     assert shown.getvalue().splitlines()[0] == "training a: 10 steps"

@@ -19,10 +19,10 @@ from rich.console import Console
 
 from fusion.data.samples import Sample, Splits
 from fusion.packing.algorithm import Score, TrainingResult, format_scores, pack
-from fusion.phases.report import page, timeline
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan
-from fusion.report.charts import capacity_points, curves_of, lanes_of
+from fusion.report.build import timeline
 from fusion.report.examples import Example, confusion_of, examples_of
+from fusion.report.page import capacity_points, curves_of, lanes_of, page
 from fusion.report.report import (
     AdapterReport,
     BrokenReport,

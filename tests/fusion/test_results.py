@@ -18,23 +18,20 @@ import numpy as np
 import pytest
 import torch
 
-from fusion import commands
-from fusion.commands import fuse
 from fusion.data.samples import Sample, Splits
+from fusion.folder import UNFINISHED, ResumeHint, refuse_foreign, refuse_to_overwrite, replace_results, same_command
 from fusion.packing.algorithm import Score
 from fusion.plan.schema import DomainPlan, Plan
-from fusion.report import results
-from fusion.report.results import refuse_foreign, refuse_to_overwrite, replace_results
+from fusion.run import fuse
 from fusion.training.checkpoint import Checkpoint, Key
 from fusion.training.fingerprint import ALL, Inputs, hash_of_processing, inputs_of
-from fusion.training.resume_hint import UNFINISHED, ResumeHint, same_command
 from tests.fusion.small import write_base, write_folders
 from tests.processes import until
 from tools.embedded_model.model import build_model
 from tools.embedded_model.processor import build_processor
 from vlora.errors import BadConfig, BadPlan
 from vlora.models import InputProcessor
-from vlora.plan_files.run_lock import lock_folder
+from vlora.run_folder import lock_folder, remove
 
 PLAN = "domains:\n  - {name: a, source: /nowhere, question: q, threshold: 0.5}\n"
 
@@ -88,13 +85,13 @@ def test_an_interrupted_replacement_leaves_no_report_and_can_be_repeated(
     """The adapters of both runs, which may be mixed, have different names."""
     write(tmp_path, "first", adapter="signs-digits")
 
-    def interrupted(path: Path, remove: Callable[[Path], None] = results.remove) -> None:
+    def interrupted(path: Path, remove: Callable[[Path], None] = remove) -> None:
         if path.name == stop_at:
             raise KeyboardInterrupt
         remove(path)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(results, "remove", interrupted)
+        patched.setattr("fusion.folder.remove", interrupted)
         with replace_results(tmp_path) as folder:
             write(folder, "second")
     assert not (tmp_path / "report.json").exists()
@@ -123,7 +120,7 @@ def test_an_earlier_run_is_deleted_only_with_restart(tmp_path: Path, monkeypatch
         finish(other, ONE)
         return SimpleNamespace(data={})
 
-    monkeypatch.setattr(commands, "check_plan", another_run_ends)
+    monkeypatch.setattr("fusion.run.check_plan", another_run_ends)
     with pytest.raises(BadConfig, match="1 finished training of a run that was stopped"):
         fuse(plan, other)
 
@@ -222,14 +219,16 @@ def test_a_process_that_dies_while_writing_stores_nothing(tmp_path: Path, monkey
     """Killed before the last rename: for the next process the training does not exist."""
     checkpoint = Checkpoint(tmp_path, resume=False)
 
-    def die(self: Path, target: Path) -> None:
+    def die(part: Path, target: Path) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "rename", die)
+        patched.setattr("os.replace", die)
+        patched.setattr("vlora.run_folder.remove", lambda path: None)
         for keep in (lambda: checkpoint.keep(KEY, 1.5, LOSSES, STATE), lambda: checkpoint.keep_packing(SCORE)):
             with pytest.raises(KeyboardInterrupt):
                 keep()
+    assert len(list(tmp_path.iterdir())) == 2
     assert Checkpoint(tmp_path, resume=True).trained(KEY) is None and not list(tmp_path.iterdir())
 
 

@@ -26,11 +26,10 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from fusion.commands import fuse
 from fusion.packing.algorithm import Packing, Score
-from fusion.phases.packing import packing_of
 from fusion.plan.schema import Plan
-from fusion.progress.progress import Progress, ProgressCallback
+from fusion.progress import Progress, ProgressCallback
+from fusion.run import fuse, packing_of
 from fusion.training.checkpoint import Checkpoint
 from fusion.training.collator import EncodedSample
 from fusion.training.objectives import HeadObjective
@@ -47,7 +46,7 @@ from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.errors import BadConfig, BadPlan
 from vlora.models import InputProcessor
-from vlora.plan_files.run_lock import lock_folder
+from vlora.run_folder import lock_folder
 from vlora.types import Request
 
 # -- killed at any file operation, with a trainer that only counts -----------------------------------------------------

@@ -22,19 +22,18 @@ from torch import nn
 from fusion.data.load import DomainData
 from fusion.data.samples import Sample, Splits, Target
 from fusion.embedded.object_names import NUMBERS
-from fusion.phases.plan_checked import LoraSize, PlanChecked
+from fusion.plan.check import LoraSize, PlanChecked
 from fusion.plan.estimate import Estimate
 from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold
 from fusion.plan.summary import POWER, print_summary, samples_needed
 from fusion.plan.tasks import MEANS, METRICS, TASKS
 from fusion.synthetic.streets import KINDS, ask_traffic, count_vehicles, find_things
 from fusion.teachers.labelling import TeacherResult
-from fusion.training.embedding import TextInput
+from fusion.training.collator import TextInput
 from fusion.training.frozen_base import Prompt, greedy
 from fusion.training.objectives import ForwardOutputs, answer_in_words, objective_of
-from fusion.training.scoring import score_with_bound
+from fusion.training.scoring import score_texts, score_with_bound
 from fusion.training.text_metrics import token_f1
-from fusion.training.zero_shot import score_texts
 from heads import Box, detection
 from tests.families import VOCAB, build_model, make_prompt
 from tests.fusion.small import boxes as pictures_with_boxes

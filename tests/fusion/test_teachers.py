@@ -24,10 +24,9 @@ from fusion.plan.schema import DomainPlan
 from fusion.synthetic.sources import load_source
 from fusion.teachers import TEACHERS, SmallNetwork
 from fusion.teachers.boxes import FromBoxes
-from fusion.teachers.classifier import classify
 from fusion.teachers.labelling import restrict_answers
 from fusion.teachers.opening import UserFunction, open_teacher
-from fusion.teachers.protocol import Teacher
+from fusion.teachers.protocol import Teacher, classify
 from fusion.training.objectives import objective_of
 from heads import Box
 from tests.fusion.made import load_plan, video, write_plan

@@ -19,20 +19,20 @@ from PIL import Image
 from rich.console import Console
 from transformers import AutoModelForImageTextToText
 
-from fusion.commands import fuse
 from fusion.data.frames import Picture
 from fusion.data.samples import Sample, Splits, Target
 from fusion.embedded import checkpoint_path
 from fusion.packing.algorithm import Score
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
+from fusion.run import fuse
 from fusion.training import collator
-from fusion.training.accumulate import backward_in_parts, halving
 from fusion.training.checkpoint import Checkpoint, State
 from fusion.training.collator import group_by_length
 from fusion.training.objectives import ForwardOutputs, HeadObjective
 from fusion.training.run_cache import RunCache
+from fusion.training.scoring import decode_in_parts, score_before_training
+from fusion.training.steps import backward_in_parts, halving
 from fusion.training.trainer import LoraTrainer
-from fusion.training.zero_shot import decode_in_parts, score_before_training
 from heads import Box, load_heads
 from tests.fusion.small import (
     COLORS,
@@ -209,7 +209,7 @@ def test_boxes_are_scored_as_they_are_served(mixed: LoraTrainer, tmp_path: Path)
     assert answers != [one.of_whole_pictures(plain.task.decode(rows, grids).value) for one, rows, grids in logits]
     assert any(answers)
     validation, own.validation = own.validation, own.validation[:1]
-    assert mixed.evaluator.calibrated("squares").task == served  # type: ignore[attr-defined]
+    assert mixed.evaluator.calibrated("squares").task == served  # type: ignore[union-attr]
     own.validation = validation
     mixed.adapter.restore(before)
     for name, kept in (("squares", True), ("colors", False)):  # only what calibration decides is kept from training

@@ -31,7 +31,6 @@ from benchmarks.searched_videos import (
 from fusion.data.samples import Sample, Splits
 from fusion.embedded import checkpoint_path, object_names, world
 from fusion.embedded.drawing import SIZE
-from fusion.embedded.evaluate import as_pixels
 from fusion.embedded.object_names import NUMBERS
 from fusion.embedded.questions import Question
 from fusion.embedded.world import texture
@@ -41,7 +40,15 @@ from fusion.synthetic.streets import SIDES, Street, Thing, draw_street, look_for
 from tools.embedded_model import unlearned_words
 from tools.embedded_model.conversations import Conversations
 from tools.embedded_model.model import IMAGE_TOKENS
-from tools.embedded_model.probes import DIRECTIONS, GIST_FEATURES, PATCH_FEATURES, SCALES, gist, patch_spectra
+from tools.embedded_model.probes import (
+    DIRECTIONS,
+    GIST_FEATURES,
+    PATCH_FEATURES,
+    SCALES,
+    as_pixels,
+    gist,
+    patch_spectra,
+)
 from tools.embedded_model.processor import build_processor, build_tokenizer
 from tools.embedded_model.unlearned_words import learned_tokens, separate_unlearned
 

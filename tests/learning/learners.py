@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.learning.scripted_model import ScriptedModel, write_content
-from vlora.learning.evaluation import Item
 from vlora.learning.learner import Learner
-from vlora.learning.plan import LearningEntry, LearningSettings
+from vlora.learning.plan import Item, LearningEntry, LearningSettings
 from vlora.learning.sample_store import AnsweredRequest, Corrector
 from vlora.training.plan import TrainingSettings
 

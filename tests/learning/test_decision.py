@@ -11,9 +11,18 @@ from scipy.stats import beta, betabinom
 
 from tests.example_counts import scaled
 from vlora.confidence import lower_bound, lower_bound_at_all_times
-from vlora.learning.decision import compare, confidence_of_look, why_not, why_roll_back
+from vlora.learning.decision import (
+    agreed,
+    bounded,
+    compare,
+    confidence_of_look,
+    latest_of_each,
+    most_of_tenant,
+    why_not,
+    why_roll_back,
+    without_each,
+)
 from vlora.learning.sample_store import Labelled, ServedCount
-from vlora.learning.selection import agreed, bounded, latest_of_each, most_of_tenant, without_each
 from vlora.types.learning import Comparison
 
 

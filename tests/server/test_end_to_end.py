@@ -31,7 +31,7 @@ from PIL import Image
 from transformers import AutoConfig
 
 import atmm
-from fusion.report.results import replace_results
+from fusion.folder import replace_results
 from heads import HeadSpec, TaskHead, save_heads
 from tests.engine.served_base import config as base_config
 from tests.engine.served_base import plain_model

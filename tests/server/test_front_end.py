@@ -557,10 +557,10 @@ async def test_a_change_that_cannot_be_kept_is_not_made(tmp_path: Path, monkeypa
     catalog = AdapterCatalog(ScriptedInterface(), Metrics(), "model", ByteProcessor())  # type: ignore[arg-type]
     await catalog.keep_in(AdapterState.open(tmp_path / "state"), {})
 
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path, data: bytes, mode: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("vlora.cluster.adapter_state.replace_file", full)
+    monkeypatch.setattr("vlora.cluster.adapter_state.write_whole", full)
     with pytest.raises(
         VLoraError, match=r"adapters.json cannot be written, so the adapters were not changed: No space"
     ):

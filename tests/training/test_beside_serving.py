@@ -31,7 +31,7 @@ from vlora.errors import BadConfig, BadPlan, BadRequest, OverCapacity, VLoraErro
 from vlora.lora import Registration
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import load_model
-from vlora.plan_files.run_lock import lock_folder
+from vlora.run_folder import lock_folder
 from vlora.training import LoraSettings, MicroStep, PackedTrainer, Sample, TrainableLora, Update
 from vlora.training.job import MAX_TRIES, TrainingJob
 from vlora.training.plan import read_plan
@@ -247,8 +247,8 @@ def test_a_training_does_not_continue_on_another_base_model(case: Case, layer: s
 def break_update(monkeypatch: pytest.MonkeyPatch, *, raises: bool) -> None:
     update = TrainableLora.update
 
-    def broken(adapter: TrainableLora, learning_rate: float | None = None) -> Update:
-        found = update(adapter, learning_rate)
+    def broken(adapter: TrainableLora) -> Update:
+        found = update(adapter)
         if adapter.name == "second" and raises:
             raise NO_MEMORY
         if adapter.name == "second":

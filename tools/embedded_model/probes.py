@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -16,6 +17,11 @@ from tools.embedded_model.processor import PATCH
 DIRECTIONS, SCALES = 4, 4
 PATCH_FEATURES = DIRECTIONS * SCALES + 1
 GIST_FEATURES = 4 * PATCH_FEATURES
+
+
+def as_pixels(frames: np.ndarray) -> torch.Tensor:
+    """Convert uint8 [n, 96, 96, 3] as the image processor does for this size: float [n, 3, 96, 96], -1 to 1."""
+    return torch.from_numpy(frames).permute(0, 3, 1, 2).float().div(127.5).sub(1).contiguous()
 
 
 def patch_spectra(pixels: torch.Tensor) -> torch.Tensor:

@@ -39,11 +39,11 @@ from torch.nn import functional
 from transformers import LlavaForConditionalGeneration
 
 from fusion.embedded import world
-from fusion.embedded.evaluate import accuracy_by_skill, as_pixels, format_accuracy
-from fusion.training.precision import mixed_precision
+from fusion.embedded.exam import accuracy_by_skill
+from fusion.training.steps import mixed_precision
 from tools.embedded_model.conversations import IGNORED, Conversations, TokenRows
 from tools.embedded_model.model import IMAGE_TOKENS, build_model
-from tools.embedded_model.probes import Probes, gist, normed, patch_spectra
+from tools.embedded_model.probes import Probes, as_pixels, gist, normed, patch_spectra
 from tools.embedded_model.processor import build_processor
 from tools.embedded_model.unlearned_words import learned_tokens, separate_unlearned
 
@@ -387,7 +387,8 @@ def main() -> None:
             _work(0, *work)
         else:
             torch.multiprocessing.spawn(_work, work, nprocs=arguments.workers)
-    print(format_accuracy(accuracy_by_skill(arguments.out, num_scenes=500, seed=1_000_001)))
+    for skill, value in accuracy_by_skill(arguments.out, num_scenes=500, seed=1_000_001).items():
+        print(f"{skill:<18} {100 * value.share:5.1f} %  of {value.num_questions}")
 
 
 if __name__ == "__main__":

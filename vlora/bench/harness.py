@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from vlora.bench.plots import Plot, draw, require_matplotlib
 from vlora.bench.report import Goal, Report, Row, environment, page
 from vlora.errors import BadConfig
-from vlora.plan_files.run_lock import lock_folder
+from vlora.run_folder import lock_folder
 
 BENCHES = {
     "step": "vlora.bench.step",

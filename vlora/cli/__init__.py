@@ -28,7 +28,7 @@ from vlora.cli import (  # noqa: F401  (they join their commands)
 from vlora.cli.group import cli
 from vlora.engine.host_resources import thread_waiting
 from vlora.errors import BadPlan, EngineDead, StepFailed, VLoraError
-from vlora.writing import NotWritten
+from vlora.run_folder import NotWritten
 
 __all__ = ["cli", "main"]
 

@@ -20,7 +20,7 @@ from vlora.cli.progress import counting, waiting
 from vlora.cli.repeated_flags import check_given_once
 from vlora.cli.server_flags import answer_option, json_option, print_json, server_option, wait_option
 from vlora.errors import BadConfig, BadImage, BadRequest
-from vlora.writing import writing
+from vlora.run_folder import write_whole, writing
 
 if TYPE_CHECKING:
     from apps.image_query import PictureAnswer
@@ -279,9 +279,7 @@ class AnswerFile:
                 kept[one.image] = line + b"\n"
         with writing(self._path):
             if kept:
-                part = self._path.with_name(f"{self._path.name}.part")
-                part.write_bytes(b"".join(kept.values()))
-                part.replace(self._path)
+                write_whole(self._path, b"".join(kept.values()), durable=False)
                 self._file = self._path.open("ab", buffering=0)
         return {*kept}
 

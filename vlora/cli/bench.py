@@ -19,7 +19,7 @@ from vlora.cli.server_flags import json_option, print_json
 from vlora.cli.settings import config_flags
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
-from vlora.writing import writing
+from vlora.run_folder import writing
 
 
 @cli.command()

@@ -19,7 +19,7 @@ from vlora.cli.progress import waiting
 from vlora.cli.server_flags import client_of, json_option, print_json
 from vlora.config import EngineConfig, Quantize
 from vlora.errors import BadConfig, BadPlan
-from vlora.writing import writing
+from vlora.run_folder import writing
 
 
 @cli.command()
@@ -71,8 +71,8 @@ def fuse(
     """
     import warnings
 
-    from fusion.plan.plan_file import read_plan_file
-    from fusion.training.resume_hint import ResumeHint, same_command
+    from fusion.folder import ResumeHint, same_command
+    from fusion.plan.schema import read_plan_file
 
     # Warnings of third-party libraries, addressed to their own callers.
     warnings.simplefilter("ignore", FutureWarning)
@@ -81,10 +81,10 @@ def fuse(
     file = read_plan_file(path)  # an error is reported before torch loads
     if check:
         with _loading():
-            from fusion import commands
+            from fusion.plan import summary
 
         sheet = path.with_name(f"{path.stem}-data.png") if path == plan else None  # none of a packaged plan
-        commands.explain(file, device=device, json_out=as_json, sheet=sheet)
+        summary.explain(file, device=device, json_out=as_json, sheet=sheet)
     elif out is None:
         raise click.UsageError("--out is missing: a folder for adapters and report (or --check, to train nothing)")
     elif dry_run and (restart or as_json):
@@ -92,9 +92,9 @@ def fuse(
         raise click.UsageError(f"--dry-run excludes {'--restart' if restart else '--json'}: {why}")
     elif dry_run:
         with _loading():
-            from fusion import commands
+            from fusion import run
 
-        commands.preview(file, out, device=device)
+        run.preview(file, out, device=device)
     elif resume and restart:
         raise click.UsageError("--resume and --restart exclude each other; give one of them")
     else:
@@ -111,9 +111,9 @@ def fuse(
             replacing = functools.partial(replacing_served, server)
         with ends_with(lambda: f"{resume_hint}; resume with: {same_command(sys.argv, resume_hint.option)}"):
             with _loading():  # an interrupt during the imports is handled in the same way
-                from fusion import commands
+                from fusion import run
 
-            report = commands.fuse(
+            report = run.fuse(
                 file,
                 out,
                 device=device,
@@ -187,8 +187,8 @@ def convert_bd(
 
     with _loading():
         from fusion.block_diagonal.convert import convert
-        from fusion.plan.plan_file import read_plan_file
-        from fusion.progress.progress import Progress
+        from fusion.plan.schema import read_plan_file
+        from fusion.progress import Progress
 
     warnings.simplefilter("ignore", FutureWarning)
     out = out or adapter.with_name(f"{adapter.name}-bd{blocks}")
@@ -310,8 +310,7 @@ def model_eval(
     from transformers import AutoProcessor
 
     from fusion.embedded import checkpoint_path
-    from fusion.embedded.exam import examine
-    from fusion.embedded.quantized_exam import compare
+    from fusion.embedded.exam import compare, examine
     from vlora.bench.report import Goal, Report
     from vlora.models.pretrained import from_pretrained
 

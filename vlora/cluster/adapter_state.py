@@ -7,7 +7,6 @@ on the disk, so a crash at any time leaves the former state or the new one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import os
 from collections.abc import Mapping
@@ -17,8 +16,8 @@ import msgspec
 
 from vlora.cluster.process_lock import locked
 from vlora.errors import BadConfig, VLoraError, listed
+from vlora.run_folder import NotWritten, remove_unfinished, write_whole
 from vlora.types import ErrorValue
-from vlora.writing import NotWritten
 
 FILE, LOCK = "adapters.json", "adapters.lock"
 
@@ -109,6 +108,7 @@ class AdapterState:
             if (lock := locked(self.folder / LOCK)) is None:
                 raise BadConfig(f"another server uses {self.folder}; give each server a folder of its own")
             self._lock_file = lock
+            remove_unfinished(self.folder)
             data = (self.folder / FILE).read_bytes()
             stored = msgspec.json.decode(data, type=_Stored)
         except FileNotFoundError as error:
@@ -189,7 +189,7 @@ class AdapterState:
         if self.folder is None:
             return
         data = msgspec.json.format(msgspec.json.encode(_Stored(dict(adapters), self._given)), indent=1)
-        writing = asyncio.ensure_future(asyncio.to_thread(replace_file, self.folder / FILE, data))
+        writing = asyncio.ensure_future(asyncio.to_thread(write_whole, self.folder / FILE, data, mode=0o600))
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
@@ -199,27 +199,6 @@ class AdapterState:
             raise NotWritten(
                 f"{self.folder / FILE} cannot be written, so the adapters were not changed: {error.strerror}"
             ) from error
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file's content: after a crash, it has the former content or the new one. Raises OSError."""
-    new = path.with_name(path.name + ".new")
-    try:
-        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(file, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(file)
-        os.replace(new, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)  # the rename
-    finally:
-        os.close(folder)
 
 
 def _changed(

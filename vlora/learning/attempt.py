@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from vlora.learning.sample_store import Labelled
+from vlora.run_folder import write_whole
 from vlora.training.plan import TrainingSettings
 from vlora.training.records import FILE_NAME, Record
 
@@ -91,9 +92,7 @@ class Attempt:
         entry |= {"register_adapter": False, "bad_records": "skip"}
         if start is not None:
             entry["start"] = str(start)
-        part = self.plan.with_suffix(".part")
-        part.write_text(yaml.safe_dump({"folder": _OUT, "trainings": [entry]}))
-        part.rename(self.plan)
+        write_whole(self.plan, yaml.safe_dump({"folder": _OUT, "trainings": [entry]}).encode(), durable=False)
 
     def remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from vlora.errors import BadConfig
+from vlora.run_folder import append
 
 log = logging.getLogger(__name__)
 
@@ -71,23 +70,7 @@ class AuditLog:
         at = self._clock()
         text = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
         entry = Entry(at=at, time=text, event=event, by=by, **fields)
-        line = msgspec.json.encode(entry) + b"\n"
-        descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        size = os.fstat(descriptor).st_size
-        try:
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                line = b"\n" + line  # after a line that a full disk has cut
-            if os.write(descriptor, line) != len(line):
-                raise OSError(f"the audit log {self._file} cannot be written: the disk is full")
-            os.fsync(descriptor)
-        except OSError:
-            with contextlib.suppress(OSError):  # a whole line would count after a restart
-                os.ftruncate(descriptor, size)
-            raise
-        finally:
-            os.close(descriptor)
-        if not size:
-            sync_folder(self._file.parent)
+        append(self._file, msgspec.json.encode(entry) + b"\n")
         self.entries.append(entry)
         return entry
 
@@ -134,12 +117,3 @@ def _read(file: Path) -> Iterator[Entry]:
                 yield msgspec.json.decode(line, type=Entry)
             except (msgspec.DecodeError, json.JSONDecodeError, UnicodeDecodeError):
                 log.warning("%s, line %d is no entry of an audit log and is ignored", file, number)
-
-
-def sync_folder(folder: Path) -> None:
-    """Write a folder's names to disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,14 +17,12 @@ import msgspec
 from vlora.errors import AdapterChanged, BadConfig, BadRequest, EngineDead, VLoraError
 from vlora.learning.attempt import Attempt, remove_others
 from vlora.learning.audit_log import SERVER
-from vlora.learning.decision import why_roll_back
-from vlora.learning.evaluation import Interrupted, ServedModel, Version
-from vlora.learning.evaluator import Compared, Evaluator
+from vlora.learning.decision import agreed, bounded, why_roll_back
+from vlora.learning.evaluation import Compared, Evaluator, Interrupted, ServedModel, Version
 from vlora.learning.plan import LearningEntry
 from vlora.learning.sample_store import Labelled, SampleStore
-from vlora.learning.selection import agreed, bounded
 from vlora.learning.versions import Versions, describe, origin_of
-from vlora.plan_files.run_lock import lock_folder
+from vlora.run_folder import lock_folder
 from vlora.types.learning import Comparison, LearningStatus
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from pydantic import Field, field_validator
 
-from vlora.learning.evaluation import Item
 from vlora.plan_files.errors import PlanErrors
 from vlora.plan_files.fields import AdapterName, Number, PlanModel, PlanPath, Whole, check_names
 from vlora.plan_files.reading import read_model
@@ -67,6 +66,15 @@ class LearningPlan(PlanModel):
     def _unique(cls, adapters: list[LearningSettings]) -> list[LearningSettings]:
         check_names((one.name for one in adapters), "adapters")
         return adapters
+
+
+class Item(NamedTuple):
+    """A question with its right answer. image: a file. number: of the live record that has the picture instead."""
+
+    question: str
+    label: str
+    image: Path | None = None
+    number: int | None = None
 
 
 class LearningEntry(NamedTuple):

@@ -16,15 +16,15 @@ import msgspec
 
 from vlora.adapter_files import CONFIG_FILE, DOMAINS_FILE, HEAD_FILES, WEIGHTS_FILE, content_hash
 from vlora.errors import AdapterChanged, BadAdapter, BadConfig, BadRequest, VLoraError
-from vlora.learning.audit_log import SERVER, AuditLog, Event, Served, sync_folder
+from vlora.learning.audit_log import SERVER, AuditLog, Event, Served
 from vlora.learning.evaluation import ServedModel
 from vlora.learning.sample_store import SampleStore
 from vlora.lora.peft_format import read_config
+from vlora.run_folder import UNFINISHED, remove, sync
 from vlora.types.learning import AdapterVersion, Comparison, VersionState
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_PART = "incoming.part"
 
 
 class VersionFolder:
@@ -36,11 +36,13 @@ class VersionFolder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._remove(folder / _PART)
+        for left in folder.iterdir():  # of a process that was killed: no hash
+            if not left.name.isalnum():
+                remove(left)
 
     @property
     def versions(self) -> list[str]:
-        found = [one for one in self._folder.iterdir() if one.is_dir() and one.name != _PART]
+        found = [one for one in self._folder.iterdir() if one.is_dir() and one.name.isalnum()]
         return [one.name for one in sorted(found, key=lambda one: one.stat().st_mtime_ns)]
 
     def path(self, version: str) -> Path:
@@ -55,28 +57,28 @@ class VersionFolder:
         Raises:
             BadAdapter: The files cannot be copied, or there are task heads.
         """
-        part = self._folder / _PART
+        part = self._folder / f"{UNFINISHED}copy"
         read_config(source)
         if headed := [name for name in HEAD_FILES if (source / name).exists()]:
             raise BadAdapter(f"{source} has task heads ({headed[0]}), which later versions would lack; it cannot learn")
         try:
-            self._remove(part)
+            remove(part)
             part.mkdir()
             declared = [
                 place / DOMAINS_FILE for place in (source, self.path(before)) if (place / DOMAINS_FILE).exists()
             ]
             for file in (source / CONFIG_FILE, source / WEIGHTS_FILE, *declared[:1]):
                 shutil.copyfile(file, part / file.name)
-                _sync_file(part / file.name)
-            sync_folder(part)
+                sync(part / file.name)
+            sync(part)
             version = content_hash(part)
             if self.path(version).is_dir() and self.is_intact(version):
                 os.utime(self.path(version))
-                self._remove(part)
+                remove(part)
             else:
-                self._remove(self.path(version))
+                remove(self.path(version))
                 part.rename(self.path(version))
-            sync_folder(self._folder)
+            sync(self._folder)
         except OSError as error:
             raise BadAdapter(f"the adapter in {source} cannot be copied to {self._folder}: {error}") from error
         return version
@@ -91,15 +93,7 @@ class VersionFolder:
         """Remove the oldest contents above `most`, but none of `kept`."""
         others = [one for one in self.versions if one not in kept]
         for version in others[: max(0, len(others) + len(kept) - most)]:
-            self._remove(self.path(version))
-
-    def _remove(self, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sync_file(file: Path) -> None:
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
+            shutil.rmtree(self.path(version), ignore_errors=True)
 
 
 class Versions:

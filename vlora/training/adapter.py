@@ -170,12 +170,8 @@ class TrainableLora:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def update(self, learning_rate: float | None = None) -> Update:
-        """Step the optimizer with the mean gradient over all tokens since the previous update.
-
-        Args:
-            learning_rate: Replaces that of the settings, for schedules.
-        """
+    def update(self) -> Update:
+        """Step the optimizer with the mean gradient over all tokens since the previous update."""
         self._check_idle("update")
         gradient, count = self._parameters.grad, self._num_tokens
         assert gradient is not None and count, f"adapter {self.name} has no gradient; run a micro-step first"
@@ -185,8 +181,6 @@ class TrainableLora:
         if found.applied:
             if self.settings.max_norm is not None:
                 gradient.mul_(min(1.0, self.settings.max_norm / (norm + 1e-6)))
-            if learning_rate is not None:
-                self._optimizer.param_groups[0]["lr"] = learning_rate
             self._optimizer.step()
             self._refresh()
         self.drop()

@@ -9,9 +9,7 @@ import itertools
 import json
 import logging
 import math
-import os
 import pickle
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vlora.errors import BadConfig, BadPlan
-from vlora.plan_files.run_lock import lock_folder
+from vlora.run_folder import lock_folder, remove, remove_unfinished, whole, write_whole
 from vlora.training.adapter import LoraSettings, TrainableLora
 from vlora.training.micro_step import Loss
 from vlora.training.progress import Phase, Progress, RecordOrder
@@ -73,6 +71,7 @@ class TrainingJob:
         self._not_locked: BadConfig | None = None
         try:
             self._lock.enter_context(lock_folder(folder))
+            remove_unfinished(folder)
         except BadConfig as error:
             self._not_locked = error
         try:
@@ -302,13 +301,8 @@ class TrainingJob:
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Replace the checkpoint's file as a whole. May be called in another thread."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        part = self._checkpoint.with_suffix(".part")
-        try:
+        with whole(self._checkpoint, durable=False) as part:
             torch.save(checkpoint, part)
-            os.replace(part, self._checkpoint)
-        except BaseException:
-            part.unlink(missing_ok=True)  # the disk is full, perhaps
-            raise
         if not self._is_saved:
             self._is_saved = True
             self._tries.unlink(missing_ok=True)
@@ -316,11 +310,9 @@ class TrainingJob:
     def save_adapter(self) -> None:
         """Write the adapter's folder as a whole. May be called in another thread once no micro-step runs."""
         assert self.adapter is not None
-        part = self.folder / "adapter.part"
-        shutil.rmtree(part, ignore_errors=True)
-        self.adapter.save(part)
-        shutil.rmtree(self.adapter_folder, ignore_errors=True)
-        os.replace(part, self.adapter_folder)
+        with whole(self.adapter_folder, durable=False) as part:
+            self.adapter.save(part)
+            remove(self.adapter_folder)
 
     def end(self, state: TrainingState, error: str | None = None) -> None:
         """Write the summary. The checkpoint of a finished training is removed; others continue from theirs."""
@@ -333,12 +325,11 @@ class TrainingJob:
             "state": state,
             "error": error,
         }
-        part = self._summary.with_suffix(".part")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             # In the engine's thread, with all losses: `asdict` and `indent` would take many times as long.
-            part.write_text(json.dumps({**head, "progress": vars(self.progress)}) + "\n")
-            os.replace(part, self._summary)
+            text = json.dumps({**head, "progress": vars(self.progress)}) + "\n"
+            write_whole(self._summary, text.encode(), durable=False)
             if state == "finished":
                 self._checkpoint.unlink(missing_ok=True)
         except OSError as problem:

@@ -9,19 +9,24 @@ import os
 import random
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from vlora.plan_files.errors import PlanErrors
 from vlora.wording.shown import shown
 
+Part = Literal["train", "validation", "test"]
+PARTS: tuple[Part, ...] = ("train", "validation", "test")
+PART_NAMES: dict[str, Part] = {  # in lower case, as tools write them
+    **{"train": "train", "training": "train", "val": "validation", "valid": "validation", "validation": "validation"},
+    **{"test": "test", "testing": "test", "testa": "test", "testb": "test"},  # RefCOCO's: people, and other objects
+}
 FILE_NAME = "questions.jsonl"
 MAX_BYTES = 256 * 2**20
 """Of a file: records are kept in memory."""
 MAX_NAMED = 8
 """Reasons that are kept, of records that cannot be used. All are counted."""
-_PARTS = ("train", "validation", "test")
 
 
 class Record(NamedTuple):
@@ -59,8 +64,8 @@ def read_records(
 ) -> Records:
     """Read rows answer[, question, image, split, group].
 
-    Rows with a `split` of validation are held out, those of test are ignored. Without any, a share is drawn; rows of
-    one group, else of one image, are in one part.
+    Rows with a `split` of validation are held out, those of test are ignored; names are those of `vlora fuse`. Without
+    any, a share is drawn; rows of one group, else of one image, are in one part.
 
     Args:
         path: A JSONL file, or a folder with `questions.jsonl`. Images are relative to its folder.
@@ -69,19 +74,19 @@ def read_records(
             used. Otherwise each is an error.
     """
     file = path / FILE_NAME if path.is_dir() else path
-    found: list[tuple[Record, str | None, str]] = []
+    found: list[tuple[Record, Part | None, str]] = []
     bad: list[str] = []
     digest = hashlib.blake2b(digest_size=16)
-    for place, line in _lines(file, errors):
+    for number, row in json_rows(_content(file, errors)):
+        place = f"{file}, line {number}"
         try:
-            row = _row(line)
-            record, part = _record(file.parent, place, row, question, needs_image=not skips), row.get("split")
+            record, part = _record(file.parent, place, row, question, needs_image=not skips)
         except _BadLine as error:
             bad.append(f"{place}: {error}")
             continue
-        group = str(row.get("group") or record.image or place)
-        found.append((record, part, group))
-        digest.update(json.dumps([record.question, record.answer, str(row.get("image")), part]).encode())
+        assert isinstance(row, dict)
+        found.append((record, part, str(row.get("group") or record.image or place)))
+        digest.update(json.dumps([record.question, record.answer, str(row.get("image")), row.get("split")]).encode())
     if not skips or too_many(len(bad), len(bad) + len(found)):
         for problem in bad:
             errors.add(problem, "data")
@@ -91,6 +96,24 @@ def read_records(
     kept = tuple(record for record, part, group in found if part == "train" or (part is None and group not in drawn))
     held = tuple(record for record, part, group in found if part == "validation" or group in drawn)
     return Records(kept, held, digest.hexdigest(), len(bad), tuple(bad[:MAX_NAMED]))
+
+
+def json_rows(data: bytes) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """The number of each line that is not empty, from 1, with its object, or why it has none."""
+    # `splitlines` of text divides at characters that JSON may contain.
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode())
+            if b"\\u" in line:
+                json.dumps(row, ensure_ascii=False).encode()  # refuses unpaired surrogates, which JSON allows
+        except UnicodeDecodeError:
+            yield number, "is not UTF-8 text"
+        except (ValueError, RecursionError) as error:
+            yield number, f"is not JSON: {error}"
+        else:
+            yield number, row if isinstance(row, dict) else f"is {type(row).__name__}; a row must be an object"
 
 
 def too_many(num_bad: int, num_records: int) -> bool:
@@ -126,35 +149,22 @@ def unreadable(file: Path) -> str | None:
     return None
 
 
-def _lines(file: Path, errors: PlanErrors) -> Iterator[tuple[str, bytes]]:
-    """The lines that are not empty, each with its place."""
-    if problem := unreadable(file):
-        errors.add(f"{file} {problem}", "data")
-        return
-    try:
-        text = file.read_bytes().removeprefix(codecs.BOM_UTF8)
-        lines = text.split(b"\n")  # `splitlines` of text divides at characters that JSON may contain
-    except OSError as error:
-        errors.add(f"{file} cannot be read: {error.strerror}", "data")
-        return
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield f"{file}, line {number}", line
+def _content(file: Path, errors: PlanErrors) -> bytes:
+    problem = unreadable(file)
+    if not problem:
+        try:
+            return file.read_bytes()
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+    errors.add(f"{file} {problem}", "data")
+    return b""
 
 
-def _row(line: bytes) -> Mapping[str, Any]:
-    try:
-        row = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise _BadLine("is not UTF-8 text") from error
-    except (ValueError, RecursionError) as error:
-        raise _BadLine(f"not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise _BadLine("is not an object with the fields `question` and `answer`")
-    return row
-
-
-def _record(folder: Path, place: str, row: Mapping[str, Any], question: str | None, *, needs_image: bool) -> Record:
+def _record(
+    folder: Path, place: str, row: dict[str, Any] | str, question: str | None, *, needs_image: bool
+) -> tuple[Record, Part | None]:
+    if isinstance(row, str):
+        raise _BadLine(row)
     asked, answer, image, part = row.get("question", question), row.get("answer"), row.get("image"), row.get("split")
     if not isinstance(answer, str) or not answer.strip():
         raise _BadLine(f"`answer` is {shown(answer)}; it must be text")
@@ -162,6 +172,7 @@ def _record(folder: Path, place: str, row: Mapping[str, Any], question: str | No
         raise _BadLine(f"`question` is {shown(asked)}; it must be text (or set `question` in the plan)")
     if image is not None and not (isinstance(image, str) and (not needs_image or os.path.isfile(folder / image))):
         raise _BadLine(f"`image` is {shown(image)}; there is no such file in {folder}")
-    if part is not None and part not in _PARTS:
-        raise _BadLine(f"`split` is {shown(part)}; use one of {', '.join(_PARTS)}")
-    return Record(asked, answer, None if image is None else folder / image, place)
+    if part is not None and str(part).lower() not in PART_NAMES:
+        raise _BadLine(f"`split` is {shown(part)}; use one of {', '.join(PARTS)}")
+    record = Record(asked, answer, None if image is None else folder / image, place)
+    return record, None if part is None else PART_NAMES[part.lower()]

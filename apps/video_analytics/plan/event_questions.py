@@ -14,7 +14,7 @@ import msgspec
 from apps.video_analytics.plan.events import Happened
 from vlora.client import Answer, Client
 from vlora.errors import VLoraError
-from vlora.writing import writing
+from vlora.run_folder import writing
 
 _MOST_PENDING = 8  # questions of a camera: a flood of events must not delay its clips or fill the memory
 

@@ -1,4 +1,4 @@
-"""What the phases with training share: the trainer and its run cache, and parallel processes."""
+"""What the trainings of a run share: its encoded data, and the trainer with the cache of finished trainings."""
 
 from __future__ import annotations
 
@@ -8,37 +8,86 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fusion.packing.algorithm import Adapter, Packing
-from fusion.phases.data_ready import DataReady
-from fusion.progress.progress import Progress
+from fusion.plan.check import PlanChecked
+from fusion.plan.schema import Plan
+from fusion.progress import Progress
 from fusion.training.checkpoint import Checkpoint, State
-from fusion.training.fingerprint import ALL, Inputs
+from fusion.training.fingerprint import ALL, Inputs, hash_of_processing, inputs_of
+from fusion.training.frozen_base import Domain, FrozenBase, load_frozen_base
 from fusion.training.parallel_jobs import Job, RunAhead, one_thread, run_in_parallel
 from fusion.training.run_cache import RunCache
 from fusion.training.trainer import LoraTrainer
+from vlora.errors import BadPlan
+from vlora.plan_files.errors import PlanErrors
+
+
+@dataclasses.dataclass(frozen=True)
+class RunData:
+    """The base model and the domains encoded for it, in the plan's order.
+
+    teacher_scores: validation score of each teacher, by domain. inputs: everything that the run's trainings depend on.
+    """
+
+    plan: Plan
+    base: FrozenBase
+    domains: Mapping[str, Domain]
+    teacher_scores: Mapping[str, float]
+    inputs: Inputs
+
+
+def prepare_data(checked: PlanChecked, out: Path, progress: Progress, *, device: str, encode: bool = True) -> RunData:
+    """Load the base model and, if `encode`, all samples for it, else those that are used; image features are stored in
+    OUT/features.
+
+    Raises:
+        BadPlan: the base model cannot process a sample; with its domain's place in the plan.
+        BadConfig: a part of the base model is missing.
+    """
+    plan = checked.plan
+    base = load_frozen_base(plan, device, progress, features=out / "features")
+    splits = {name: data.splits for name, data in checked.data.items()}
+    inputs = inputs_of(plan, splits, base.weights, hash_of_processing(base.processor), device, progress)
+    errors, domains = PlanErrors(checked.text), {}
+    for index, domain in enumerate(plan.domains):
+        domains[domain.name] = Domain(domain, splits[domain.name], base)
+        try:
+            if encode:
+                domains[domain.name].encode()
+        except BadPlan as error:
+            errors.inside("domains", index).add(str(error))
+    errors.raise_if_any()
+    return RunData(plan, base, domains, checked.teacher_scores, inputs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Session:
     """cache: every training of the run, stored in checkpoint. run_ahead: runs trainings in parallel, or does nothing
-    with one worker. jointly: the plan trains all domains of an adapter jointly."""
+    with one worker."""
 
+    data: RunData
     trainer: LoraTrainer
     cache: RunCache
     checkpoint: Checkpoint
     run_ahead: RunAhead
     progress: Progress
-    jointly: bool
 
     def state(self, packing: Packing, adapter: Adapter) -> State:
         """Weights of an adapter in the plan's packing."""
         if adapter in packing.histories:
             return self.cache.state_of(packing.histories[adapter], adapter)
-        return self.cache.state_together(adapter) if self.jointly else self.cache.state(adapter)
+        jointly = self.data.plan.packing == "jointly"
+        return self.cache.state_together(adapter) if jointly else self.cache.state(adapter)
 
 
 @contextlib.contextmanager
 def training_session(
-    data: DataReady, out: Path, progress: Progress, *, resume: bool, workers: int, on_cleared: Callable[[], None]
+    data: RunData,
+    out: Path,
+    progress: Progress,
+    *,
+    resume: bool,
+    workers: int = 1,
+    on_cleared: Callable[[], None] = lambda: None,
 ) -> Iterator[Session]:
     """Create the trainer and open OUT/checkpoint.
 
@@ -50,7 +99,7 @@ def training_session(
         workers: number of parallel trainings.
         on_cleared: called after an earlier run's trainings have been deleted, or kept.
     """
-    plan, parallel = data.plan, workers > 1
+    parallel = workers > 1
 
     def run_ahead(jobs: Sequence[Job]) -> None:
         if parallel and jobs:
@@ -58,15 +107,15 @@ def training_session(
             run_in_parallel(jobs, workers, progress)
 
     with one_thread() if parallel else contextlib.nullcontext():
-        trainer = LoraTrainer(data.base, data.domains, plan, progress=progress)
+        trainer = LoraTrainer(data.base, data.domains, data.plan, progress=progress)
         # Opened only now, so that a plan that is refused above deletes nothing.
         checkpoint = Checkpoint(out / "checkpoint", resume=resume)
         on_cleared()
         if stored := checkpoint.inputs():
             for line in _reused(data.inputs, stored):
                 progress.say(line)
-        cache = RunCache(trainer, checkpoint, data.inputs, rehearsal=plan.training.rehearsal, progress=progress)
-        yield Session(trainer, cache, checkpoint, run_ahead, progress, jointly=plan.packing == "jointly")
+        cache = RunCache(trainer, checkpoint, data.inputs, rehearsal=data.plan.training.rehearsal, progress=progress)
+        yield Session(data, trainer, cache, checkpoint, run_ahead, progress)
 
 
 def _reused(inputs: Inputs, stored: Sequence[Mapping[str, Mapping[str, str]]]) -> Iterator[str]:

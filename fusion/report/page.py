@@ -1,14 +1,17 @@
-"""The report's charts: packing over time (V-LoRA figure 10), and accuracy by number of domains (figure 5) as SVG."""
+"""The report as a page: packing over time (V-LoRA figure 10), and accuracy by number of domains (figure 5) as SVG."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 from xml.etree import ElementTree
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fusion.report.report import StepReport
+from fusion.report.examples import Example
+from fusion.report.report import FusionReport, StepReport
 
 # Colour-blind safe: Okabe and Ito's palette, and two of Tol's colours.
 COLORS = (
@@ -115,3 +118,37 @@ def ticks_of(total: float) -> list[float]:
 def _add(parent: ElementTree.Element, tag: str, kind: str, **attributes: float | str) -> ElementTree.Element:
     text = {name: value if isinstance(value, str) else f"{value:.1f}" for name, value in attributes.items()}
     return ElementTree.SubElement(parent, tag, {"class": kind, **text})
+
+
+def page(report: FusionReport, examples: Mapping[str, Sequence[Example]]) -> str:
+    """Render the page; its links to adapters are relative to its folder. examples: by domain."""
+    environment = Environment(
+        loader=PackageLoader("fusion.report", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    thresholds = {domain.name: domain.threshold for domain in report.domains}
+    points = capacity_points(report.timeline)
+    total = max((step.begin + step.seconds for step in report.timeline), default=1.0)
+    return environment.get_template("report.html.j2").render(
+        report=report,
+        rules={domain["name"]: _rule(domain["threshold"]) for domain in report.plan["domains"]},
+        lanes=lanes_of(report.timeline, [adapter.domains for adapter in report.adapters]),
+        outcome_of=functools.partial(outcome_of, thresholds=thresholds),
+        total=total,
+        ticks=ticks_of(total),
+        lowest=min((value for step in report.timeline for value in step.values.values()), default=0.0),
+        capacity=capacity_chart(points) if points else "",
+        curves=curves_of(points),
+        examples=examples,
+    )
+
+
+def _rule(threshold: object) -> str:
+    """The rule that set a threshold."""
+    if not isinstance(threshold, Mapping):
+        return "given"
+    rule = str(threshold["relative_to"])
+    return f"{rule} minus {threshold['minus']:g}" if threshold["minus"] else rule

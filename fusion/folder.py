@@ -1,19 +1,20 @@
-"""A run's results in its folder: adapters, test data and report, replaced together; files of others stay."""
+"""The folder of a run: its results, which are replaced together, and its trainings; files of others stay."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
+import shlex
 import shutil
+import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fusion.training.resume_hint import UNFINISHED
 from vlora.errors import BadConfig
-from vlora.writing import NotWritten, writing
+from vlora.run_folder import UNFINISHED, NotWritten, remove, writing
 
 _REPORT = "report.json"  # removed first and written last: if it exists, all other results are of the same run
 _NAMES = ("adapters", "test", "report.html", _REPORT)
@@ -21,7 +22,7 @@ _STAGED = "results.unfinished"
 _REPLACED = "replaced.json"  # in the staged results: the report of the results that they replace
 # Names of files and folders in a run's other folders.
 _TRAININGS = re.compile(rf"packing\.json|[0-9a-f]{{24}}|{UNFINISHED}.*")
-_FEATURES = re.compile(r"[0-9a-f]{64}\.(safetensors|\d+)")
+_FEATURES = re.compile(rf"[0-9a-f]{{64}}\.(safetensors|\d+)|{UNFINISHED}.*")
 
 
 @contextlib.contextmanager
@@ -89,14 +90,6 @@ def refuse_to_overwrite(out: Path) -> None:
         )
 
 
-def remove(path: Path) -> None:
-    """Delete a folder or a file, if it exists."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def _reports(out: Path) -> list[dict[str, Any]]:
     """The reports of earlier runs in OUT, of which a run that was killed may have left several."""
     places = (out / _REPORT, out / _STAGED / _REPORT, out / _STAGED / _REPLACED)
@@ -125,3 +118,50 @@ def _others(folder: Path, own: re.Pattern[str]) -> list[str]:
     others = [name for name in names if not own.fullmatch(name)]
     more = f" and {len(others) - 1} more" if len(others) > 1 else ""
     return [f"{folder.name}/ ({others[0]}{more})"] if others else []
+
+
+class ResumeHint:
+    """The finished trainings of a run, counted on disk on each access.
+
+    Args:
+        restart: the run deletes the trainings of an earlier run.
+    """
+
+    def __init__(self, out: Path, *, restart: bool) -> None:
+        self._folder = out / "checkpoint"
+        self._deletes = restart
+
+    def mark_cleared(self) -> None:
+        """Record that the trainings of an earlier run are deleted; those found later are this run's own."""
+        self._deletes = False
+
+    @property
+    def option(self) -> str:
+        """The option with which to continue: --resume, or --restart if nothing has been deleted yet."""
+        return "--restart" if self._deletes else "--resume"
+
+    def __str__(self) -> str:
+        if self._deletes:
+            return "nothing was deleted or trained yet"
+        found = self._folder.glob("*/trained.json")
+        count = sum(not file.parent.name.startswith(UNFINISHED) for file in found)
+        if not count:
+            return "no training was finished"
+        return f"{count} finished training{'s' * (count > 1)} kept in {self._folder}"
+
+
+def same_command(argv: Sequence[str], option: str) -> str:
+    """A shell command that runs `vlora fuse` again with either --resume or --restart.
+
+    Args:
+        argv: `sys.argv` of this process.
+        option: replaces either option in it.
+    """
+    program, *arguments = argv
+    if Path(program).name == "__main__.py":
+        command = [sys.executable, "-m", "vlora.cli"]
+    else:
+        name = Path(program).name
+        command = [name if shutil.which(name) == program else program]
+    left = [argument for argument in arguments if argument not in ("--resume", "--restart")]
+    return shlex.join([*command, *left, option])

@@ -239,28 +239,12 @@ class ProgressCallback(Protocol):
         """
 
 
-class WorkStarted(NamedTuple):
-    number: int
-    what: str
-    total: int
-    unit: str
-    trainings: int
+class Event(NamedTuple):
+    """Work of a fork as it is now. ended: whether it has ended, and whole: whether without an exception."""
 
-
-class WorkUpdated(NamedTuple):
-    number: int
-    done: int
-    facts: str
-    share: float
-
-
-class WorkEnded(NamedTuple):
-    number: int
-    whole: bool
-
-
-Event = WorkStarted | WorkUpdated | WorkEnded
-"""An event of work in a fork; `number` is unique within the fork."""
+    work: Work
+    ended: bool = False
+    whole: bool = False
 
 
 class Progress:
@@ -333,18 +317,17 @@ class Progress:
 
     def receive(self, fork: Hashable, event: Event | None) -> None:
         """Show an event of a fork; None when the fork has ended."""
-        match event:
-            case None:
-                for key in [key for key in self._from_forks if key[0] == fork]:
-                    self._close(self._from_forks.pop(key), whole=False)
-            case WorkStarted(number, what, total, unit, trainings):
-                work = Work(number, what, total, unit, trainings, self.clock())
-                self._from_forks[fork, number] = work
-                self._open(work)
-            case WorkUpdated(number, done, facts, share):
-                self._move(self._from_forks[fork, number], done, facts, share)
-            case WorkEnded(number, whole):
-                self._close(self._from_forks.pop((fork, number)), whole=whole)
+        if event is None:
+            for key in [key for key in self._from_forks if key[0] == fork]:
+                self._close(self._from_forks.pop(key), whole=False)
+            return
+        key = fork, event.work.number
+        if key not in self._from_forks:
+            self._from_forks[key] = dataclasses.replace(event.work, begun=self.clock())
+            self._open(self._from_forks[key])
+        self._move(self._from_forks[key], event.work.done, event.work.facts, event.work.share)
+        if event.ended:
+            self._close(self._from_forks.pop(key), whole=event.whole)
 
     def _open(self, work: Work) -> None:
         if work.trainings and self.totals.first is None:
@@ -372,15 +355,14 @@ class _EventSender(Display):
         self._sent: dict[int, float] = {}
 
     def started(self, work: Work) -> None:
-        self._send(WorkStarted(work.number, work.what, work.total, work.unit, work.trainings))
+        self._send(Event(dataclasses.replace(work)))
 
     def updated(self, work: Work) -> None:
         now = self._clock()
         if now - self._sent.get(work.number, -_EVENTS_S) >= _EVENTS_S:
             self._sent[work.number] = now
-            self._send(WorkUpdated(work.number, work.done, work.facts, work.share))
+            self._send(Event(dataclasses.replace(work)))
 
     def ended(self, work: Work, whole: bool) -> None:
         self._sent.pop(work.number, None)
-        self._send(WorkUpdated(work.number, work.done, work.facts, work.share))
-        self._send(WorkEnded(work.number, whole))
+        self._send(Event(work, ended=True, whole=whole))

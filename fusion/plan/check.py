@@ -1,4 +1,4 @@
-"""Phase 1: the plan and its data are checked before any training."""
+"""The plan and its data are checked before any training."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from transformers import AutoConfig
 from fusion.block_diagonal.blocks import num_parameters, undivided
 from fusion.data.load import DomainData, load_domains
 from fusion.embedded import checkpoint_path
-from fusion.plan.plan_file import PlanFile
-from fusion.plan.schema import Plan
-from fusion.progress.progress import Progress
+from fusion.plan.schema import Plan, PlanFile
+from fusion.progress import Progress
 from heads import TASKS
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import dummy_model

@@ -1,17 +1,89 @@
-"""Gradients of a batch that does not fit into memory as a whole."""
+"""Parts of training loops: the learning rate of each step, early stopping, and batches larger than memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 import torch
 
+from atmm.processor import multiplies_bfloat16
 from fusion.training.objectives import ForwardOutputs
 from vlora.errors import BadPlan
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+_WARM_UP_STEPS = 10
+
+
+class Schedule:
+    """The numbers of the steps of a training, each with its learning rate: a short warm-up, then half a cosine to zero.
+
+    done: share of the training before the current step, 0 to 1.
+
+    Args:
+        rate: the largest learning rate.
+        seconds: processor time of this process after which the training ends; None for no limit.
+        warm_up: steps until the largest rate.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rate: float,
+        steps: int,
+        seconds: float | None = None,
+        *,
+        warm_up: int = _WARM_UP_STEPS,
+    ) -> None:
+        self.done = 0.0
+        self._optimizer, self._rate, self._steps, self._seconds = optimizer, rate, steps, seconds
+        self._warm_up = warm_up
+        self._started = time.process_time()
+
+    def __iter__(self) -> Iterator[int]:
+        for step in range(self._steps):
+            self.done = step / self._steps
+            if self._seconds is not None:
+                self.done = max(self.done, (time.process_time() - self._started) / self._seconds)
+                if self.done >= 1:
+                    return
+            share = min(1.0, (step + 1) / self._warm_up) * 0.5 * (1 + math.cos(math.pi * self.done))
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._rate * share
+            yield step
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """The block's processor time does not count."""
+        before = time.process_time()
+        yield
+        self._started += time.process_time() - before
+
+
+class EarlyStopping(Generic[Result]):
+    """The state with the smallest held-back loss, None before the first evaluation.
+
+    Args:
+        patience: evaluations since the smallest loss after which a training stops; None for any number.
+    """
+
+    def __init__(self, patience: int | None = None) -> None:
+        self.best: Result | None = None
+        self.smallest = math.inf
+        self._patience = patience
+        self._since = 0
+
+    def stops(self, loss: float, snapshot: Callable[[], Result]) -> bool:
+        """Record a loss. Returns whether the patience has ended."""
+        if loss < self.smallest:
+            self.best, self.smallest, self._since = snapshot(), loss, 0
+            return False
+        self._since += 1
+        return self._patience is not None and self._since >= self._patience
 
 
 def halving(size: int, attempt: Callable[[int], Result], undo: Callable[[int], None]) -> tuple[Result, int]:
@@ -91,3 +163,16 @@ def _leaves(outputs: ForwardOutputs) -> ForwardOutputs:
 
 def _differentiable(outputs: ForwardOutputs) -> list[torch.Tensor]:
     return [outputs.last, outputs.words, *outputs.images, *outputs.inputs]
+
+
+def mixed_precision(device: torch.device, wanted: bool = True) -> torch.autocast:
+    """A context in which torch computes in bfloat16 where that is faster than float32.
+
+    It has no effect on a processor without bfloat16 instructions, nor on Intel cores without matrix tiles, where
+    products take ten times and twice as long as in float32.
+
+    Args:
+        wanted: whether bfloat16 is allowed.
+    """
+    fast = device.type != "cpu" or multiplies_bfloat16()
+    return torch.autocast(device.type, torch.bfloat16, enabled=wanted and fast)

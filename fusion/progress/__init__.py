@@ -1,1 +1,0 @@
-"""Progress of long work, as bars on a terminal and as lines in a log."""

@@ -1,0 +1,235 @@
+"""The end of a run: the adapters are tested, and the results and their report are written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import cv2
+import msgspec
+
+from fusion.data.samples import Splits
+from fusion.folder import former_adapters, replace_results
+from fusion.packing.algorithm import Adapter, Packing, names_of
+from fusion.plan.schema import Plan
+from fusion.report.examples import confusion_of, examples_of
+from fusion.report.page import page
+from fusion.report.report import (
+    AdapterReport,
+    BrokenReport,
+    DomainReport,
+    FusionReport,
+    OracleReport,
+    RollbackReport,
+    StepReport,
+    model_card,
+)
+from fusion.synthetic.sources import STREAMS
+from fusion.training.objectives import HeadObjective, answer_in_words
+from fusion.training.session import RunData, Session
+from vlora.adapter_files import DOMAINS_FILE
+from vlora.types.domain import DomainSummary
+
+_MAX_SAMPLES = 100  # per domain
+
+
+class Tested(NamedTuple):
+    """A domain's results on test data.
+
+    answers: of the adapter, in the form that the domain's metric compares. words: share of samples that the language
+    model answers word for word, if a head answers and its answers have words; else None. by_head, by_words: shares of
+    validation samples that each way answers right, for domains with both.
+    """
+
+    answers: list[object]
+    words: float | None = None
+    by_head: float | None = None
+    by_words: float | None = None
+
+
+def report_run(
+    session: Session,
+    before: Mapping[str, float],
+    thresholds: Mapping[str, float],
+    packing: Packing,
+    optimum: OracleReport | None,
+    out: Path,
+    started: float,
+) -> FusionReport:
+    """Test the adapters and write all results to OUT, where they replace those of an earlier run.
+
+    Args:
+        before: by domain, the metric of the base model's answers in words on the first test samples.
+        started: start time of the run, by `time.perf_counter`.
+    """
+    data = session.data
+    tested = answer_test_data(packing, session)
+    names = names_of(packing.adapters, data.plan.name, former_adapters(out), tuple(data.domains))
+    report = make_report(data, before, thresholds, packing, optimum, tested, names, time.perf_counter() - started)
+    states = {name: session.state(packing, adapter) for adapter, name in names.items()}
+    examples = {
+        name: examples_of(own.splits.test, tested[name].answers, own.splits.labels, own.task, own.plan.question)
+        for name, own in data.domains.items()
+    }
+    with replace_results(out) as folder:
+        for adapter in report.adapters:
+            place = folder / "adapters" / adapter.name
+            session.trainer.save(place, states[adapter.name])
+            domains = [_domain(one, data, tested[one.name]) for one in report.domains if one.adapter == adapter.name]
+            (place / DOMAINS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode({"domains": domains})) + b"\n")
+            (place / "README.md").write_text(model_card(report, adapter))
+        write_test_data(folder / "test", data.plan, {name: own.splits for name, own in data.domains.items()})
+        (folder / "report.html").write_text(page(report, examples))
+        report.write(folder / "report.json")
+    shutil.rmtree(out / "features")  # much larger than the results, and recomputed within seconds
+    return report
+
+
+def answer_test_data(packing: Packing, session: Session) -> dict[str, Tested]:
+    """Answer every domain's test samples with its adapter."""
+    evaluator, found = session.trainer.evaluator, {}
+    for adapter in packing.adapters:
+        session.trainer.adapter.restore(session.state(packing, adapter))
+        for name in adapter:
+            own = session.data.domains[name]
+            with session.progress.work(f"testing {name}", len(own.test), "samples") as update:
+                found[name] = Tested(evaluator.answers(name, own.test, update))
+            if isinstance(own.task, HeadObjective) and any(sample.answer for sample in own.test):
+                answers, targets = evaluator.answers(name, own.validation), [each.target for each in own.validation]
+                found[name] = found[name]._replace(
+                    words=evaluator.accuracy_in_words(name, own.test),
+                    by_head=own.task.task.metrics(answers, targets)["accuracy"],  # type: ignore[arg-type]
+                    by_words=evaluator.accuracy_in_words(name, own.validation),
+                )
+    return found
+
+
+def _domain(report: DomainReport, data: RunData, tested: Tested) -> DomainSummary:
+    """A domain as its adapter's folder declares it. A way that alone can answer has the domain's metric."""
+    own = data.domains[report.name]
+    has_head = bool(own.task.num_outputs)
+    by_head, by_words = tested.by_head, tested.by_words
+    if by_head is None:
+        by_head, by_words = (report.validation, None) if has_head else (None, report.validation)
+    return DomainSummary(
+        name=report.name,
+        question=own.plan.question,
+        head=report.name if has_head else None,
+        answer="words" if by_head is None or by_head < (by_words or 0.0) else "head",
+        head_accuracy=by_head,
+        words_accuracy=by_words,
+        threshold=report.threshold,
+    )
+
+
+def make_report(
+    data: RunData,
+    before: Mapping[str, float],
+    thresholds: Mapping[str, float],
+    packing: Packing,
+    optimum: OracleReport | None,
+    tested: Mapping[str, Tested],
+    names: Mapping[Adapter, str],
+    seconds: float,
+) -> FusionReport:
+    """The report of a run. names: of its adapters. seconds: its duration."""
+    plan, domains = data.plan, data.domains
+    targets = {name: [sample.target for sample in own.test] for name, own in domains.items()}
+    return FusionReport(
+        base=plan.base,
+        seed=plan.seed,
+        seconds=seconds,
+        confidence=plan.confidence,
+        domains=tuple(
+            DomainReport(
+                name=name,
+                task=domains[name].splits.task,
+                real_or_synthetic="real" if domains[name].splits.real else "synthetic",
+                metric=domains[name].task.metric_name,
+                threshold=thresholds[name],
+                before=before[name],
+                validation=trained.scores[name].value,
+                bound=trained.scores[name].lower,
+                after=domains[name].task.metric(tested[name].answers, targets[name]),
+                met=name not in packing.missed,
+                adapter=names[adapter],
+                num_test=len(domains[name].test),
+                words=tested[name].words,
+            )
+            for adapter, trained in packing.adapters.items()
+            for name in adapter
+        ),
+        adapters=tuple(_adapter_report(plan, packing, adapter, name) for adapter, name in names.items()),
+        rollbacks=tuple(
+            RollbackReport(
+                step.domains,
+                step.into,
+                {name: BrokenReport(*score, thresholds[name]) for name, score in step.broken.items()},
+                tuple(name for name in step.domains if step.kept and name not in step.removed),
+            )
+            for step in packing.rollbacks
+        ),
+        timeline=timeline(packing),
+        confusions=tuple(
+            confusion
+            for name, own in domains.items()
+            if (confusion := confusion_of(name, own.splits.labels, tested[name].answers, targets[name])) is not None
+        ),
+        oracle=optimum,
+        plan=plan.model_dump(mode="json"),
+    )
+
+
+def _adapter_report(plan: Plan, packing: Packing, adapter: Adapter, name: str) -> AdapterReport:
+    if adapter in packing.histories:
+        history = packing.histories[adapter]
+        return AdapterReport(name, adapter, history.together, tuple(domain for _, domain in history.joins))
+    together = adapter if plan.packing == "jointly" else adapter[:1]
+    return AdapterReport(name, adapter, together, adapter[len(together) :])
+
+
+def timeline(packing: Packing) -> tuple[StepReport, ...]:
+    """The trainings of a packing in their order, one after the other."""
+    begins = itertools.accumulate((step.trained.seconds for step in packing.steps), initial=0.0)
+    return tuple(
+        StepReport(
+            domains=step.domains,
+            into=step.into,
+            kept=step.kept,
+            begin=begin,
+            seconds=step.trained.seconds,
+            values={name: score.value for name, score in step.trained.scores.items()},
+            bounds={name: score.lower for name, score in step.trained.scores.items()},
+            losses=step.trained.losses,
+            removed=step.removed,
+        )
+        for step, begin in zip(packing.steps, begins, strict=False)
+    )
+
+
+def write_test_data(folder: Path, plan: Plan, splits: Mapping[str, Splits]) -> None:
+    """Write some test samples of every domain as PNG with their labels, and a video if its source has one.
+
+    FOLDER/DOMAIN/labels.json: [{"frames": [file, ...], "question": text, "label": text}, ...].
+    FOLDER/DOMAIN/stream.json: {"video": file, "labels": one per second, or null}.
+    """
+    for domain in plan.domains:
+        own = splits[domain.name]
+        here = folder / domain.name
+        here.mkdir(parents=True, exist_ok=True)
+        entries = []
+        for number, sample in enumerate(own.test[:_MAX_SAMPLES]):
+            files = [f"{number:04d}-{place}.png" for place in range(len(sample.frames))]
+            for file, frame in zip(files, sample.frames, strict=True):
+                (here / file).write_bytes(cv2.imencode(".png", cv2.cvtColor(frame, cv2.COLOR_RGB2BGR))[1].tobytes())
+            question = sample.question or domain.question
+            entries.append({"frames": files, "question": question, "label": answer_in_words(own, sample)})
+        (here / "labels.json").write_text(json.dumps(entries, indent=1) + "\n")
+        if domain.source in STREAMS:
+            labels = STREAMS[domain.source](here / "stream.mp4", plan.seed)
+            (here / "stream.json").write_text(json.dumps({"video": "stream.mp4", "labels": labels}) + "\n")
