@@ -42,7 +42,6 @@ from fusion.plan.schema import Order, Plan, PlanFile, RelativeThreshold, read_pl
 from fusion.progress import Progress, duration
 from fusion.report.build import report_run
 from fusion.report.report import FusionReport, OracleReport
-from fusion.teachers.labelling import threshold_before_training
 from fusion.training.checkpoint import NotStored
 from fusion.training.fingerprint import ALL
 from fusion.training.frozen_base import Domain, load_frozen_base
@@ -115,7 +114,8 @@ def fuse(
             with training as session:
                 thresholds = set_thresholds(session)
                 packing = pack_domains(session, thresholds)
-                keep_packing(session, packing)
+                if data.plan.packing == "guided":
+                    keep_packing(session, packing)
                 optimum = find_optimum(session, thresholds) if oracle else None
             with replacing(out / "adapters"):
                 report = report_run(session, before, thresholds, packing, optimum, out, started)
@@ -202,7 +202,7 @@ def thresholds_of(
     thresholds = {}
     for domain in plan.domains:
         name, wanted = domain.name, domain.threshold
-        value = threshold_before_training(domain, teacher_scores.get(name))
+        value = domain.threshold_before_training(teacher_scores.get(name))
         if value is None:
             assert isinstance(wanted, RelativeThreshold) and wanted.relative_to == "alone", "the check ensures it"
             alone = train((name,)).scores[name]

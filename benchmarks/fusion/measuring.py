@@ -245,18 +245,16 @@ class Training:
         """Test scores of a packing; `trainings` has the adapters that were trained in sequence."""
         tested: dict[str, float] = {}
         for adapter in packing.adapters:
-            history = packing.histories.get(adapter)
-            state = trainings.state(adapter) if history is None else trainings.state_of(history, adapter)
+            state = trainings.state_of(packing.histories[adapter], adapter)
             tested |= self.tested(state, adapter)
         return tested
 
     def tested_together(self, adapters: Iterable[Collection[str]]) -> dict[str, float]:
         """Like `packed`, for sets of domains that were trained jointly."""
-        return {
-            name: value
-            for names in adapters
-            for name, value in self.tested(self.rehearsing.state_together(names), sorted(names)).items()
-        }
+        found: dict[str, float] = {}
+        for names in adapters:
+            found |= self.tested(self.rehearsing.state_of(History(tuple(sorted(names))), names), sorted(names))
+        return found
 
 
 def extent(quick: bool) -> tuple[tuple[BenchDomain, ...], Sizes, int]:
@@ -341,10 +339,10 @@ def curve(family: str, seed: int, quick: bool, folder: Path) -> dict[str, Any]:
     alone, fused = {}, []
     for place, name in enumerate(order):
         bench.rehearsing((name,))
-        alone[name] = bench.tested(bench.rehearsing.state((name,)), (name,))[name]
+        alone[name] = bench.tested(bench.rehearsing.state_of(History((name,)), (name,)), (name,))[name]
         adapter: Adapter = order[: place + 1]
         bench.rehearsing(adapter)
-        fused.append(bench.tested(bench.rehearsing.state(adapter), adapter))
+        fused.append(bench.tested(bench.rehearsing.state_of(History.in_sequence(adapter), adapter), adapter))
     return {"family": family, "seed": seed, "alone": alone, "fused": fused}
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -38,11 +39,13 @@ from fusion.plan.image_heads import trains_by_itself
 from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold
 from fusion.plan.tasks import HEADS, METRICS, MIN_LABELS, WORDS
 from fusion.progress import Progress
-from fusion.synthetic.sources import BUILT_IN, load_source
-from fusion.teachers.labelling import TeacherResult, compare_with_teacher, label_by_teacher, threshold_before_training
+from fusion.teachers import TeacherResult
 from fusion.training.text_metrics import box_of_words
 from vlora.plan_files.errors import PlanErrors
 from vlora.training.records import PARTS, Part
+
+if TYPE_CHECKING:
+    from fusion.synthetic.sources import Source
 
 # Tasks that each data format supports; the first is the default. A teacher can answer any task, so `unlabelled` has no
 # default.
@@ -120,14 +123,19 @@ def _leak(data: DomainData, other: str, digests: Mapping[Part, frozenset[str]]) 
 
 def _load(domain: DomainPlan, plan: Plan, errors: PlanErrors, progress: Progress) -> DomainData | None:
     _check_margin(domain, plan, errors)
-    if domain.source in BUILT_IN:
+    if domain.source is not None and domain.source in _built_in():
         splits = _load_built_in(domain, plan.seed, errors)
         data = None if splits is None else DomainData(splits)
     else:
         data = _load_user_data(domain, plan.seed, errors, progress)
     if data is None:
         return None
-    if data.teacher_result is None and not errors:
+    asks_teacher = domain.teacher is not None or (
+        isinstance(domain.threshold, RelativeThreshold) and domain.threshold.relative_to == "teacher"
+    )
+    if data.teacher_result is None and asks_teacher and not errors:
+        from fusion.teachers.labelling import compare_with_teacher  # with all kinds of teachers
+
         data = dataclasses.replace(data, teacher_result=compare_with_teacher(domain, data.splits, errors, progress))
     _check_threshold(domain, plan, data, errors)
     if domain.metric == "overlap":
@@ -141,12 +149,18 @@ def _load(domain: DomainPlan, plan: Plan, errors: PlanErrors, progress: Progress
     return dataclasses.replace(data, splits=data.splits.in_words()) if in_words else data
 
 
+def _built_in() -> dict[str, Source]:
+    from fusion.synthetic.sources import BUILT_IN  # with all that is drawn, for plans that name a source
+
+    return BUILT_IN
+
+
 def _load_built_in(domain: DomainPlan, seed: int, errors: PlanErrors) -> Splits | None:
     assert domain.source is not None
     if domain.labels is not None:
         errors.add(f"source {domain.source!r} has its own labels; remove them", "labels")
     try:
-        splits = load_source(domain.source, seed)
+        splits = _built_in()[domain.source](seed)
     except ImportError as error:
         errors.add(f"{domain.source!r} needs {error.name}; install it with pip install 'vlora[demo]'", "source")
         return None
@@ -158,12 +172,11 @@ def _load_built_in(domain: DomainPlan, seed: int, errors: PlanErrors) -> Splits 
 
 
 def _load_user_data(domain: DomainPlan, seed: int, errors: PlanErrors, progress: Progress) -> DomainData | None:
-    """Load user data."""
     data, here = domain.data, errors.inside("data")
     if data is None:
         assert domain.source is not None
         if not os.path.isdir(domain.source):
-            known = ", ".join(sorted(BUILT_IN))
+            known = ", ".join(sorted(_built_in()))
             errors.add(f"{domain.source!r} is neither a folder nor built in ({known})", "source")
             return None
         data = ImageFolder(format="image_folder", path=Path(domain.source))
@@ -189,6 +202,8 @@ def _load_user_data(domain: DomainPlan, seed: int, errors: PlanErrors, progress:
         return None
     teacher_result = None
     if isinstance(data, Unlabelled):
+        from fusion.teachers.labelling import label_by_teacher
+
         labelling = label_by_teacher(domain, task, items, errors, progress)
         if labelling is None:
             return None
@@ -275,7 +290,7 @@ def _check_margin(domain: DomainPlan, plan: Plan, errors: PlanErrors) -> None:
 def _check_threshold(domain: DomainPlan, plan: Plan, data: DomainData, errors: PlanErrors) -> None:
     """Refuse a threshold of 0 or less, and one above the best lower bound (Clopper and Pearson) that the number of
     validation samples allows."""
-    threshold = threshold_before_training(domain, data.teacher_score)
+    threshold = domain.threshold_before_training(data.teacher_score)
     if threshold is None:
         return
     if threshold <= 0:

@@ -16,7 +16,7 @@ from PIL import Image
 from fusion.embedded import world
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
 from fusion.synthetic.sources import load_source
-from fusion.teachers import TEACHERS
+from fusion.teachers.built_in import TEACHERS
 from fusion.training.frozen_base import Domain, FrozenBase
 from fusion.training.trainer import LoraTrainer
 from vlora.config import EngineConfig, Quantize

@@ -23,6 +23,11 @@ class History(NamedTuple):
     together: Adapter
     joins: tuple[tuple[Adapter, str], ...] = ()
 
+    @classmethod
+    def in_sequence(cls, adapter: Adapter) -> History:
+        """One domain after the other, each beside all before it."""
+        return cls(adapter[:1], tuple((adapter[:place], adapter[place]) for place in range(1, len(adapter))))
+
 
 class Score(NamedTuple):
     """value: the domain's metric on validation data, 0 to 1. lower: its lower confidence bound."""
@@ -76,14 +81,14 @@ class Packing:
 
     adapters: as trained, with their scores. missed: domains below their threshold in their adapter. margin: the
     smallest distance from a bound to its threshold, over domains that meet theirs. histories: how each adapter was
-    trained, where the names of its domains do not determine it.
+    trained.
     """
 
     adapters: Mapping[Adapter, TrainingResult]
     steps: tuple[Step, ...]
     missed: Mapping[str, Score]
     margin: float
-    histories: Mapping[Adapter, History] = dataclasses.field(default_factory=dict)
+    histories: Mapping[Adapter, History]
 
     @classmethod
     def of(
@@ -94,13 +99,16 @@ class Packing:
         thresholds: Mapping[str, float],
         histories: Mapping[Adapter, History] | None = None,
     ) -> Packing:
+        """histories: None if all domains were trained in sequence."""
+        if histories is None:
+            histories = {adapter: History.in_sequence(adapter) for adapter in adapters}
         margins = [
             score.lower - thresholds[name]
             for trained in adapters.values()
             for name, score in trained.scores.items()
             if name not in missed
         ]
-        return cls(dict(adapters), tuple(steps), dict(missed), min(margins, default=0.0), dict(histories or {}))
+        return cls(dict(adapters), tuple(steps), dict(missed), min(margins, default=0.0), dict(histories))
 
     @property
     def rollbacks(self) -> tuple[Step, ...]:

@@ -9,7 +9,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from fusion.packing.algorithm import Packing, Score, Step, TrainingResult, TrainTogether, below_threshold, format_scores
+from fusion.packing.algorithm import (
+    History,
+    Packing,
+    Score,
+    Step,
+    TrainingResult,
+    TrainTogether,
+    below_threshold,
+    format_scores,
+)
 
 Set = frozenset[str]
 
@@ -53,7 +62,8 @@ def pack_jointly(
     sets = [*kept, *(frozenset((name,)) for name in missed)]
     named = {tuple(name for name in domains if name in together): found.trained[together] for together in sets}
     adapters = dict(sorted(named.items(), key=lambda one: list(domains).index(one[0][0])))
-    return Packing.of(adapters, found.steps, missed, thresholds)
+    histories = {names: History(tuple(sorted(names))) for names in adapters}
+    return Packing.of(adapters, found.steps, missed, thresholds, histories)
 
 
 class _TrainedSets:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from fusion.packing.guided import BUDGET, starts_with_all
 from fusion.plan.schema import Plan
-from fusion.teachers.labelling import threshold_before_training
 
 
 def trained_alone(plan: Plan, teacher_scores: Mapping[str, float]) -> tuple[str, ...]:
@@ -15,7 +14,7 @@ def trained_alone(plan: Plan, teacher_scores: Mapping[str, float]) -> tuple[str,
     return tuple(
         domain.name
         for domain in plan.domains
-        if every or threshold_before_training(domain, teacher_scores.get(domain.name)) is None
+        if every or domain.threshold_before_training(teacher_scores.get(domain.name)) is None
     )
 
 

@@ -145,6 +145,14 @@ class DomainPlan(PlanModel):
             raise ValueError(f"labels are {list(self.labels)}; labels must be unique")
         return self
 
+    def threshold_before_training(self, teacher_score: float | None) -> float | None:
+        """The threshold's value; None if it is known only after training. teacher_score: on validation data."""
+        if not isinstance(self.threshold, RelativeThreshold):
+            return self.threshold
+        if self.threshold.relative_to == "teacher" and teacher_score is not None:
+            return teacher_score - self.threshold.minus
+        return None
+
 
 def _as_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value

@@ -23,7 +23,6 @@ from fusion.plan.schema import DomainPlan, LoraPlan, Plan, PlanFile, RelativeThr
 from fusion.plan.tasks import HEADS, MEANS, METRIC_DESCRIPTIONS, METRICS, WORDS
 from fusion.progress import Progress, duration
 from fusion.report.examples import contact_sheet
-from fusion.teachers.labelling import threshold_before_training
 from fusion.training.frozen_base import load_frozen_base
 from fusion.training.objectives import answer_in_words
 from heads import TASKS
@@ -231,7 +230,7 @@ def _frames(domain: DomainSummary) -> str:
 def _domain(domain: DomainPlan, plan: Plan, data: DomainData) -> DomainSummary:
     splits = data.splits
     metric = domain.metric or METRICS[splits.task][0]
-    value = threshold_before_training(domain, data.teacher_score)
+    value = domain.threshold_before_training(data.teacher_score)
     better = domain.threshold.minus if isinstance(domain.threshold, RelativeThreshold) else _BETTER
     return DomainSummary(
         name=domain.name,

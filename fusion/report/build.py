@@ -164,7 +164,11 @@ def make_report(
             for adapter, trained in packing.adapters.items()
             for name in adapter
         ),
-        adapters=tuple(_adapter_report(plan, packing, adapter, name) for adapter, name in names.items()),
+        adapters=tuple(
+            AdapterReport(name, adapter, history.together, tuple(domain for _, domain in history.joins))
+            for adapter, name in names.items()
+            for history in (packing.histories[adapter],)
+        ),
         rollbacks=tuple(
             RollbackReport(
                 step.domains,
@@ -183,14 +187,6 @@ def make_report(
         oracle=optimum,
         plan=plan.model_dump(mode="json"),
     )
-
-
-def _adapter_report(plan: Plan, packing: Packing, adapter: Adapter, name: str) -> AdapterReport:
-    if adapter in packing.histories:
-        history = packing.histories[adapter]
-        return AdapterReport(name, adapter, history.together, tuple(domain for _, domain in history.joins))
-    together = adapter if plan.packing == "jointly" else adapter[:1]
-    return AdapterReport(name, adapter, together, adapter[len(together) :])
 
 
 def timeline(packing: Packing) -> tuple[StepReport, ...]:

@@ -10,11 +10,12 @@ from typing import NamedTuple
 from fusion.data.items import Answer, Item, NamedBox
 from fusion.data.samples import Splits
 from fusion.data.targets import default_labels, reader
-from fusion.plan.schema import DomainPlan, RelativeThreshold
+from fusion.plan.schema import DomainPlan
 from fusion.plan.tasks import WORDS
 from fusion.plan.teacher_kinds import BuiltInTeacher
 from fusion.progress import Progress
-from fusion.teachers import TEACHERS
+from fusion.teachers import TeacherResult
+from fusion.teachers.built_in import TEACHERS
 from fusion.teachers.opening import open_teacher
 from fusion.teachers.protocol import Clip, Labelled, Teacher
 from fusion.training.objectives import metric_of_some, objective_of
@@ -24,35 +25,6 @@ _AT_ONCE = 32  # samples per call of a teacher, which are in memory
 
 _NAMED = ("classification", "action", "binary", "multi_label", "detection")  # answered by label names
 _SHOWN = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class TeacherResult:
-    """Result of labelling or comparing with a teacher.
-
-    score: the domain's metric of its answers on validation data; 1 if the labels are its own. dropped, dropped_boxes:
-    samples, and boxes of a detector, below the minimum confidence. beyond: samples, boxes and labels (multi_label) with
-    an answer that is not a label of the domain.
-    """
-
-    name: str
-    score: float
-    dropped: int = 0
-    dropped_boxes: int = 0
-    beyond: int = 0
-
-
-def threshold_before_training(domain: DomainPlan, teacher_score: float | None) -> float | None:
-    """The value of a domain's threshold; None if it is known only after training.
-
-    Args:
-        teacher_score: validation score of the domain's teacher, if it has one.
-    """
-    if not isinstance(domain.threshold, RelativeThreshold):
-        return domain.threshold
-    if domain.threshold.relative_to == "teacher" and teacher_score is not None:
-        return teacher_score - domain.threshold.minus
-    return None
 
 
 def label_by_teacher(
@@ -94,10 +66,10 @@ def label_by_teacher(
 def compare_with_teacher(
     domain: DomainPlan, splits: Splits, errors: PlanErrors, progress: Progress
 ) -> TeacherResult | None:
-    """Score a teacher on labelled data. Returns None without a teacher or, after reporting an error, if it fails."""
-    measure = isinstance(domain.threshold, RelativeThreshold) and domain.threshold.relative_to == "teacher"
-    if domain.teacher is None and not measure:
-        return None
+    """Score a domain's teacher on labelled data, or the built-in one of its source.
+
+    Returns None, after reporting an error, if it fails.
+    """
     if domain.teacher is None or isinstance(domain.teacher, BuiltInTeacher):
         return _score_of_built_in(domain, splits, errors)
     samples = splits.validation

@@ -71,41 +71,15 @@ class RunCache:
 
     def __call__(self, adapter: Adapter) -> TrainingResult:
         """Train the last domain into the adapter of the domains before it."""
-
-        def train() -> tuple[float, ...]:
-            *beside, domain = adapter
-            if beside:
-                if self._checkpoint.trained(self._key(tuple(beside))) is None:
-                    self(tuple(beside))
-                self.trainer.adapter.restore(self.state(tuple(beside)))
-            else:
-                self.trainer.adapter.reset()
-            return self.trainer.train(domain, beside, rehearsal=self._rehearsal)
-
-        return self._load_or_train(self._key(adapter), adapter, training_title(adapter[-1], adapter[:-1]), train)
+        return self._load_or_train(History.in_sequence(adapter), adapter)
 
     def together(self, domains: Collection[str]) -> TrainingResult:
         """Train a set of domains jointly into one adapter. A single domain is the same training as in sequence."""
         names = tuple(sorted(domains))
-        if len(names) == 1:
-            return self(names)
-
-        def train() -> tuple[float, ...]:
-            self.trainer.adapter.reset()
-            return self.trainer.train_together(names)
-
-        return self._load_or_train(self._key_of(History(names)), names, joint_training_title(names), train)
+        return self._load_or_train(History(names), names)
 
     def join(self, before: History, beside: Adapter, domain: str) -> TrainingResult:
-        names = (*beside, domain)
-
-        def train() -> tuple[float, ...]:
-            # A head that the domain already has in this adapter is trained further.
-            self.trainer.adapter.restore(self.state_of(before, names))
-            return self.trainer.train(domain, beside, rehearsal=self._rehearsal)
-
-        key = self._key_of(before._replace(joins=(*before.joins, (beside, domain))))
-        return self._load_or_train(key, names, training_title(domain, beside), train)
+        return self._load_or_train(before._replace(joins=(*before.joins, (beside, domain))), (*beside, domain))
 
     def stored(self, history: History, names: Collection[str]) -> TrainingResult | None:
         """The result of a training with the scores of some of its domains; None if it is not stored."""
@@ -141,36 +115,44 @@ class RunCache:
         """Weights of an adapter with the heads of some of its domains."""
         return self._state(self._key_of(history), names)
 
-    def state(self, adapter: Adapter) -> State:
-        return self._state(self._key(adapter), adapter)
-
-    def state_together(self, domains: Collection[str]) -> State:
-        return self.state_of(History(tuple(sorted(domains))), domains)
-
     def _state(self, key: Key, names: Collection[str]) -> State:
         here = {self.identity(name): name for name in names}
         return _renamed(self._checkpoint.state(key), here.get)
 
-    def _load_or_train(
-        self, key: Key, domains: Adapter, what: str, train: Callable[[], tuple[float, ...]]
-    ) -> TrainingResult:
-        if self._checkpoint.trained(key) is None:
-            if self._supposed is not None:
-                self._supposed[what] = key.size
-                return TrainingResult(dict.fromkeys(domains, Score(1.0, 1.0)), 0.0, ())
-            if not self._trains:
-                raise NotStored(what)
-            started = time.perf_counter()
-            losses = train()
-            # Scores are stored by themselves, but belong to the seconds of a training.
-            scores = {name: self._score(name) for name in domains}
-            state = _renamed(self.trainer.adapter.snapshot(), self.identity)
-            self._checkpoint.keep(key, time.perf_counter() - started, losses, state)
-            for name, score in scores.items():
-                self._checkpoint.keep_measured(key, self._measured(name), score)
-        else:
-            self._progress.count_stored(what, key.size)
+    def _load_or_train(self, history: History, domains: Adapter) -> TrainingResult:
+        key = self._key_of(history)
+        if self._checkpoint.trained(key) is not None:
+            self._progress.count_stored(_title(history), key.size)
+            return self._result(key, domains)
+        if self._supposed is not None:
+            self._supposed[_title(history)] = key.size
+            return TrainingResult(dict.fromkeys(domains, Score(1.0, 1.0)), 0.0, ())
+        if not self._trains:
+            raise NotStored(key.what)
+        started = time.perf_counter()
+        losses = self._train(history, domains)
+        # Scores are stored by themselves, but belong to the seconds of a training.
+        scores = {name: self._score(name) for name in domains}
+        state = _renamed(self.trainer.adapter.snapshot(), self.identity)
+        self._checkpoint.keep(key, time.perf_counter() - started, losses, state)
+        for name, score in scores.items():
+            self._checkpoint.keep_measured(key, self._measured(name), score)
         return self._result(key, domains)
+
+    def _train(self, history: History, domains: Adapter) -> tuple[float, ...]:
+        """Run the last training of a history, after those before it that are not stored; return its losses."""
+        if history.joins:
+            *joins, (beside, domain) = history.joins
+            before = history._replace(joins=tuple(joins))
+            if self._checkpoint.trained(self._key_of(before)) is None:
+                self._load_or_train(before, beside)
+            # A head that the domain already has in this adapter is trained further.
+            self.trainer.adapter.restore(self.state_of(before, domains))
+            return self.trainer.train(domain, beside, rehearsal=self._rehearsal)
+        self.trainer.adapter.reset()
+        if len(history.together) == 1:
+            return self.trainer.train(history.together[0], (), rehearsal=self._rehearsal)
+        return self.trainer.train_together(history.together)
 
     def _result(self, key: Key, domains: Collection[str]) -> TrainingResult:
         """A stored training with the scores of some of its domains, which are measured where they are not stored."""
@@ -190,15 +172,7 @@ class RunCache:
     def _measured(self, name: str) -> str:
         return f"score of {self.identity(name)}: {json.dumps(self._inputs.validation[name], sort_keys=True)}"
 
-    def _key(self, adapter: Adapter) -> Key:
-        def what(names: Adapter) -> str:
-            return ("alone: " if len(names) == 1 else f"rehearsal {self._rehearsal!r}: ") + ", ".join(names)
-
-        return self._key_named(what(adapter), what(tuple(map(self.identity, adapter))), adapter)
-
     def _key_of(self, history: History) -> Key:
-        """A single domain is the same training as in sequence."""
-
         def what(history: History) -> str:
             first = ("alone: " if len(history.together) == 1 else "together: ") + ", ".join(history.together)
             joins = [f"; rehearsal {self._rehearsal!r}: {new} into {', '.join(old)}" for old, new in history.joins]
@@ -209,12 +183,20 @@ class RunCache:
 
         joins = tuple((same(beside), self.identity(new)) for beside, new in history.joins)
         names = (*history.together, *(new for _, new in history.joins))
-        size = 1 if history.joins else len(history.together)
-        return self._key_named(what(history), what(History(same(history.together), joins)), names, size)
-
-    def _key_named(self, what: str, identity: str, names: Adapter, size: int = 1) -> Key:
+        identity = what(History(same(history.together), joins))
         shared = json.dumps(self._inputs.training[ALL], sort_keys=True)
-        return Key(what, self._inputs.of_training(names), f"{identity}; {shared}", size)
+        size = 1 if history.joins else len(history.together)
+        return Key(what(history), self._inputs.of_training(names), f"{identity}; {shared}", size)
+
+
+def _title(history: History) -> str:
+    """Display name of the last training of a history."""
+    if history.joins:
+        beside, domain = history.joins[-1]
+        return training_title(domain, beside)
+    if len(history.together) == 1:
+        return training_title(history.together[0], ())
+    return joint_training_title(history.together)
 
 
 def _renamed(state: State, name_of: Callable[[str], str | None]) -> State:

@@ -73,10 +73,7 @@ class Session:
 
     def state(self, packing: Packing, adapter: Adapter) -> State:
         """Weights of an adapter in the plan's packing."""
-        if adapter in packing.histories:
-            return self.cache.state_of(packing.histories[adapter], adapter)
-        jointly = self.data.plan.packing == "jointly"
-        return self.cache.state_together(adapter) if jointly else self.cache.state(adapter)
+        return self.cache.state_of(packing.histories[adapter], adapter)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ import fusion
 from fusion.plan.check import check_plan, lora_size, shapes_of
 from fusion.plan.schema import LoraPlan, Plan, read_plan_file
 from fusion.plan.summary import summarize
-from fusion.teachers.labelling import threshold_before_training
 from tests.fusion.made import picture, write_plan
 from tests.fusion.mixed_plan import write_mixed_plan
 from tools.embedded_model.model import build_model
@@ -157,7 +156,7 @@ def test_a_threshold_relative_to_a_teacher_becomes_a_number(tmp_path: Path) -> N
     checked = check_plan(read_plan_file(plan))
     teacher_result = checked.data["domain0"].teacher_result
     assert teacher_result is not None and 0.9 < teacher_result.score <= 1
-    assert threshold_before_training(checked.plan.domains[0], teacher_result.score) == teacher_result.score - 0.1
+    assert checked.plan.domains[0].threshold_before_training(teacher_result.score) == teacher_result.score - 0.1
     (summary,) = summarize(checked)
     assert (
         summary.threshold == teacher_result.score - 0.1
