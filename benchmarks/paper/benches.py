@@ -25,8 +25,8 @@ from fusion.plan.schema import LoraPlan
 from fusion.synthetic.sources import load_source
 from fusion.teachers.built_in import TEACHERS
 from fusion.training.objectives import objective_of
+from fusion.training.scoring import score_before_training
 from fusion.training.trainer import LoraTrainer
-from fusion.training.zero_shot import score_before_training
 from vlora.bench import tp
 from vlora.bench.dummy import MODELS
 from vlora.bench.harness import measured

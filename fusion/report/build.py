@@ -165,9 +165,10 @@ def make_report(
             for name in adapter
         ),
         adapters=tuple(
-            AdapterReport(name, adapter, history.together, tuple(domain for _, domain in history.joins))
+            AdapterReport(
+                name, adapter, (own := packing.histories[adapter]).together, tuple(new for _, new in own.joins)
+            )
             for adapter, name in names.items()
-            for history in (packing.histories[adapter],)
         ),
         rollbacks=tuple(
             RollbackReport(

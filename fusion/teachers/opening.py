@@ -8,14 +8,14 @@ import os
 from collections.abc import Callable, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import cv2
 import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from fusion.data.items import Answer, NamedBox
+from fusion.data.items import Answer, NamedBox, answer_of
 from fusion.plan.teacher_kinds import (
     BuiltInTeacher,
     CallableTeacher,
@@ -28,13 +28,72 @@ from fusion.plan.teacher_kinds import (
     TorchTeacher,
     TransformersTeacher,
 )
-from fusion.teachers import boxes
-from fusion.teachers.boxes import Detector
 from fusion.teachers.onnx_detector import DetectorSettings, OnnxDetector
 from fusion.teachers.opencv import Cascade, OnnxClassifier, People
 from fusion.teachers.pretrained import PretrainedDetector, load_pretrained
 from fusion.teachers.protocol import Clip, Labelled, Preprocessing, Teacher, classify
 from vlora.plan_files.errors import PlanErrors
+
+_BOX_TASKS = ("detection", "counting", "binary", "multi_label", "classification")
+_UNNAMED = ("counting", "binary")  # answers that do not show the labels of boxes
+_SHOWN = 5
+
+
+class Detector(Protocol):
+    name: str
+    labels: tuple[str, ...]
+
+    def find(self, frame: np.ndarray) -> list[NamedBox]:
+        """All boxes in an RGB picture, whatever their confidence."""
+
+
+class FromBoxes:
+    """Answers of one of _BOX_TASKS from a detector's boxes in a picture, or in a clip's first frame.
+
+    A picture with several boxes has the class of the most confident one.
+
+    Args:
+        floor: boxes below this confidence are dropped.
+        absent: the class of a picture without boxes.
+        only: boxes of other labels are ignored; if empty, none are.
+
+    Raises:
+        ValueError: the detector lacks one of `only`, or an answer without labels would count boxes of several.
+    """
+
+    def __init__(self, detector: Detector, task: str, floor: float, absent: str, only: tuple[str, ...] = ()) -> None:
+        assert task in _BOX_TASKS, task
+        if unknown := sorted(set(only) - set(detector.labels)):
+            raise ValueError(
+                f"`only` names {', '.join(unknown)}, which {detector.name} lacks; it has {_few(detector.labels)}"
+            )
+        if task in _UNNAMED and not only and len(set(detector.labels)) > 1:
+            raise ValueError(
+                f"{task} would count boxes of all labels of {detector.name} ({_few(detector.labels)}); name those that "
+                f"count, for example `only: [{detector.labels[0]}]`"
+            )
+        self.name = detector.name
+        names = only or detector.labels
+        of_task = {"classification": (*names, absent), "binary": ("no", "yes"), "counting": ()}
+        self.labels: tuple[str, ...] = of_task.get(task, names)
+        self._detector, self._task, self._floor, self._absent = detector, task, floor, absent
+        self._names = frozenset(names)
+
+    def label(self, clips: Sequence[Clip]) -> list[Labelled]:
+        return [self._one(clip[0]) for clip in clips]
+
+    def _one(self, frame: np.ndarray) -> Labelled:
+        found = [box for box in self._detector.find(frame) if box.label in self._names]
+        boxes = sorted((box for box in found if box.confidence >= self._floor), key=lambda box: -box.confidence)
+        # A picture has the confidence of its most confident box; without boxes there is no score, so 1.
+        sure = boxes[0].confidence if boxes else 1.0
+        return Labelled(answer_of(boxes, self._task, self._absent), sure, len(found) - len(boxes))
+
+
+def _few(labels: Sequence[str]) -> str:
+    more = len(labels) - _SHOWN
+    return ", ".join(labels[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
 
 _NAMES = ("file", "path", "function")  # fields that identify a teacher
 _COUNTED = 0.05  # least score of a box that counts as dropped below the plan's minimum confidence
@@ -96,9 +155,9 @@ def runs_code(plan: TeacherPlan) -> tuple[str, str] | None:
 def _find(
     plan: CascadeTeacher | HogTeacher | OnnxDetectorTeacher | TransformersTeacher, detector: Detector, task: str
 ) -> Teacher:
-    if task not in boxes.TASKS:
-        raise ValueError(f"{detector.name} is a detector, which supports {', '.join(boxes.TASKS)}, not {task}")
-    return boxes.FromBoxes(detector, task, plan.min_confidence, plan.absent, plan.only)
+    if task not in _BOX_TASKS:
+        raise ValueError(f"{detector.name} is a detector, which supports {', '.join(_BOX_TASKS)}, not {task}")
+    return FromBoxes(detector, task, plan.min_confidence, plan.absent, plan.only)
 
 
 def _pretrained(plan: TransformersTeacher, task: str) -> Teacher:

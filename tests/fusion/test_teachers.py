@@ -22,10 +22,9 @@ from fusion.data.load import DomainData
 from fusion.data.samples import Sample, Splits
 from fusion.plan.schema import DomainPlan
 from fusion.synthetic.sources import load_source
-from fusion.teachers.boxes import FromBoxes
 from fusion.teachers.built_in import TEACHERS, SmallNetwork
 from fusion.teachers.labelling import restrict_answers
-from fusion.teachers.opening import UserFunction, open_teacher
+from fusion.teachers.opening import FromBoxes, UserFunction, open_teacher
 from fusion.teachers.protocol import Teacher, classify
 from fusion.training.objectives import objective_of
 from heads import Box

@@ -32,8 +32,7 @@ from vlora.lora import AdapterRegistry, SiteShape
 from vlora.lora.dense_to_lora import convert
 from vlora.lora.peft_format import read_header
 from vlora.models.hf_model import HFModel
-from vlora.training.adapter import LoraSettings
-from vlora.training.start import read_start
+from vlora.training.adapter import LoraSettings, read_start
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
