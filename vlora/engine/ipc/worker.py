@@ -36,8 +36,6 @@ from vlora.types import ErrorValue, Request, RequestOutput, TokenScore
 if TYPE_CHECKING:
     from vlora.engine.engine import Engine
 
-PACE_S = 0.04
-
 
 def main() -> None:
     import torch
@@ -244,9 +242,7 @@ def _reply(call_id: int, done: Future[Any]) -> messages.Reply[Any]:
         return messages.Reply(call_id, error=ErrorValue("error", f"{type(error).__name__}: {error}"))
 
 
-# Coalesces tokens into fewer messages: for answers that are read as a whole, and for streams with short steps.
-
-
+PACE_S = 0.04
 """Streamed tokens are sent at most once in this time (25 times a second) if steps are shorter."""
 
 SEARCH_PACE_S = 0.01

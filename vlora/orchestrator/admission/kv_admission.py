@@ -150,12 +150,12 @@ class KvAdmission:
         if (self._num_changes, num_blocks, adapter_starves) == self._refused_at:
             return ()
         needs, room = self._under_way(tracked, adapter_starves)
-        block_size = self._block_manager.block_size
+        block_size, blocks_for = self._block_manager.block_size, self._block_manager.blocks_for
         entered: list[TrackedRequest] = []
-        whole = sum([need.blocks + self._growth(need.tokens_left) for need in needs])
+        whole = sum([need.blocks + blocks_for(need.tokens_left) for need in needs])
         for t in entry_order(self._waiting.values(), self._shares, lambda: self._num_entries):
             need = self._need(t)
-            whole += need.blocks + self._growth(need.tokens_left)
+            whole += need.blocks + blocks_for(need.tokens_left)
             needs.append(need)
             # If even the full expected lengths fit, the peak is not computed.
             if whole > room and len(needs) > 1 and (peak := peak_blocks(needs, block_size)) > room:
@@ -205,10 +205,6 @@ class KvAdmission:
             blocks -= block_manager.num_shared(t.chain, t.cached_len)
         tokens_left = self._expected_len(t) - 1 - device_len  # the KV of the last token is never computed
         return KvNeed(tokens_left if tokens_left > 0 else 0, blocks)
-
-    def _growth(self, num_tokens: int) -> int:
-        """Upper bound on the blocks for `num_tokens` more tokens."""
-        return self._block_manager.blocks_for(num_tokens)
 
     def _expected_len(self, t: TrackedRequest) -> int:
         if t.is_head or t.num_preemptions:
