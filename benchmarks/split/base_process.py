@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from vlora.split import transport
-from vlora.split.admission import Admission, Limits
+from vlora.split.admission import Limits
 from vlora.split.base_server import BaseServer
 from vlora.split.batching import C, Call, CallQueue
 from vlora.split.executor import BaseExecutor
@@ -91,10 +91,8 @@ def main() -> None:
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     executor = BaseExecutor(frozen_layers(load_base(args.folder, args.dtype)), name=args.folder)
-    limits = Limits()
-    server = BaseServer(executor, _queue(args.policy), limits)
-    admission = Admission(executor, limits, client_slots=server.client_slots)
-    server.listen(transport.listen(Address.parse(args.address)), admission)
+    server = BaseServer(executor, _queue(args.policy), Limits())
+    server.listen(transport.listen(Address.parse(args.address)))
     print("ready", flush=True)
     parent = os.getppid()  # without the bench, nothing else would end this process
     server.run(lambda: bool(stopped) or os.getppid() != parent)

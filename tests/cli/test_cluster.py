@@ -159,7 +159,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {},
         "--host is 0.0.0.0, which others cannot reach; write the address of this machine",
     ),
-    (JOIN, {}, "no connection to a head of a cluster at 127.0.0.1:1: "),
+    (JOIN, {}, "no connection to a head at 127.0.0.1:1: "),
     (JOIN.replace(":1", ""), {}, "the head's address is '127.0.0.1'; write HOST:PORT, with a port from 1 to 65535"),
     (JOIN.replace("TOKEN", "OPEN"), {}, "the token file 'FOLDER/open' has mode 0644, so others may use it"),
     (SERVE, {"model": "embedded", "number": "2, gpus: 1"}, NO_GPUS),

@@ -509,7 +509,7 @@ async def test_a_replica_that_fails_one_adapter_serves_the_others(
         await served(here, number=8)
         state, cause = (await places(here))["b"]
         assert state == "failed" and why in cause
-        assert caplog.text.count("replica 'b' is no home for adapter 'x'") == 1
+        assert caplog.text.count("replica 'b' cannot serve adapter 'x'") == 1
 
         def num_tries() -> int:
             return sum(isinstance(call, LoadAdapter) and call.name == "x" for call in replica.calls)

@@ -19,7 +19,7 @@ from vlora.engine.base_service import EngineExecutor
 from vlora.errors import Disconnected, Unauthorized, VLoraError
 from vlora.orchestrator.latency_promise import LatencyPromise
 from vlora.split import Base, connect, transport
-from vlora.split.admission import Admission, Limits
+from vlora.split.admission import Limits
 from vlora.split.base_server import BaseServer
 from vlora.split.batching import CallQueue
 from vlora.split.frames import Direction
@@ -41,13 +41,11 @@ class Waiting:
         promise = LatencyPromise(1.15, time.monotonic, 4)
         self.address = f"unix:{folder}/base.sock"
         self.executor = EngineExecutor(layers, name="two", promise=promise, clock=time.monotonic)
-        limits = Limits(max_clients=2)
-        self.server = BaseServer(self.executor, CallQueue(), limits)
+        self.server = BaseServer(self.executor, CallQueue(), Limits(max_clients=2), tokens=tokens)
         self.executor.attend = self.server.attend
         self.woken = threading.Event()
         self.executor.wake = self.woken.set
-        self.admission = Admission(self.executor, limits, tokens=tokens, client_slots=self.server.client_slots)
-        self.server.listen(transport.listen(Address.parse(self.address)), self.admission)
+        self.server.listen(transport.listen(Address.parse(self.address)))
         self.errors: dict[int, VLoraError | None] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self.server.run, args=(self._stop.is_set,))
@@ -124,7 +122,7 @@ def test_a_removed_token_closes_its_connections(guarded: Waiting) -> None:
     old, new = (connect(guarded.address, token=token.secret) for token in (OLD, NEW))
     with old, new:
         until(lambda: guarded.server.num_clients == 2)
-        guarded.admission.tokens = (NEW,)
+        guarded.server.admission.tokens = (NEW,)
         until(lambda: guarded.server.num_clients == 1)
         with pytest.raises(Unauthorized):
             old.calls.call(Direction.FORWARD, 0, 1, [torch.ones(4, 8)])
@@ -136,7 +134,7 @@ def test_a_removed_token_closes_its_connections(guarded: Waiting) -> None:
 
 def test_a_token_that_expires_closes_its_connections(guarded: Waiting) -> None:
     soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=0.3)
-    guarded.admission.tokens = (dataclasses.replace(OLD, expires=soon),)
+    guarded.server.admission.tokens = (dataclasses.replace(OLD, expires=soon),)
     with connect(guarded.address, token=OLD.secret):
         until(lambda: guarded.server.num_clients == 1)
         until(lambda: guarded.server.num_clients == 0)

@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from tests.families import build_model, make_prompt
 from vlora.config import Token
 from vlora.split import transport
-from vlora.split.admission import Admission, Limits
+from vlora.split.admission import Limits
 from vlora.split.base_server import BaseServer
 from vlora.split.batching import CallQueue
 from vlora.split.executor import BaseExecutor
@@ -76,14 +76,13 @@ def serving(
     """Serve a copy of a model until the block ends."""
     limits = limits or Limits()
     executor = BaseExecutor(frozen_layers(copy.deepcopy(model)), name="tiny", shard=shard)
-    server = BaseServer(executor, CallQueue() if queue is None else queue, limits)
-    admission = Admission(executor, limits, tokens=tokens, tls=tls, client_slots=server.client_slots)
+    server = BaseServer(executor, CallQueue() if queue is None else queue, limits, tokens=tokens, tls=tls)
     sockets = [
         transport.listen(Address.parse(address)) for address in (f"unix:{folder}/base{shard[0]}.sock", "127.0.0.1:0")
     ]
     unix, tcp = map(address_of, sockets)
     for sock in sockets:
-        server.listen(sock, admission)
+        server.listen(sock)
     stop = threading.Event()
     thread = threading.Thread(target=server.run, args=(stop.is_set,), name="base-server")
     thread.start()

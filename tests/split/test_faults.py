@@ -33,7 +33,7 @@ from vlora.config import Token
 from vlora.errors import BadConfig, BadRequest, Disconnected, OverCapacity, Unauthorized
 from vlora.split import Base, connect, transport
 from vlora.split.addresses import secured
-from vlora.split.admission import Admission, Limits
+from vlora.split.admission import Limits
 from vlora.split.batching import Call, CallQueue
 from vlora.split.connection import BaseConnection
 from vlora.split.frames import CALL_BYTES, DTYPES, PROTOCOL, BaseInfo, CallHead, ClientInfo, Direction
@@ -234,9 +234,8 @@ def test_a_peer_that_is_gone_at_its_handshake_is_one_line(served: Serving, caplo
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         peer.close()  # with a reset
         sock, _ = listener.accept()
-        admission = Admission(served.executor, Limits(), client_slots=served.server.client_slots)
         until(lambda: bool(select.select([sock], [], [], 0)[0]))
-        assert admission.admit(sock) is None and sock.fileno() == -1
+        assert served.server.admission.admit(sock) is None and sock.fileno() == -1
     (line,) = lines(caplog)
     assert line.startswith("a client over TCP was refused: ")
 

@@ -193,7 +193,7 @@ class ReplicaAdapters:
         """Note that an adapter cannot be served there. It is tried again after a pause, each time a longer one."""
         before = self.failures.get(name)
         if before is None or before.error != error:
-            log.warning("replica %r is no home for adapter %r: %s", self.name, name, error.message)
+            log.warning("replica %r cannot serve adapter %r: %s", self.name, name, error.message)
         self.failures[name] = Failure(error, before, bars=bars)
         self.coming.discard(name)
         self._arrived.discard(name)

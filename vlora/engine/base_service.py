@@ -21,7 +21,7 @@ from vlora.errors import BadConfig
 from vlora.orchestrator.latency_promise import QUIET_S, LatencyPromise
 from vlora.split import frames, transport
 from vlora.split.addresses import secured, warn_of_no_tls
-from vlora.split.admission import Admission, Limits
+from vlora.split.admission import Limits
 from vlora.split.base_server import BaseServer, Stopped
 from vlora.split.batching import FIXED_ROWS, CallQueue
 from vlora.split.executor import BaseExecutor
@@ -221,7 +221,6 @@ class BaseService:
     """An `EngineExecutor` and its server. `start` may be called once, after the model was loaded."""
 
     executor: EngineExecutor
-    _admission: Admission
 
     def __init__(self, settings: ServedBase) -> None:
         """Bind the addresses, so that one in use is reported before the model loads.
@@ -255,24 +254,18 @@ class BaseService:
         settings = self._settings
         self.executor = EngineExecutor(base_layers(device), name=settings.name, promise=promise, clock=clock)
         queue: CallQueue[Peer] = CallQueue()
-        self._server = server = BaseServer(self.executor, queue, LIMITS)
+        self._server = server = BaseServer(self.executor, queue, LIMITS, tokens=settings.tokens, tls=self._tls)
         self.executor.attend = server.attend
-        self._admission = Admission(
-            self.executor,
-            LIMITS,
-            tokens=settings.tokens,
-            tls=self._tls,
-            client_slots=server.client_slots,
-        )
         for sock in self._listeners:
-            server.listen(sock, self._admission)
+            server.listen(sock)
         self._thread = threading.Thread(target=self._serve, args=(server,), name="vlora-base-server", daemon=True)
         self._thread.start()
         return self.executor
 
     def replace_tokens(self, tokens: tuple[Token, ...]) -> None:
         """Admit clients with these tokens from now on. The connections of others close."""
-        self._admission.tokens = tokens
+        assert self._server is not None
+        self._server.admission.tokens = tokens
 
     @property
     def stats(self) -> Mapping[str, Any]:

@@ -50,24 +50,23 @@ class Admission:
 
     Attributes:
         tokens: Of the permitted clients; none admits all. May be replaced at any time.
+        client_slots: Free slots of clients. The server releases that of a client that has left.
     """
 
     def __init__(
         self,
         executor: BaseExecutor,
         limits: Limits,
-        *,
-        tokens: Sequence[Token] = (),
-        tls: ssl.SSLContext | None = None,
-        client_slots: threading.Semaphore,
+        tokens: Sequence[Token],
+        tls: ssl.SSLContext | None,
     ) -> None:
-        """tls: for TCP; Unix sockets never use it. client_slots: the server releases them."""
+        """tls: for TCP; Unix sockets never use it."""
         self._executor = executor
         self._limits = limits
         self.tokens = tokens
         self._tls = tls
         self._rate_limit = AuthRateLimit()
-        self._client_slots = client_slots
+        self.client_slots = threading.Semaphore(limits.max_clients)
 
     def admit(self, sock: socket.socket) -> Peer | None:
         """Admit a client; None if it was refused: its connection is closed, with one line in the log."""
@@ -120,14 +119,14 @@ class Admission:
             raise BadConfig(
                 f"another base model is served here now ({self._executor.name}); restart the client with this model"
             )
-        if not self._client_slots.acquire(blocking=False):
+        if not self.client_slots.acquire(blocking=False):
             raise OverCapacity(
                 f"this base executor has {self._limits.max_clients} clients, its maximum; try again later"
             )
         try:
             return self._welcomed(sock, origin, client, found, token)
         except BaseException:
-            self._client_slots.release()
+            self.client_slots.release()
             raise
 
     def _welcomed(

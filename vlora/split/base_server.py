@@ -13,6 +13,7 @@ import logging
 import os
 import select
 import socket
+import ssl
 import threading
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from vlora.config import Token
 from vlora.errors import BadRequest
 from vlora.split import frames, transport
 from vlora.split.admission import Admission, Limits
@@ -46,7 +48,6 @@ class _Listener(NamedTuple):
     """A listening socket. handshakes: its free places of connections that are not authenticated yet."""
 
     sock: socket.socket
-    admission: Admission
     handshakes: threading.BoundedSemaphore
 
 
@@ -63,14 +64,22 @@ class BaseServer:
     """Serves one executor to clients until it is stopped.
 
     Attributes:
-        client_slots: Free slots of clients; an admission takes one.
+        admission: Of clients, with their tokens.
         num_batches: Number of products so far; several for a large call beside small ones.
     """
 
-    def __init__(self, executor: BaseExecutor, queue: CallQueue[Peer], limits: Limits) -> None:
+    def __init__(
+        self,
+        executor: BaseExecutor,
+        queue: CallQueue[Peer],
+        limits: Limits,
+        *,
+        tokens: Sequence[Token] = (),
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.num_batches = 0
         self.num_calls = 0
-        self.client_slots = threading.Semaphore(limits.max_clients)
+        self.admission = Admission(executor, limits, tokens, tls)
         self._executor = executor
         self._queue = queue
         self._limits = limits
@@ -90,9 +99,9 @@ class BaseServer:
     def num_clients(self) -> int:
         return len(self._peers)
 
-    def listen(self, sock: socket.socket, admission: Admission) -> None:
+    def listen(self, sock: socket.socket) -> None:
         sock.setblocking(False)
-        self._listeners[sock.fileno()] = _Listener(sock, admission, threading.BoundedSemaphore(_MAX_HANDSHAKES))
+        self._listeners[sock.fileno()] = _Listener(sock, threading.BoundedSemaphore(_MAX_HANDSHAKES))
         self._poll.register(sock, select.EPOLLIN)
 
     def run(self, stopped: Callable[[], bool]) -> None:
@@ -192,7 +201,7 @@ class BaseServer:
 
     def _admit_one(self, sock: socket.socket, listener: _Listener) -> None:
         try:
-            peer = listener.admission.admit(sock)
+            peer = self.admission.admit(sock)
         finally:
             listener.handshakes.release()
         if peer is None:
@@ -249,7 +258,7 @@ class BaseServer:
         self._queue.leave(peer)
         self._pending.pop(peer, None)
         peer.sock.close()
-        self.client_slots.release()
+        self.admission.client_slots.release()
 
     def _drop_unwanted(self, now: float) -> None:
         """Drop stalled clients, and those with a token that has expired or was removed."""

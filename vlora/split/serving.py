@@ -24,7 +24,7 @@ from vlora.config import Token
 from vlora.errors import BadConfig
 from vlora.models.pretrained import from_pretrained, load_complete
 from vlora.split import transport
-from vlora.split.admission import Admission, Limits
+from vlora.split.admission import Limits
 from vlora.split.base_server import BaseServer
 from vlora.split.batching import CallQueue
 from vlora.split.executor import BaseExecutor
@@ -114,10 +114,9 @@ def serve_base(
         executor = BaseExecutor(layers, name=settings.name, shard=settings.shard, device=device)
         del layers
         queue: CallQueue[Peer] = CallQueue(max_wait_s=settings.max_wait_s, join_rows=settings.join_rows)
-        server = BaseServer(executor, queue, settings.limits)
-        admission = Admission(executor, settings.limits, tokens=tokens, tls=tls, client_slots=server.client_slots)
+        server = BaseServer(executor, queue, settings.limits, tokens=tokens, tls=tls)
         for sock in listeners:
-            server.listen(sock, admission)
+            server.listen(sock)
         index, number = settings.shard
         shard = f", shard {index + 1}/{number}" if number > 1 else ""
         bound = ", ".join(map(address_of, listeners))

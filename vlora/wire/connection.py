@@ -249,7 +249,8 @@ async def connect(address: Address, protocol: Protocol, secret: bytes, *, tls: b
             transport.close()
         if isinstance(error, TimeoutError):
             raise Disconnected(f"{address} did not answer within {HANDSHAKE_S:g} s") from error
-        if isinstance(error, Disconnected) and (why := _failure(transport)) is not None:
+        why = transport.closed.exception() if transport is not None and transport.closed.done() else None
+        if isinstance(error, Disconnected) and why is not None:  # an invalid message has ended the connection
             raise Disconnected(f"{address} has another protocol than a {protocol.server}: {why}") from error
         raise
 
@@ -266,10 +267,3 @@ async def _open(address: Address, inbox: Inbox, tls: bool, server: str) -> Messa
         raise Disconnected(f"no connection to a {server} at {address}: {error}") from error
     transport.closed.add_done_callback(inbox.end)
     return transport
-
-
-def _failure(transport: MessageTransport | None) -> BaseException | None:
-    """The error of an invalid message that ended a connection; None if it ended otherwise."""
-    if transport is None or not transport.closed.done():
-        return None
-    return transport.closed.exception()

@@ -194,8 +194,7 @@ def run(exchange: Exchange[T], send: Callable[[bytes], object], receive: Callabl
                 send(message)
             message = exchange.send(receive())
     except StopIteration as end:
-        found: T = end.value
-        return found
+        return end.value  # type: ignore[no-any-return]
 
 
 async def run_async(
@@ -209,8 +208,7 @@ async def run_async(
                 send(message)
             message = exchange.send(await receive())
     except StopIteration as end:
-        found: T = end.value
-        return found
+        return end.value  # type: ignore[no-any-return]
 
 
 def printable(text: str) -> str:

@@ -39,12 +39,9 @@ class Certificate(NamedTuple):
 
     def context(self) -> ssl.SSLContext:
         """Raises BadConfig if the files cannot be used."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context = server_context(ServerConfig(tls_cert=self.cert_file, tls_key=self.key_file))
+        assert context is not None
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        try:
-            context.load_cert_chain(self.cert_file, self.key_file)
-        except (OSError, ssl.SSLError) as error:
-            raise BadConfig(f"the certificate {self.cert_file} with {self.key_file} cannot be used: {error}") from error
         return context
 
     def der(self) -> bytes:

@@ -219,10 +219,10 @@ def test_other_tokens_versions_and_addresses_are_refused(tmp_path: Path) -> None
     facts = facts_here(tmp_path)
     with pytest.raises(Unauthorized, match=r"^the head at 127\.0\.0\.1:\d+ has another token; copy its token file"):
         ask(facts, b"another token of 32 characters, here")
-    other = r"^the head of a cluster at \S+ has 'vlora \S+ .*', this end 'vlora 9, .*'; install the same"
+    other = r"^the head at \S+ has 'vlora \S+ .*', this end 'vlora 9, .*'; install the same"
     with pytest.raises(BadConfig, match=other):
         ask(facts, version="9")
-    with pytest.raises(Disconnected, match=r"^no connection to a head of a cluster at 127.0.0.1:1: .* starts a head$"):
+    with pytest.raises(Disconnected, match=r"^no connection to a head at 127.0.0.1:1: .* starts a head$"):
         ask(facts, change=lambda address: Address(address.host, 1))
     with pytest.raises(Disconnected, match=r"Ray does not run on the head; it is started again"):
         ask(None)
@@ -241,10 +241,10 @@ def test_a_cluster_has_one_front_end_at_a_time(tmp_path: Path) -> None:
             _, line = await ask_head(address, TOKEN, "10.0.0.7", front_end=True)
             with pytest.raises(BadConfig, match=r"the cluster has a front end already, at 10\.0\.0\.7; end it before"):
                 await ask_head(address, TOKEN, "10.0.0.8", front_end=True)
-            (await ask_head(address, TOKEN, "10.0.0.8")).connection.close()  # a node joins
+            (await ask_head(address, TOKEN, "10.0.0.8"))[1].close()  # a node joins
             line.close()
             await asyncio.sleep(0.1)
-            (await ask_head(address, TOKEN, "10.0.0.8", front_end=True)).connection.close()
+            (await ask_head(address, TOKEN, "10.0.0.8", front_end=True))[1].close()
             assert lines[-1] == "10.0.0.8 joins with the front end"
 
     asyncio.run(main())
@@ -302,10 +302,10 @@ def test_another_model_dtype_or_adapter_is_refused(
     file: str, content: bytes | None, message: str, tmp_path: Path
 ) -> None:
     facts = facts_here(tmp_path)
-    check_content(facts, model_digest(facts.model), adapter_digest)
+    check_content(facts, str)
     (tmp_path / file).unlink() if content is None else (tmp_path / file).write_bytes(content)
     with pytest.raises(BadConfig, match=message):
-        check_content(facts, model_digest(facts.model), adapter_digest)
+        check_content(facts, str)
 
 
 def test_a_new_token_is_for_this_user_only_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

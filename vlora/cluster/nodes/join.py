@@ -6,12 +6,12 @@ import asyncio
 import datetime
 import platform
 from collections.abc import Callable
-from typing import NamedTuple
 
 import msgspec
 
 from vlora.cluster.connection import protocol
 from vlora.cluster.nodes.certificates import Authority, Certificates, own_addresses, utc_now
+from vlora.cluster.nodes.content import adapter_digest, model_digest
 from vlora.cluster.nodes.token import derived
 from vlora.errors import BadConfig, Disconnected, Unauthorized, VLoraError
 from vlora.wire.address import Address
@@ -20,7 +20,7 @@ from vlora.wire.framing import MessageTransport
 from vlora.wire.heartbeat import keep_alive
 from vlora.wire.tls import Certificate
 
-_SERVER = "head of a cluster"
+_SERVER = "head"
 _SHOWN_TIME = "%Y-%m-%d %H:%M"
 
 
@@ -168,16 +168,9 @@ class HeadListener:
             self._front_end = None
 
 
-class Answer(NamedTuple):
-    """A head's answer. connection: stays open as long as the head and its Ray."""
-
-    admitted: Admitted
-    connection: MessageTransport
-
-
 async def ask_head(
     address: Address, token: bytes, host: str, *, front_end: bool = False, version: str | None = None
-) -> Answer:
+) -> tuple[Admitted, MessageTransport]:
     """Ask a head to join.
 
     Args:
@@ -189,8 +182,10 @@ async def ask_head(
         Unauthorized: The tokens differ.
         BadConfig: The versions differ, or there is another front end.
         Disconnected: There is no head at the address, or its Ray does not run.
-    """
 
+    Returns:
+        Its answer, and the connection, which stays open as long as the head and its Ray.
+    """
     join = Join(host, own_addresses(), front_end)
     secret = derived(token, "head").encode()
     try:
@@ -202,7 +197,7 @@ async def ask_head(
     except Disconnected as error:
         raise Disconnected(f"{error}; `vlora cluster up` starts a head") from error
     keep_alive(transport.extra("socket"))
-    return Answer(msgspec.msgpack.decode(welcome, type=Admitted), transport)
+    return msgspec.msgpack.decode(welcome, type=Admitted), transport
 
 
 def check_clock(found: Admitted, clock: datetime.datetime | None = None) -> None:
@@ -234,22 +229,26 @@ def check_versions(facts: Facts, ray: str) -> None:
         )
 
 
-def check_content(facts: Facts, model_digest: str, digest_of: Callable[[str], str]) -> None:
-    """Compare the model and the adapters of this machine.
+def check_content(facts: Facts, resolve: Callable[[str], str]) -> None:
+    """Compare the model and the adapters of this machine with the head's.
 
     Args:
-        digest_of: Of the adapter in a folder. Raises BadConfig if there is none.
+        resolve: The path of a model here.
 
     Raises:
         BadConfig: One is missing or differs.
     """
-    if model_digest != facts.model_digest:
+    try:
+        found = model_digest(resolve(facts.model))
+    except VLoraError as error:
+        raise BadConfig(f"the model is missing here: {error}; copy the head's folder") from error
+    if found != facts.model_digest:
         raise BadConfig(
             f"the model {facts.model} has other files here than on the head; copy the head's, or use the same revision"
         )
     for name, adapter in facts.adapters.items():
         try:
-            digest = digest_of(adapter.path)
+            digest = adapter_digest(adapter.path)
         except VLoraError as error:
             raise BadConfig(f"adapter {name!r} is missing here: {error}; copy the head's folder") from error
         if digest != adapter.digest:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
 from vlora.cluster.nodes.certificates import Certificates
-from vlora.cluster.nodes.content import adapter_digest, model_digest
 from vlora.cluster.nodes.join import Admitted, Facts, ask_head, check_clock, check_content, check_versions
 from vlora.cluster.nodes.runs import NODE, registered
 from vlora.cluster.nodes.token import derived
@@ -160,7 +159,7 @@ class Membership:
         facts = found.facts
         self._run = facts.run
         machine = self._machine
-        await asyncio.to_thread(_check, facts, machine)
+        await asyncio.to_thread(check_content, facts, machine.resolve)
         write_files(self.folder, self.key, self.host, facts, machine, found.certificates)
         replicas = facts.most if machine.resources.cpus else 0
         ports = free_ports(facts, replicas)
@@ -173,14 +172,6 @@ class Membership:
             ray_settings.node_environment(self.folder, os.environ),
             ray_settings.connection(self.folder, facts.control, self.host),
         )
-
-
-def _check(facts: Facts, machine: Machine) -> None:
-    try:
-        digest = model_digest(machine.resolve(facts.model))
-    except VLoraError as error:
-        raise BadConfig(f"the model is missing here: {error}; copy the head's folder") from error
-    check_content(facts, digest, adapter_digest)
 
 
 async def run_node(

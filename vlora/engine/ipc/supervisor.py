@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -200,27 +200,23 @@ class SupervisedEngine(EngineInterface):
     async def _restore(self, engine: EngineClient) -> None:
         """Restore adapters and trainings of the old process in a new one; log and forget what cannot be restored."""
         for plan in tuple(self._plans):
-            try:
-                await engine.train(plan, reopen=False)
-            except EngineDead:
-                raise
-            except VLoraError as error:
-                self._log(f"the trainings of {plan} do not continue: {error}")
+            if not await self._try(engine.train(plan, reopen=False), f"the trainings of {plan} do not continue"):
                 del self._plans[plan]
         for name, path in tuple(self._paths.items()):
-            try:
-                await engine.register_adapters({name: path})
-            except EngineDead:
-                raise
-            except VLoraError as error:
-                self._log(f"adapter {name!r} was not restored: {error}")
+            if not await self._try(engine.register_adapters({name: path}), f"adapter {name!r} was not restored"):
                 del self._paths[name]
         self._pinned &= self._paths.keys()
         for name in tuple(self._pinned):
-            try:
-                await engine.pin_adapter(name, True)
-            except EngineDead:
-                raise
-            except VLoraError as error:
-                self._log(f"adapter {name!r} is no longer pinned: {error}")
+            if not await self._try(engine.pin_adapter(name, True), f"adapter {name!r} is no longer pinned"):
                 self._pinned.discard(name)
+
+    async def _try(self, call: Coroutine[Any, Any, object], failure: str) -> bool:
+        """Returns whether a call succeeded; if not, its error is logged. Raises EngineDead."""
+        try:
+            await call
+        except EngineDead:
+            raise
+        except VLoraError as error:
+            self._log(f"{failure}: {error}")
+            return False
+        return True
