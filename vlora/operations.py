@@ -31,10 +31,14 @@ class GetStats(Operation, frozen=True):
 
 
 class GetAdapters(Operation, frozen=True):
+    """The adapters: rank, size, heads, and whether each is on the device, pinned or mergeable."""
+
     result = tuple[AdapterStatus, ...]
 
 
 class LoadAdapter(Operation, frozen=True):
+    """Register an adapter folder on the server's file system; an existing name gets the new content."""
+
     result = AdapterStatus
     admin = True
     name: str
@@ -42,12 +46,16 @@ class LoadAdapter(Operation, frozen=True):
 
 
 class UnloadAdapter(Operation, frozen=True):
+    """Remove an adapter and cancel its requests, or with `drain` let them finish."""
+
     admin = True
     name: str
     drain: bool = False
 
 
 class PinAdapter(Operation, frozen=True):
+    """Load an adapter onto the device and keep it there, or allow its eviction."""
+
     result = AdapterStatus
     admin = True
     name: str
@@ -55,7 +63,7 @@ class PinAdapter(Operation, frozen=True):
 
 
 class Train(Operation, frozen=True):
-    """Begin the trainings of a plan file."""
+    """Begin or continue the trainings of a plan file on the server's file system, all or none."""
 
     result = tuple[TrainingStatus, ...]
     admin = True
@@ -63,10 +71,14 @@ class Train(Operation, frozen=True):
 
 
 class ListTrainings(Operation, frozen=True):
+    """The trainings: state, steps, losses, and why one does not run at present."""
+
     result = tuple[TrainingStatus, ...]
 
 
 class CancelTraining(Operation, frozen=True):
+    """End a training; its plan continues it."""
+
     result = TrainingStatus
     admin = True
     name: str

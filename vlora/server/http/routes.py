@@ -1,4 +1,4 @@
-"""HTTP routes over the front end: OpenAI's completions (the model name selects the adapter), heads, and adapters."""
+"""HTTP routes over the front end: OpenAI's completions (the model name selects the adapter), heads, health."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from typing import Any, Protocol, TypeVar
 
-import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.security import HTTPBearer
@@ -27,18 +26,17 @@ from vlora.server.http.body_route import BodyRoute
 from vlora.server.http.callers import caller_of, tenant
 from vlora.server.http.chat_request import MAX_PARTS, ChatRequest
 from vlora.server.http.chat_response import ChatResponseBuilder, event, head_json
-from vlora.server.http.cluster_routes import ClusterRoutes
 from vlora.server.http.errors import ErrorBody, add_error_handlers, error_body
-from vlora.server.http.middleware import ADAPTER_PATHS, with_checks
+from vlora.server.http.middleware import with_checks
+from vlora.server.http.operator_routes import add_operator_routes
 from vlora.server.http.sampling_fields import SamplingFields, ServiceLevelFields, StrictModel
 from vlora.server.http.text_completions import CompletionRequest, TextResponseBuilder
 from vlora.server.http.tools import as_messages
 from vlora.server.interleave import interleave
-from vlora.server.learning.routes import LearningRoutes, TrainingRoutes
 from vlora.server.prompts import Conversation, Prompt
 from vlora.server.security.access import Access
 from vlora.server.security.public_errors import error_for, shown_to
-from vlora.types import AdapterStatus, SamplingParams
+from vlora.types import SamplingParams
 from vlora.types.video import Video
 
 T = TypeVar("T")
@@ -70,13 +68,6 @@ class HeadsRequest(HeadRequest):
     heads: list[HeadName] = Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)
 
 
-class AdapterSource(StrictModel):
-    """path: an adapter folder on the server's file system."""
-
-    name: str
-    path: str
-
-
 class Listener(Protocol):
     """Another server of this process, as `RpycServer` is."""
 
@@ -105,10 +96,7 @@ def make_app(front_end: FrontEnd, model: str, access: Access, other_listener: Li
     ModelRoutes(front_end, model).add_to(app)  # first, because routes are matched in order
     CompletionRoutes(front_end, model).add_to(app)
     HealthRoutes(front_end, model, other_listener).add_to(app)
-    AdapterRoutes(front_end).add_to(app)
-    TrainingRoutes(front_end).add_to(app)
-    ClusterRoutes(front_end).add_to(app)
-    LearningRoutes(front_end).add_to(app)
+    add_operator_routes(app, front_end)
     ConsoleRoutes(front_end, model, access).add_to(app)
     return with_checks(app, access, front_end.metrics, front_end.message_budget, front_end.config)
 
@@ -289,49 +277,6 @@ class CompletionRoutes:
         )
 
 
-class AdapterRoutes:
-    """Administration of adapters."""
-
-    def __init__(self, front_end: FrontEnd) -> None:
-        self._adapters = front_end.adapters
-        self._replicas = front_end.replicas
-
-    def add_to(self, app: FastAPI) -> None:
-        app.get(ADAPTER_PATHS)(self.adapters)
-        app.post(ADAPTER_PATHS, status_code=201)(self.load_adapter)
-        app.delete(ADAPTER_PATHS + "/{name}", status_code=204)(self.unload_adapter)
-        app.put(ADAPTER_PATHS + "/{name}/pin")(self.pin_adapter)
-        app.delete(ADAPTER_PATHS + "/{name}/pin")(self.unpin_adapter)
-
-    async def adapters(self, request: Request) -> dict[str, Any]:
-        """List the adapters: rank, size, heads, and whether each is on the device, pinned or mergeable.
-
-        A server with replicas adds where each adapter is.
-        """
-        caller = caller_of(request)
-        listed = [_adapter_json(status) for status in shown_to(await self._adapters.list(), caller)]
-        places = await self._replicas.adapters_by_name()
-        for adapter in listed if places else ():
-            adapter["replicas"] = msgspec.to_builtins(shown_to(tuple(places.get(adapter["name"], ())), caller))
-        return {"object": "list", "data": listed}
-
-    async def load_adapter(self, body: AdapterSource) -> dict[str, Any]:
-        """Register an adapter folder on the server's file system; an existing name gets the new content."""
-        return _adapter_json(await self._adapters.load(body.name, body.path))
-
-    async def unload_adapter(self, name: str, drain: bool = False) -> None:
-        """Remove an adapter and cancel its requests, or with `?drain=true` let them finish."""
-        await self._adapters.unload(name, drain)
-
-    async def pin_adapter(self, name: str) -> dict[str, Any]:
-        """Load an adapter to the device and pin it there."""
-        return _adapter_json(await self._adapters.pin(name, True))
-
-    async def unpin_adapter(self, name: str) -> dict[str, Any]:
-        """Unpin an adapter, so that it can be evicted."""
-        return _adapter_json(await self._adapters.pin(name, False))
-
-
 # -- responses --------------------------------------------------------------------------------------------------------
 
 
@@ -351,11 +296,6 @@ async def _respond(
     async with contextlib.aclosing(parts):
         answers = await _unless_disconnected(request, _whole(parts, num_choices))
     return JSONResponse(builder.whole(answers))
-
-
-def _adapter_json(status: AdapterStatus) -> dict[str, Any]:
-    fields: dict[str, Any] = msgspec.to_builtins(status)
-    return fields
 
 
 async def _flat(

@@ -1,0 +1,149 @@
+"""The HTTP routes of an operator: rows over `vlora.operations`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from fastapi import FastAPI, Query, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, Field, create_model, field_validator
+
+from vlora import operations as op
+from vlora.config import Token
+from vlora.server.frontend import FrontEnd, choice_id
+from vlora.server.http.callers import caller_of
+from vlora.server.http.middleware import ADAPTER_PATHS, CLUSTER_PATHS, LEARNING_PATHS, TRAINING_PATHS
+from vlora.server.http.sampling_fields import StrictModel
+from vlora.server.operations import perform
+from vlora.server.security.public_errors import shown_to
+
+_QUERY: Mapping[str, Any] = {
+    "drain": bool,
+    "wait_s": Annotated[float, Query(ge=0, le=op.MAX_WAIT_S, allow_inf_nan=False)],
+}
+"""The fields of operations that are in the query; those of a path are in it, and all others in the body."""
+
+
+class CorrectionBody(StrictModel):
+    """id: of the completion. choice: of several answers. label: the right answer."""
+
+    id: str
+    choice: int = Field(0, ge=0, le=2**31)
+    label: str
+
+
+class ScaleBody(StrictModel):
+    """replicas: their number, or "auto" for automatic scaling."""
+
+    replicas: int | Literal["auto"]
+
+    @field_validator("replicas", mode="before")
+    @classmethod
+    def _check(cls, value: Any) -> Any:
+        if value != "auto" and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ValueError('it must be a whole number, or "auto"')
+        return value
+
+
+class Row(NamedTuple):
+    """A route. status: of a success. fixed: fields of the operation. body: a model of the others."""
+
+    method: str
+    path: str
+    operation: type[op.Operation]
+    status: int = 200
+    fixed: Mapping[str, Any] = {}
+    body: type[BaseModel] | None = None
+
+
+_PIN = ADAPTER_PATHS + "/{name}/pin"
+_DRAIN = CLUSTER_PATHS + "/replicas/{name}/drain"
+
+ROWS = (
+    Row("GET", ADAPTER_PATHS, op.GetAdapters),
+    Row("POST", ADAPTER_PATHS, op.LoadAdapter, 201),
+    Row("DELETE", ADAPTER_PATHS + "/{name}", op.UnloadAdapter, 204),
+    Row("PUT", _PIN, op.PinAdapter, fixed={"pinned": True}),
+    Row("DELETE", _PIN, op.PinAdapter, fixed={"pinned": False}),
+    Row("GET", TRAINING_PATHS, op.ListTrainings),
+    Row("POST", TRAINING_PATHS, op.Train, 201),
+    Row("DELETE", TRAINING_PATHS + "/{name}", op.CancelTraining),
+    Row("POST", "/v1/corrections", op.Correct, body=CorrectionBody),
+    Row("GET", LEARNING_PATHS, op.GetLearning),
+    Row("POST", LEARNING_PATHS + "/{name}/promote", op.Promote),
+    Row("POST", LEARNING_PATHS + "/{name}/rollback", op.RollBack),
+    Row("GET", CLUSTER_PATHS, op.GetCluster),
+    Row("PUT", CLUSTER_PATHS + "/scale", op.Scale, body=ScaleBody),
+    Row("PUT", _DRAIN, op.DrainReplica),
+    Row("DELETE", _DRAIN, op.ResumeReplica),
+)
+
+
+def add_operator_routes(app: FastAPI, front_end: FrontEnd) -> None:
+    for row in ROWS:
+        app.add_api_route(
+            row.path,
+            _endpoint(front_end, row),
+            methods=[row.method],
+            name=row.operation.__name__,
+            description=row.operation.__doc__,
+            status_code=row.status,
+            response_model=None,
+        )
+
+
+def _endpoint(front_end: FrontEnd, row: Row) -> Callable[..., Coroutine[Any, Any, Response]]:
+    parameters: dict[str, tuple[Any, Any]] = {"request": (Request, ...)}
+    in_body: dict[str, Any] = {}
+    hints = typing.get_type_hints(row.operation)
+    for field in msgspec.structs.fields(row.operation):
+        default = ... if field.required else field.default
+        if f"{{{field.name}}}" in row.path:
+            parameters[field.name] = (str, ...)
+        elif field.name in _QUERY:
+            parameters[field.name] = (_QUERY[field.name], default)
+        elif field.name not in row.fixed:
+            in_body[field.name] = (hints[field.name], default)
+    if in_body:
+        model = row.body or create_model(f"{row.operation.__name__}Body", __base__=StrictModel, **in_body)
+        parameters["body"] = (model, ...)
+
+    async def call(request: Request, body: BaseModel | None = None, **fields: Any) -> Response:
+        if isinstance(body, CorrectionBody):
+            fields |= {"request_id": choice_id(re.sub("^chatcmpl-", "", body.id), body.choice), "label": body.label}
+        elif body is not None:
+            fields |= body.model_dump()
+        caller = caller_of(request)
+        operation = row.operation(**row.fixed, **fields)
+        return await _response(front_end, row, await perform(front_end, operation, caller), caller)
+
+    call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=_default(default))
+            for name, (kind, default) in parameters.items()
+        ]
+    )
+    return call
+
+
+def _default(value: Any) -> Any:
+    return inspect.Parameter.empty if value is ... else value
+
+
+async def _response(front_end: FrontEnd, row: Row, result: Any, caller: Token | None) -> Response:
+    if row.operation in (op.DrainReplica, op.ResumeReplica, op.Scale):  # 202: the change goes on
+        done, status = result is not False, await perform(front_end, op.GetCluster(), caller)
+        return JSONResponse({"done": done, **msgspec.to_builtins(status)}, row.status if done else 202)
+    if result is None:
+        return Response(status_code=row.status)
+    found = msgspec.to_builtins(shown_to(result, caller))
+    if row.operation is op.GetAdapters:  # a server with replicas adds where each adapter is
+        places = await front_end.replicas.adapters_by_name()
+        for adapter in found if places else ():
+            adapter["replicas"] = msgspec.to_builtins(shown_to(tuple(places.get(adapter["name"], ())), caller))
+    return JSONResponse({"object": "list", "data": found} if isinstance(found, list | tuple) else found, row.status)
