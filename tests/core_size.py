@@ -124,7 +124,7 @@ class Budget(NamedTuple):
 BUDGETS = (
     Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_260, 2_200),
     Budget("vlora/client", 1_740, 900),
-    Budget("vlora/server", 8_300, 4_900),
+    Budget("vlora/server", 8_180, 4_900),
     Budget("vlora/engine vlora/parallel", 7_040, 4_900),
     Budget("vlora/orchestrator vlora/routing", 5_500, 4_000),
     Budget("vlora/memory vlora/lora vlora/models", 11_600, 8_300),
@@ -133,7 +133,7 @@ BUDGETS = (
     Budget("vlora/split", 2_580, 1_600),
     Budget("vlora/training vlora/learning fusion/training", 7_280, 4_500),
     Budget("vlora/simulator", 2_280, 1_500),
-    Budget("vlora/cli", 4_060, 2_600),
+    Budget("vlora/cli", 4_020, 2_600),
     Budget("vlora/bench", 5_020, 2_500),
     Budget("benchmarks", 12_200, 6_500),
     Budget("fusion", 10_060, 6_200),

@@ -1,7 +1,4 @@
-"""The verbs of an operator and of an engine: one struct for each call that is answered once.
-
-`vlora.client.requests` has the requests for answers, `vlora.engine.operations` what only engines are asked.
-"""
+"""The verbs of an operator: one struct for each call. `vlora.client.requests` has the requests for answers."""
 
 from __future__ import annotations
 
@@ -99,10 +96,7 @@ class GetLearning(Operation, frozen=True):
 
 
 class Promote(Operation, frozen=True):
-    """Evaluate a version and serve it if it is better.
-
-    version: on disk; its first digits suffice. path: an adapter folder, instead. force: without an evaluation.
-    """
+    """Evaluate a version on disk (its first digits suffice) or a folder, and serve it if it is better, or by force."""
 
     result = LearningStatus
     admin = True

@@ -21,8 +21,8 @@ from fusion.block_diagonal.distil import DistillationScores
 from tests.cli.conftest import Vlora
 from tests.server.scripted import write_adapter
 from vlora.bench.report import Goal, Report
-from vlora.cli.cluster_options import RULES as OPTION_RULES
 from vlora.cli.group import cli, refuse_unknown
+from vlora.cli.options import RULES as OPTION_RULES
 from vlora.cli.options import HeadedOption, long_flag
 from vlora.cli.progress import counting, waiting
 from vlora.config import POLICY_ALIASES, POLICY_NAMES, EngineConfig, ServerConfig

@@ -45,7 +45,7 @@ from vlora.cluster.adapter_store import AdapterStore, Busy, default_root
 from vlora.cluster.replica import AdapterReceiver
 from vlora.engine.ipc import messages
 from vlora.errors import Aborted, BadAdapter, BadRequest, OverCapacity
-from vlora.server.cluster_metrics import ClusterCollector
+from vlora.server.replicas import ClusterCollector
 from vlora.types.replicas import AdapterPlace
 
 SIZE = 10_000

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.deploy.files import ROOT, RULES, dashboard
 from tests.server.api import running_api
 from vlora.config import Token
-from vlora.server.cluster_metrics import ClusterCollector
 from vlora.server.metrics import MAX_ADAPTERS, MAX_TENANTS, Metrics
+from vlora.server.replicas import ClusterCollector
 from vlora.types.replicas import SERVING, ClusterStatus, ReplicaStatus
 
 OF_PROMETHEUS = {"instance", "job"}  # labels that a scrape adds to every series

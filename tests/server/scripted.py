@@ -16,7 +16,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +26,8 @@ import msgspec
 from PIL import Image
 
 from vlora.config import EngineConfig
+from vlora.engine.interface import EngineInterface
+from vlora.engine.operations import GetSnapshot, perform
 from vlora.engine.snapshot import (
     AdapterLoad,
     ArenaMap,
@@ -51,6 +53,7 @@ from vlora.errors import (
     VLoraError,
 )
 from vlora.models.vision.images import Region
+from vlora.operations import GetStats, Operation
 from vlora.types import (
     AdapterStatus,
     EngineStats,
@@ -465,7 +468,7 @@ class ScriptedEngine:
         )
 
 
-class ScriptedInterface:
+class ScriptedInterface(EngineInterface):
     """A ScriptedEngine behind EngineInterface, stepped by a task of the event loop."""
 
     def __init__(self, config: EngineConfig | None = None) -> None:
@@ -502,53 +505,27 @@ class ScriptedInterface:
         if (output := self.engine.cancel(request_id)) is not None:
             self.deliver(output)
 
-    async def register_adapters(self, paths: Mapping[str, str]) -> None:
-        self.engine.register_adapters(paths)
-
-    async def load_adapter(self, name: str, path: str) -> AdapterStatus:
-        return self.engine.load_adapter(name, path)
-
-    async def unload_adapter(self, name: str, drain: bool = False) -> None:
-        for output in self.engine.unload_adapter(name, drain):
-            self.deliver(output)
-
-    async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
-        return self.engine.pin_adapter(name, pinned)
-
-    async def adapters(self) -> tuple[AdapterStatus, ...]:
-        return self.engine.adapters()
-
-    async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
-        return self.engine.parts.trainings.submit(plan, reopen=reopen).result()
-
-    async def trainings(self) -> tuple[TrainingStatus, ...]:
-        return self.engine.parts.trainings.statuses()
-
-    async def cancel_training(self, name: str) -> TrainingStatus:
-        return self.engine.parts.trainings.cancel(name)
-
-    async def stats(self) -> EngineStats:
-        if self.dead is not None:
+    async def call(self, operation: Operation) -> Any:
+        if self.dead is not None and isinstance(operation, GetStats | GetSnapshot):
             raise EngineDead(self.dead)
-        return self.engine.stats()
-
-    async def snapshot(self, since: int = 0) -> EngineSnapshot:
-        if self.dead is not None:
-            raise EngineDead(self.dead)
-        return self.engine.snapshot(since)
+        engine: Any = self.engine
+        found = perform(engine, operation, self._deliver_all)
+        return found.result() if isinstance(found, Future) else found
 
     async def close(self) -> None:
-        for output in self.engine.close():
-            self.deliver(output)
+        self._deliver_all(self.engine.close())
 
     def deliver(self, output: RequestOutput) -> None:
         if output.request_id in self._streams:
             self._streams[output.request_id].put_nowait(output)
 
+    def _deliver_all(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            self.deliver(output)
+
     async def _step(self) -> None:
         while self.engine.has_work:
-            for output in self.engine.step():
-                self.deliver(output)
+            self._deliver_all(self.engine.step())
             await asyncio.sleep(0.001)
 
 

@@ -70,14 +70,17 @@ class InProcess(Wire):
         return _outcomes(self._run(self.api.front_end.ask_heads(images, pairs, **levels)))
 
     def do(self, name: str, *args: Any, **options: Any) -> Any:
-        catalog = self.api.front_end.adapters
+        catalog, engine = self.api.front_end.adapters, self.api.front_end.engine
         calls: dict[str, Callable[..., Awaitable[Any]]] = {
             "load_adapter": catalog.load,
             "unload_adapter": catalog.unload,
             "pin_adapter": catalog.pin,
             "adapters": catalog.list,
+            "train": engine.train,
+            "trainings": engine.trainings,
+            "cancel_training": engine.cancel_training,
         }
-        return _plain(self._run((calls.get(name) or getattr(catalog, name))(*args, **options)))
+        return _plain(self._run(calls[name](*args, **options)))
 
     def _run(self, coroutine: Any) -> Any:
         try:

@@ -3,23 +3,115 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from vlora.cli.bench_serve import OPTION_NAMES, serve_options
-from vlora.cli.cluster_options import cluster_options, take_cluster_settings
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.interrupt import ends_with
+from vlora.cli.options import RULES
 from vlora.cli.progress import waiting
 from vlora.cli.server_flags import json_option, print_json
 from vlora.cli.settings import config_flags
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
 from vlora.run_folder import writing
+
+_COUNT = click.IntRange(min=1)
+_SECONDS = click.FloatRange(min=0)
+_ABOVE_0 = click.FloatRange(min=0, min_open=True)
+
+# Name in `ClusterConfig`, type, default, help.
+_CLUSTER_SETTINGS: tuple[tuple[str, Any, Any, str], ...] = (
+    ("replicas", _COUNT, 1, "Number of replicas that share the load."),
+    ("rule", click.Choice(RULES), "placed", "Which replica gets the next request."),
+    (
+        "over",
+        click.FloatRange(min=1),
+        None,
+        "Requests that a replica takes at a time, in batches; others wait in the router. Default: 1.5; 1 under punica; "
+        "no limit under least_loaded and round_robin.",
+    ),
+    ("max_replicas", _COUNT, None, "Add replicas up to this number, and release them, by the load."),
+    ("start_s", _SECONDS, 15.0, "Seconds until an added replica serves."),
+    ("mtbf_s", _SECONDS, 0.0, "Mean seconds between failures of a replica; 0: none fail."),
+    ("detect_s", _SECONDS, 0.0, "Seconds from a failure until the router learns of it."),
+    ("restart_s", _SECONDS, 15.0, "Seconds from then until a replacement serves."),
+    ("report_s", _SECONDS, 0.0, "Period of the replicas' reports to the router; 0: at every event."),
+    ("report_age_s", _SECONDS, 0.0, "A report arrives up to so many seconds after it was made."),
+    ("rebalance_s", _SECONDS, 0.0, "Period of moving requests to replicas that finish early; 0: never."),
+)
+
+
+def cluster_options(command: Any) -> Any:
+    """Add the options."""
+    command = click.option(
+        "--quick/--full",
+        default=None,
+        help="Simulate stretches of unmerged steps, or each step. Default: --quick with more than 16 replicas.",
+    )(command)
+    for name, kind, default, text in reversed(_CLUSTER_SETTINGS):
+        flag = f"--{name.replace('_', '-')}"
+        shown = default is not None
+        command = click.option(flag, type=kind, default=default, show_default=shown, help=text)(command)
+    return command
+
+
+def take_cluster_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Remove the values of these options, except --quick, from all settings of the command, and return them."""
+    return {name: settings.pop(name) for name, *_ in _CLUSTER_SETTINGS}
+
+
+OPTION_NAMES = {"surfaces": "surface", "cases": "case", "adapter_names": "adapter-name"}
+"""Options that may be repeated, by the parameter that receives all their values."""
+
+_SERVE_OPTIONS: tuple[tuple[str, Any, str], ...] = (
+    ("requests", _COUNT, "number of requests; default 8"),
+    ("duration_s", _ABOVE_0, "send requests for this many seconds instead of a fixed number"),
+    ("concurrency", _COUNT, "outstanding requests at any time; default 8"),
+    ("rate", _ABOVE_0, "requests per second with Poisson arrivals (open loop)"),
+    ("adapters", _COUNT, "number of adapters; default 4"),
+    ("popularity", click.Choice(["uniform", "zipf", "hottest"]), "how requests choose adapters; default uniform"),
+    ("skew", click.FloatRange(0, 1, min_open=True), "the hottest adapter's share; default 0.6"),
+    ("prompt_tokens", _COUNT, "tokens per prompt with its pictures; default 256"),
+    ("answer_tokens", _COUNT, "tokens per answer; default 32"),
+    ("pictures", click.IntRange(min=0), "pictures per request; default 1"),
+    ("picture_width", _COUNT, "pixels; default 224"),
+    ("picture_height", _COUNT, "pixels; default 224"),
+    ("rounds", _COUNT, "repetitions of server and baselines in turn; default 3"),
+    ("dtype", click.Choice(["bfloat16", "float32"]), "dtype of the server; default bfloat16"),
+    (
+        "url",
+        str,
+        "measure this server instead: URL of its OpenAI API with the path; OPENAI_API_KEY is its token",
+    ),
+)
+_REPEATED: tuple[tuple[str, Any, str], ...] = (
+    ("surfaces", click.Choice(["http", "rpyc"]), "default http"),
+    ("threads", _COUNT, "default: the server's default, then 1"),
+    (
+        "cases",
+        click.Choice(["one", "base", "adapters"]),
+        "one request, many of the base model, many of adapters; default all",
+    ),
+    ("adapter_names", str, "name of an adapter at --url"),
+)
+
+
+def serve_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of `serve`. Each is None, or empty, unless given: the bench holds the defaults."""
+    for name, kind, text in reversed(_REPEATED):
+        flag = f"--{OPTION_NAMES.get(name, name)}"
+        command = click.option(flag, name, type=kind, multiple=True, help=f"Of `serve`: {text}; may be repeated.")(
+            command
+        )
+    for name, kind, text in reversed(_SERVE_OPTIONS):
+        command = click.option(f"--{name.replace('_', '-')}", type=kind, help=f"Of `serve`: {text}.")(command)
+    return command
 
 
 @cli.command()

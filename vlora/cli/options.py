@@ -1,10 +1,16 @@
-"""Options under headings in a command's help, and the flag that names an option in files and the environment."""
+"""Options of several commands: headings in the help, flags as names, values that are given once."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
+
+from vlora.errors import BadRequest
+
+RULES = ("placed", "punica", "where_it_is", "least_loaded", "round_robin")
+"""Of `vlora.routing`, which takes long to import."""
 
 
 class HeadedOption(click.Option):
@@ -35,3 +41,10 @@ def write_headed(context: click.Context, formatter: click.HelpFormatter, params:
     for heading in sorted(rows, key="Options".__eq__):
         with formatter.section(heading):
             formatter.write_dl(rows[heading])
+
+
+def check_given_once(flags: Mapping[str, Sequence[str]]) -> None:
+    """Check the values of flags by name. Raises BadRequest for one that is given more than once."""
+    for flag, values in flags.items():
+        if repeated := [value for value in dict.fromkeys(values) if values.count(value) > 1]:
+            raise BadRequest(f"{flag} {repeated[0]!r} is given more than once; give it once")

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from vlora.adapter_files import CONFIG_FILE
-from vlora.cli.cluster_options import RULES
-from vlora.cli.cluster_plan import read_cluster
+from vlora.cli.cluster_nodes import read_cluster
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
-from vlora.cli.options import headed
+from vlora.cli.options import RULES, headed
 from vlora.cli.progress import waiting
 from vlora.cli.settings import EMBEDDED, config_flags, make_config, model_path
 from vlora.config import EngineConfig, ServedBase, ServerConfig

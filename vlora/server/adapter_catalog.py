@@ -24,7 +24,6 @@ from vlora.server.metrics import Metrics
 from vlora.types import (
     AdapterStatus,
     HeadSummary,
-    TrainingStatus,
     adapter_name,
     composed_of,
     is_composed,
@@ -248,20 +247,6 @@ class AdapterCatalog:
         wanted = kept and msgspec.structs.replace(kept, pinned=pinned)
         change = self._keeping(name, wanted, lambda: self._engine.pin_adapter(name, pinned))
         return self._with_warnings(await self._complete(change))
-
-    # -- trainings ----------------------------------------------------------------------------------------------------
-
-    async def train(self, plan: str) -> tuple[TrainingStatus, ...]:
-        """Begin the trainings of a plan file on the server's file system. Raises as `EngineInterface.train`."""
-        return await self._engine.train(plan)
-
-    async def trainings(self) -> tuple[TrainingStatus, ...]:
-        """Every training since the engine started. A finished one has changed the adapters."""
-        return await self._engine.trainings()
-
-    async def cancel_training(self, name: str) -> TrainingStatus:
-        """End a training. Raises BadRequest if it is not running."""
-        return await self._engine.cancel_training(name)
 
     # -- internal -----------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,6 @@ from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import BadRequest, EngineDead, UnknownAdapter, UnknownHead, VLoraError
 from vlora.server.active_requests import ActiveRequests, RequestClock
 from vlora.server.adapter_catalog import AdapterCatalog
-from vlora.server.cluster_metrics import ClusterCollector
 from vlora.server.detokenizer import Piece
 from vlora.server.domains import Target, answering
 from vlora.server.execution import Execution, as_answer
@@ -44,7 +43,7 @@ from vlora.server.prompts import (
     missing_question,
     with_question,
 )
-from vlora.server.replicas import Replicas
+from vlora.server.replicas import ClusterCollector, Replicas
 from vlora.server.security.message_budget import ByteBudget
 from vlora.server.security.public_errors import to_vlora_error
 from vlora.server.streams.registry import StreamRegistry
@@ -63,6 +62,7 @@ class FrontEnd:
     """One per server, used from one event loop. Decoding and image processing run in threads.
 
     Attributes:
+        engine: The engine.
         adapters: The registered adapters and their changes.
         streams: The open frame streams.
         metrics: The server's metrics.
@@ -82,7 +82,7 @@ class FrontEnd:
         """model: the base model's name; no adapter may have this name. supervisor: the engine, if it is restarted."""
         self.config = config
         self._model = model
-        self._engine = engine
+        self.engine = engine
         self._supervisor = supervisor
         self._processor = processor
         self._encoder = PromptEncoder(processor, config)
@@ -109,7 +109,7 @@ class FrontEnd:
         from vlora.learning.learning import Learning  # imports torch
         from vlora.server.learning.collector import Collector
 
-        model = EngineModel(self._engine, self.adapters, self._encoder, self._processor, self.config)
+        model = EngineModel(self.engine, self.adapters, self._encoder, self._processor, self.config)
         self.learning = Learning(folder, entries, initial, model, clock=clock)
         self._collector = Collector(self.learning)
         self.adapters.learning = frozenset(self.learning.folders)
@@ -308,11 +308,11 @@ class FrontEnd:
 
     async def stats(self) -> EngineStats:
         """The engine's stats, with the model's name in place of its folder."""
-        return self._with_model_name(await self._engine.stats())
+        return self._with_model_name(await self.engine.stats())
 
     async def snapshot(self, since: int = 0) -> EngineSnapshot:
         """The engine's snapshot, with the steps after number `since` and the model's name as in `stats`."""
-        snapshot = await self._engine.snapshot(since)
+        snapshot = await self.engine.snapshot(since)
         return msgspec.structs.replace(snapshot, stats=self._with_model_name(snapshot.stats))
 
     async def read_metrics(self) -> bytes:

@@ -38,11 +38,9 @@ async def perform(front_end: FrontEnd, operation: op.Operation, caller: Token | 
         case op.PinAdapter(adapter, pinned):
             return await adapters.pin(adapter, pinned)
         case op.Train(plan):
-            return await adapters.train(plan)
-        case op.ListTrainings():
-            return await adapters.trainings()
-        case op.CancelTraining(training):
-            return await adapters.cancel_training(training)
+            return await front_end.engine.train(plan)
+        case op.ListTrainings() | op.CancelTraining():
+            return await front_end.engine.call(operation)
         case op.Correct(request_id, label):
             by = Corrector(None, True) if caller is None else Corrector(caller.name, caller.admin)
             return await _learning(front_end).correct(request_id, label, by)
