@@ -12,7 +12,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.policy_engine import BASELINE, FLOOR, OURS, SKEWS, measure_policies, most
@@ -63,9 +63,10 @@ def measure(case: tuple[bool, str, str], store: Store) -> Measured:
             )
     fitted = fits[0]
     costs, load_s = _costs(fitted), fitted["costs"]["load_s"]
-    rows: list[dict[str, Any]] = [
-        store.value(name, make) for cells in (_retrieval, _video) for name, make in cells(costs, load_s, quick)
-    ]
+    rows: list[dict[str, Any]] = []
+    for cell in (*_retrieval(costs, quick), *_video(costs, quick)):
+        name = f"{cell.app}, load {cell.load}, skew {cell.skew:g}, {cell.num_streams} streams, {cell.num_adapters}"
+        rows.append(store.value(f"{name} adapters", functools.partial(_row, cell, costs, load_s)))
     goals = []
     for app in ("retrieval", "video"):
         ratios = [row["ours / best in bound"] for row in rows if row["app"] == app]
@@ -88,26 +89,29 @@ def _costs(found: Mapping[str, Any]) -> Costs:
     return Costs(**{name: found["costs"][name] for name in Costs._fields})
 
 
-Cells = Iterator[tuple[str, Callable[[], dict[str, Any]]]]  # a name, and the function that computes its row
+class Cell(NamedTuple):
+    """A cell of the grid. rate: requests a second at this share of the capacity. skew: the hottest adapter's share."""
+
+    app: str
+    load: float
+    rate: float
+    skew: float
+    num_adapters: int
+    num_streams: int | None
+    arrivals: tuple[Arrival, ...]
 
 
-def _retrieval(costs: Costs, load_s: float, quick: bool) -> Cells:
+def _retrieval(costs: Costs, quick: bool) -> Iterator[Cell]:
     loads = (0.9,) if quick else (0.3, 0.6, 0.9, 1.2)
     skews = (0.2, 0.6, 0.95) if quick else (0.2, 0.4, 0.6, 0.8, 0.95)
-    adapters = (20,) if quick else (2, 20, 200)
-    for load, skew, num_adapters in itertools.product(loads, skews, adapters):
-        capacity = full_batch_capacity(costs, _PROMPT, _ANSWER, hottest(num_adapters, skew))
-        workload = Hottest(rate=load * capacity, skew=skew, **_RETRIEVAL)
-        arrivals = tuple(workload.arrivals(100 if quick else 250, num_adapters, seed=0))
-        yield (
-            f"retrieval, load {load}, skew {skew}, {num_adapters} adapters",
-            functools.partial(
-                _cell, "retrieval", load, workload.rate, skew, num_adapters, None, arrivals, costs, load_s
-            ),
-        )
+    for load, skew, adapters in itertools.product(loads, skews, (20,) if quick else (2, 20, 200)):
+        rate = load * full_batch_capacity(costs, _PROMPT, _ANSWER, hottest(adapters, skew))
+        workload = Hottest(rate=rate, skew=skew, **_RETRIEVAL)
+        arrivals = tuple(workload.arrivals(100 if quick else 250, adapters, seed=0))
+        yield Cell("retrieval", load, rate, skew, adapters, None, arrivals)
 
 
-def _video(costs: Costs, load_s: float, quick: bool) -> Cells:
+def _video(costs: Costs, quick: bool) -> Iterator[Cell]:
     """Cameras that each send one chunk per period; the period is scaled to the machine's capacity."""
     prompt = Video().frames * Video().frame_tokens
     for load, streams in itertools.product((0.9,) if quick else (0.3, 0.6, 0.9, 1.2), (4,) if quick else (4, 16)):
@@ -117,24 +121,11 @@ def _video(costs: Costs, load_s: float, quick: bool) -> Cells:
                 arrival._replace(time_s=arrival.time_s * streams / rate)
                 for arrival in Video(streams=streams).arrivals(100 if quick else 250, adapters, seed=0)
             )
-            yield (
-                f"video, load {load}, {streams} streams, {adapters} adapters",
-                functools.partial(_cell, "video", load, rate, 1 / adapters, adapters, streams, arrivals, costs, load_s),
-            )
+            yield Cell("video", load, rate, 1 / adapters, adapters, streams, arrivals)
 
 
-def _cell(
-    app: str,
-    load: float,
-    rate: float,
-    skew: float,
-    num_adapters: int,
-    num_streams: int | None,
-    arrivals: tuple[Arrival, ...],
-    costs: Costs,
-    load_s: float,
-) -> dict[str, Any]:
-    """One cell. Latencies are in ms.
+def _row(cell: Cell, costs: Costs, load_s: float) -> dict[str, Any]:
+    """Latencies are in ms.
 
     The row's waits are the longest wait of an admitted request for its next step, under the default policy and under
     the one without a bound. The row's bound is the loosest value of the waiting bound in the latter's replay; that
@@ -142,25 +133,25 @@ def _cell(
     """
     policies = (OURS, *(name for name in POLICIES if name != OURS))
     replays = {
-        policy: _replay_cached(arrivals, ReplicaConfig(costs=costs, load_s=load_s, policy=policy))
+        policy: _replay_cached(cell.arrivals, ReplicaConfig(costs=costs, load_s=load_s, policy=policy))
         for policy in policies
     }
     found = {policy: each.latency_ms for policy, each in replays.items()}
     floor_ms = None
-    if app == "retrieval":  # video's requests are for heads, which adapters have
-        bare = tuple(arrival._replace(adapter=None) for arrival in arrivals)
+    if cell.app == "retrieval":  # video's requests are for heads, which adapters have
+        bare = tuple(arrival._replace(adapter=None) for arrival in cell.arrivals)
         floor_ms = _replay_cached(bare, ReplicaConfig(costs=costs, load_s=load_s, policy=BASELINE)).latency_ms
     best = min((policy for policy in found if policy != OURS), key=lambda policy: found[policy])
     unbounded = replays[UNBOUNDED]
     broken = unbounded.longest_wait_s > unbounded.wait_bound_s
     in_bound = min(found[policy] for policy in found if policy != OURS and not (policy == UNBOUNDED and broken))
     return {
-        "app": app,
-        "load": load,
-        "requests/s": rate,
-        "skew": skew,
-        "adapters": num_adapters,
-        "streams": num_streams,
+        "app": cell.app,
+        "load": cell.load,
+        "requests/s": cell.rate,
+        "skew": cell.skew,
+        "adapters": cell.num_adapters,
+        "streams": cell.num_streams,
         **found,
         FLOOR: floor_ms,
         "best other": best,

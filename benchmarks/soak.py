@@ -104,37 +104,20 @@ def _times(seconds: list[float]) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class SoakResult:
-    """The results, with times in seconds of the event loop's clock.
+    """The results, with times in seconds of the event loop's clock."""
 
-    Attributes:
-        warm_s: Start of measuring; phases of equal length follow.
-        end_s: End of measuring.
-        num_phases: Number of phases.
-        answers: Start and end of each answer.
-        frame_s: Latency of each frame, in seconds.
-        wrong: Descriptions of wrong answers.
-        memory_mib: Time and MiB of each process.
-        num_vanished: Connections that their client closed during an answer.
-        num_slow: Answers that were read slowly.
-        num_dropped: Frames that newer ones replaced.
-        num_cut: Clients cancelled at the deadline.
-        num_asks: Questions with answers to compare.
-        cores: Load of each process; 1 is one full core.
-        filled: Fraction of the preparation's tokens put into the arena.
-    """
-
-    warm_s: float
-    end_s: float
+    warm_s: float  # start of measuring; phases of equal length follow
+    end_s: float  # end of measuring
     num_phases: int
     answers: list[tuple[float, float]] = dataclasses.field(default_factory=list)  # start and end times
-    frame_s: list[float] = dataclasses.field(default_factory=list)
-    wrong: list[str] = dataclasses.field(default_factory=list)
-    memory_mib: dict[str, list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
-    num_vanished: int = 0
-    num_slow: int = 0
-    num_dropped: int = 0
-    num_cut: int = 0
-    num_asks: int = 0
+    frame_s: list[float] = dataclasses.field(default_factory=list)  # latencies
+    wrong: list[str] = dataclasses.field(default_factory=list)  # descriptions of wrong answers
+    memory_mib: dict[str, list[tuple[float, float]]] = dataclasses.field(default_factory=dict)  # by process, with times
+    num_vanished: int = 0  # connections that their client closed during an answer
+    num_slow: int = 0  # answers that were read slowly
+    num_dropped: int = 0  # frames that newer ones replaced
+    num_cut: int = 0  # clients cancelled at the deadline
+    num_asks: int = 0  # questions with answers to compare
     cores: dict[str, float] = dataclasses.field(default_factory=dict)  # load of each process; 1 is one full core
     filled: float = 0.0  # fraction of the preparation's tokens put into the arena
 

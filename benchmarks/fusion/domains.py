@@ -11,6 +11,7 @@ one at most. Signs with other numerals and objects of a few pixels need fine fea
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,6 +39,8 @@ from fusion.synthetic.streets import (
     KINDS,
     LANES,
     SIDES,
+    Street,
+    Thing,
     ask_traffic,
     caption_traffic,
     count_vehicles,
@@ -96,20 +99,19 @@ def _action(rng: np.random.Generator, num_frames: int = CLIP_FRAMES) -> Sample:
     return Sample(tuple(draw_action(ACTIONS[label], rng, num_frames)), label)
 
 
-def _single(fact: str) -> Draw:
-    """A street with one object; its `fact` is the label."""
+def _street(answer: Callable[[Street], Any], most: int = 1) -> Draw:
+    """A street with up to `most` objects, and the answer about it."""
 
     def draw(rng: np.random.Generator) -> Sample:
-        street = draw_street(rng, 1)
-        thing = street.things[0]
-        label = {
-            "kind": KINDS.index(thing.kind),
-            "color": tuple(COLORS).index(thing.color),
-            "place": 3 * thing.lane + thing.side,
-        }[fact]
-        return Sample((street.frame,), label)
+        street = draw_street(rng, most)
+        return Sample((street.frame,), answer(street))
 
     return draw
+
+
+def _first(answer: Callable[[Thing], Any]) -> Draw:
+    """A street with one object, and the answer about it."""
+    return _street(lambda street: answer(street.things[0]))
 
 
 _WAYS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
@@ -181,9 +183,27 @@ FAMILIES: dict[str, tuple[BenchDomain, ...]] = {
     "classification": (
         DIGITS,
         _SIGNS,
-        BenchDomain("kind", "classification", "what is on the road?", _single("kind"), KINDS),
-        BenchDomain("color", "classification", "what color is it?", _single("color"), tuple(COLORS)),
-        BenchDomain("place", "classification", "where is it?", _single("place"), _PLACES),
+        BenchDomain(
+            "kind",
+            "classification",
+            "what is on the road?",
+            _first(lambda thing: KINDS.index(thing.kind)),
+            KINDS,
+        ),
+        BenchDomain(
+            "color",
+            "classification",
+            "what color is it?",
+            _first(lambda thing: tuple(COLORS).index(thing.color)),
+            tuple(COLORS),
+        ),
+        BenchDomain(
+            "place",
+            "classification",
+            "where is it?",
+            _first(lambda thing: 3 * thing.lane + thing.side),
+            _PLACES,
+        ),
     ),
     "action": (
         BenchDomain("way", "action", "which way does it move?", _clip("way"), tuple(_WAYS)),
@@ -242,44 +262,24 @@ def _small_objects(rng: np.random.Generator) -> Sample:
     return Sample((add_noise(rng, canvas.astype(np.int16), 3),), tuple(boxes))
 
 
-def _kinds(rng: np.random.Generator) -> Sample:
-    street = draw_street(rng, 4)
-    return Sample((street.frame,), tuple(sorted({KINDS.index(thing.kind) for thing in street.things})))
+def _kinds(street: Street) -> tuple[int, ...]:
+    return tuple(sorted({KINDS.index(thing.kind) for thing in street.things}))
 
 
-def _spread(rng: np.random.Generator) -> Sample:
+def _spread(street: Street) -> tuple[float]:
     """The distance between the outermost objects of a street, in shares of its width."""
-    street = draw_street(rng, 4)
     centers = [(thing.box[0] + thing.box[2]) / 2 / SIZE for thing in street.things]
-    return Sample((street.frame,), (max(centers) - min(centers),))
+    return (max(centers) - min(centers),)
 
 
-def _thing(rng: np.random.Generator) -> Sample:
-    street = draw_street(rng, 1)
-    return Sample((street.frame,), article(street.things[0].kind))
+def _caption(street: Street) -> str:
+    return f"one {street.things[0].kind} {'at night' if street.night else 'by day'}"
 
 
-def _paint(rng: np.random.Generator) -> Sample:
-    street = draw_street(rng, 1)
-    return Sample((street.frame,), street.things[0].color)
-
-
-def _caption(rng: np.random.Generator) -> Sample:
-    street = draw_street(rng, 1)
-    return Sample((street.frame,), f"one {street.things[0].kind} {'at night' if street.night else 'by day'}")
-
-
-def _place(rng: np.random.Generator) -> Sample:
-    street = draw_street(rng, 1)
-    thing = street.things[0]
-    return Sample((street.frame,), f"{LANES[thing.lane]} lane {SIDES[thing.side]}")
-
-
-def _mirrored(rng: np.random.Generator) -> Sample:
-    """The place as a camera on the other side of the road would call it."""
-    street = draw_street(rng, 1)
-    thing = street.things[0]
-    return Sample((street.frame,), f"{LANES[2 - thing.lane]} lane {SIDES[2 - thing.side]}")
+def _place(thing: Thing, *, mirrored: bool = False) -> str:
+    """mirrored: as a camera on the other side of the road would call it."""
+    lane, side = ((2 - at if mirrored else at) for at in (thing.lane, thing.side))
+    return f"{LANES[lane]} lane {SIDES[side]}"
 
 
 _SEEN = "what is on the road?"
@@ -289,14 +289,14 @@ SUITE = (
     DIGITS,
     BenchDomain("speeds", "classification", "what is the speed limit?", _speed, _SPEEDS),
     BenchDomain("actions", "action", "what happens in the video?", _short_action, ACTIONS),
-    BenchDomain("things", "vqa", _SEEN, _thing),
-    BenchDomain("paints", "vqa", _SEEN, _paint),
-    BenchDomain("captions", "captioning", _SEEN, _caption),
-    BenchDomain("places", "referring", _WHERE, _place),
-    BenchDomain("mirrored", "referring", _WHERE, _mirrored),
+    BenchDomain("things", "vqa", _SEEN, _first(lambda thing: article(thing.kind))),
+    BenchDomain("paints", "vqa", _SEEN, _first(lambda thing: thing.color)),
+    BenchDomain("captions", "captioning", _SEEN, _street(_caption)),
+    BenchDomain("places", "referring", _WHERE, _first(_place)),
+    BenchDomain("mirrored", "referring", _WHERE, _first(functools.partial(_place, mirrored=True))),
     BenchDomain("counts", "counting", "how many vehicles are on the road?", count_vehicles, NUMBERS[:6]),
-    BenchDomain("kinds", "multi_label", "which kinds are on the road?", _kinds, KINDS),
-    BenchDomain("spread", "regression", "how far apart are they?", _spread, ("distance",)),
+    BenchDomain("kinds", "multi_label", "which kinds are on the road?", _street(_kinds, 4), KINDS),
+    BenchDomain("spread", "regression", "how far apart are they?", _street(_spread, 4), ("distance",)),
     BenchDomain("small", "detection", "find all vehicles and persons.", _small_objects, KINDS),
 )
 """The table's domains: twelve over nine tasks."""

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
+from vlora.bench.dummy import clip_config, llava_config
 from vlora.config import EngineConfig
 from vlora.engine import Engine
 from vlora.memory.arena import PAGE_BYTES, block_pages
@@ -128,27 +128,16 @@ def _tables(counts: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _engine(heads: Heads, num_layers: int, dtype: torch.dtype, device: torch.device, arena_bytes: int) -> Engine:
-    text = LlamaConfig(
-        vocab_size=128,
-        hidden_size=16 * heads.num_heads,  # a multiple, as transformers checks
-        intermediate_size=64,
-        num_hidden_layers=num_layers,
-        num_attention_heads=heads.num_heads,
-        num_key_value_heads=heads.num_kv_heads,
-        head_dim=heads.head_dim,
-        max_position_embeddings=_LONGEST,
-    )
-    vision = CLIPVisionConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        image_size=28,
-        patch_size=14,
-        projection_dim=16,
-    )
+    text: dict[str, Any] = {
+        "num_key_value_heads": heads.num_kv_heads,
+        "head_dim": heads.head_dim,
+        "max_position_embeddings": _LONGEST,
+    }
+    width = 16 * heads.num_heads  # a multiple, as transformers checks
+    tower = clip_config((16, 16), 1, 1, 28, 16)
+    model_config = llava_config((128, 127), (width, 64), num_layers, heads.num_heads, tower, **text)
     name = str(dtype).removeprefix("torch.")
-    model = dummy_model(LlavaConfig(vision_config=vision, text_config=text, image_token_index=127), name, device, 0)
+    model = dummy_model(model_config, name, device, 0)
     config = EngineConfig(
         model="dummy",
         device=str(device),

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from benchmarks.arrivals import WallClock, poisson, steps
-from benchmarks.gpu.profiling import memory_gib
+from benchmarks.gpu.profile import memory_gib
 from vlora.bench.gpu import models
 from vlora.bench.gpu.context import Context
 from vlora.bench.report import Goal
 from vlora.bench.serve.baseline import Baseline, PreparedRequest
-from vlora.bench.serve.measurements import LoadRun, ObservedAnswer, row
+from vlora.bench.serve.load import LoadRun, ObservedAnswer, row
 from vlora.bench.timed_engine import TimedEngine
 from vlora.config import EngineConfig
 

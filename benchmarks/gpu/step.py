@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from atmm import fp8
-from benchmarks.gpu.profiling import memory_gib, profiled
+from benchmarks.gpu.profile import KINDS, Kind, memory_gib, profiled
 from vlora.bench.gpu import models
 from vlora.bench.gpu.context import Context, copy_speed, launch_seconds, loop_seconds
 from vlora.bench.report import Goal
@@ -29,22 +29,6 @@ _WARMUP = 5  # steps; a set of adapters is packed after it has recurred a few ti
 _GOAL_BATCH, _CAPTURE_S = 16, 15.0
 
 
-class Kind(NamedTuple):
-    """One kind of batch: the adapters of its requests by turns, and whether the first one is merged."""
-
-    name: str
-    adapters: Sequence[str | None]
-    merging: bool
-
-
-KINDS = (
-    Kind("none", (None,), False),
-    Kind("merged", ("r16-0",), True),
-    Kind("unmerged 8 x r16", tuple(f"r16-{index}" for index in range(8)), False),
-    Kind("unmerged 16 x r64", tuple(f"r64-{index}" for index in range(16)), False),
-    # Every second request uses the merged adapter.
-    Kind("mixed", tuple(f"r16-{index // 2 + 1 if index % 2 else 0}" for index in range(14)), True),
-)
 _HOST_BATCH, _HOST_MS = 32, 1.0
 _TO_MERGED = {"unmerged 8 x r16": 1.12, "unmerged 16 x r64": 1.55, "mixed": 1.15}
 

@@ -23,7 +23,7 @@ import atmm
 from atmm.batch_stats import BatchStats
 from atmm.dispatch import choose
 from atmm.tuning.search import Case, Shape
-from benchmarks.gpu.profiling import profiled
+from benchmarks.gpu.profile import profiled
 from benchmarks.plain_baselines import lane_factors, padded_einsum
 from vlora.bench.gpu.context import Context, copy_speed, device_seconds, device_times
 from vlora.bench.gpu.stages.search import QWEN2_VL_7B

@@ -112,10 +112,11 @@ def _costs(patch: Patch, slow: float) -> Report:
 def _policy(patch: Patch, slow: float) -> Report:
     row = {"skew": 0.6, "load": 0.9, "ours / best in bound": slow, policy.OURS: 0.5 * slow, policy.BASELINE: 1.0}
     row |= {policy.FLOOR: 0.5, "algorithm1": 1.0}
-    cells = {app: [(app, lambda app=app: {"app": app, **row})] for app in ("retrieval", "video")}
+    cells = {app: policy.Cell(app, 0.9, 1.0, 0.6, 2, None, ()) for app in ("retrieval", "video")}
     patch(policy, measure_costs=lambda *_: None, measure_policies=lambda *_, **__: [])
     patch(policy, costs_as_dict=lambda *_: {"costs": {**Costs()._asdict(), "load_s": 0.0}})
-    patch(policy, _retrieval=_rows(*cells["retrieval"]), _video=_rows(*cells["video"]))
+    patch(policy, _retrieval=_rows(cells["retrieval"]), _video=_rows(cells["video"]))
+    patch(policy, _row=lambda cell, *_: {"app": cell.app, **row})
     patch(policy, decision_ms=lambda *_: 0.1 * slow)
     return measured(policy.BENCH, True)
 

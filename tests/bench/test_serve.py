@@ -27,14 +27,12 @@ from vlora.bench.serve.baseline import Baseline, prepare
 from vlora.bench.serve.comparison import (
     CASES,
     NEAR_TIE,
-    ModelFiles,
     check_answers,
     compare,
     serving,
-    write_model_files,
 )
-from vlora.bench.serve.load import drive
-from vlora.bench.serve.measurements import LoadRun, ObservedAnswer, row
+from vlora.bench.serve.load import LoadRun, ObservedAnswer, drive, row
+from vlora.bench.serve.model_folder import ModelFiles, write_model_files
 from vlora.bench.serve.surfaces import ChatCompletions, EventReader
 from vlora.bench.serve.workload import Workload, WorkloadRequest, arrivals, workload_requests
 from vlora.bench.timing import percentile

@@ -260,26 +260,37 @@ class BenchModel(NamedTuple):
     all_policies: bool = False  # whether a machine has memory for an engine of every policy at once
 
 
-def _llava_13b() -> LlavaConfig:
-    """LLaVA-1.5."""
-    text = LlamaConfig(
-        vocab_size=32064,
-        hidden_size=5120,
-        intermediate_size=13824,
-        num_hidden_layers=40,
-        num_attention_heads=40,
-        max_position_embeddings=4096,
+def llava_config(
+    vocabulary: tuple[int, int], widths: tuple[int, int], layers: int, heads: int, tower: CLIPVisionConfig, **text: Any
+) -> LlavaConfig:
+    """LLaVA-1.5. vocabulary, widths: as `_qwen2_vl`; the second id marks an image."""
+    language = LlamaConfig(
+        vocab_size=vocabulary[0],
+        hidden_size=widths[0],
+        intermediate_size=widths[1],
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        **text,
     )
-    vision = CLIPVisionConfig(
-        hidden_size=1024,
-        intermediate_size=4096,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        image_size=336,
+    return LlavaConfig(vision_config=tower, text_config=language, image_token_index=vocabulary[1])
+
+
+def clip_config(widths: tuple[int, int], depth: int, heads: int, side: int, projection: int) -> CLIPVisionConfig:
+    """side: of a picture in pixels, of which 14 x 14 are a patch."""
+    return CLIPVisionConfig(
+        hidden_size=widths[0],
+        intermediate_size=widths[1],
+        num_hidden_layers=depth,
+        num_attention_heads=heads,
+        image_size=side,
         patch_size=14,
-        projection_dim=768,
+        projection_dim=projection,
     )
-    return LlavaConfig(vision_config=vision, text_config=text, image_token_index=32000)
+
+
+def _llava_13b() -> LlavaConfig:
+    tower = clip_config((1024, 4096), 24, 16, 336, 768)
+    return llava_config((32064, 32000), (5120, 13824), 40, 40, tower, max_position_embeddings=4096)
 
 
 MODELS = {

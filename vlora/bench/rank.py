@@ -7,12 +7,12 @@ the time.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -39,16 +39,14 @@ _SLEEP_OVERRUN_S = 1e-4
 Ledger = dict[tuple[str, Cause], Entry]
 
 
-@dataclasses.dataclass(frozen=True)
-class RankAdapter:
-    """One adapter to load."""
+class RankAdapter(NamedTuple):
+    """path: of its folder. sharding: the layout of its factors on ranks, if they are dense."""
 
-    path: str  # its folder
-    sharding: ShardingKind  # the layout of its factors on ranks, if they are dense
+    path: str
+    sharding: ShardingKind
 
 
-@dataclasses.dataclass(frozen=True)
-class StepCell:
+class StepCell(NamedTuple):
     """Steps to compare."""
 
     phase: str  # decode or prefill
@@ -59,16 +57,14 @@ class StepCell:
     rounds: int  # number of rounds
 
 
-@dataclasses.dataclass(frozen=True)
-class CellTimes:
+class CellTimes(NamedTuple):
     """The times of a cell."""
 
-    cell: StepCell  # the cell
+    cell: StepCell
     seconds: Mapping[str | None, Sequence[float]]  # of each adapter's steps, by round
 
 
-@dataclasses.dataclass(frozen=True)
-class RankMemory:
+class RankMemory(NamedTuple):
     """Bytes on one rank."""
 
     weights: int  # of all weights
@@ -76,23 +72,14 @@ class RankMemory:
     adapters: Mapping[str, int]  # of each adapter
 
 
-@dataclasses.dataclass(frozen=True)
-class RankSetup:
-    """The settings of all ranks.
-
-    Attributes:
-        config: The engine's configuration.
-        adapters: The adapters to load, by name.
-        context: Tokens of a decoding request.
-        cells: The steps to measure.
-        ledgers: Steps with recorded collectives, as the adapters of a batch's requests in turn, and the batch size.
-    """
+class RankSetup(NamedTuple):
+    """The settings of all ranks."""
 
     config: EngineConfig
     adapters: Mapping[str, RankAdapter]
-    context: int
+    context: int  # tokens of a decoding request
     cells: Sequence[StepCell]
-    ledgers: Sequence[tuple[tuple[str | None, ...], int]]
+    ledgers: Sequence[tuple[tuple[str | None, ...], int]]  # steps with recorded collectives: adapters by turns, batch
 
 
 class DelayedGroup(ProcessGroup):

@@ -91,6 +91,7 @@ class TimedEngine:
         answer: int = 1,
         adapter: str | None = None,
         pictures: Sequence[VisionInput] = (),
+        logprobs: int | None = None,
         **fields: Any,
     ) -> str:
         """Add a request. Returns its id.
@@ -98,6 +99,7 @@ class TimedEngine:
         Args:
             words: The tokens of its text, or their number. A token stands before each picture.
             answer: Tokens of the answer.
+            logprobs: Most likely tokens of each place that are reported.
             fields: Further ones of `Request`.
         """
         if isinstance(words, int):
@@ -106,7 +108,7 @@ class TimedEngine:
         request = Request(
             prompt_ids=(*shown, *words),
             adapter=adapter,
-            sampling=SamplingParams(max_tokens=answer, ignore_eos=True),
+            sampling=SamplingParams(max_tokens=answer, ignore_eos=True, logprobs=logprobs),
             **{"request_id": str(next(self._numbers)), "vision": tuple(pictures), **fields},
         )
         self.engine.add(request)

@@ -11,7 +11,6 @@ trained or converted to this form: the report shows its step next to the replica
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -88,29 +87,25 @@ def measure(case: tuple[bool, Sequence[int]]) -> Measured:
             memory = rank.memory
     rows = [row for each in measured for row in rows_of(each, memory)]
     hidden, dtype = model_config.text_config.hidden_size, getattr(torch, _DTYPE)
-    wrong = [
-        {"adapters": list(adapters), "said": str(measured_totals), "formula": str(wanted)}
+    totals = [
+        (adapters, batch, collective_totals(entries))
         for (adapters, batch), entries in zip(setup.ledgers, ledgers, strict=True)
-        if differs(
-            measured_totals := collective_totals(entries),
-            wanted := formula(
-                adapters, batch, size, _NUM_LAYERS, hidden, dtype, hidden_dtype(batch, rank.device, dtype)
-            ),
-        )
     ]
+    wrong = []
+    for adapters, batch, found_totals in totals:
+        travels = hidden_dtype(batch, rank.device, dtype)
+        wanted = formula(adapters, batch, size, _NUM_LAYERS, hidden, dtype, travels)
+        if differs(found_totals, wanted):
+            wrong.append({"adapters": list(adapters), "said": str(found_totals), "formula": str(wanted)})
     goals = [Goal("kinds whose collectives are not what the formulas say", len(wrong), 0, True), *goals_of(rows)]
     found = {
         "model": f"{_NUM_LAYERS} layers of hidden size {hidden}, {_DTYPE}, {size} ranks",
-        "bytes a rank": dataclasses.asdict(memory),
+        "bytes a rank": memory._asdict(),
         "weight bytes of all ranks' model": whole_bytes,
         "unlike the formulas": wrong,
         "ledger": [
-            {
-                "adapters": list(adapters),
-                "batch": batch,
-                "said": {" ".join(k): v for k, v in collective_totals(entries).items()},
-            }
-            for (adapters, batch), entries in zip(setup.ledgers, ledgers, strict=True)
+            {"adapters": list(adapters), "batch": batch, "said": {" ".join(k): v for k, v in own.items()}}
+            for adapters, batch, own in totals
         ],
     }
     return Measured(rows, found, goals)

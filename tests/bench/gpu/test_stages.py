@@ -17,10 +17,12 @@ import torch
 import torch.nn.functional as F
 
 from atmm.tuning import replays
-from benchmarks.gpu import attention, paged_batch, profiling
+from benchmarks.gpu import attention, paged_batch
+from benchmarks.gpu import profile as profiling
 from benchmarks.gpu.paged_batch import Chunk, Heads, PagedBatch
+from benchmarks.gpu.profile import KINDS
 from benchmarks.gpu.serve import Load
-from benchmarks.gpu.step import KINDS, goals_of
+from benchmarks.gpu.step import goals_of
 from vlora.bench.dummy import small_config
 from vlora.bench.gpu import context as timing
 from vlora.bench.gpu import models

@@ -24,14 +24,12 @@ from vlora.bench.serve.comparison import (
     BASELINE_DTYPES,
     CASES,
     Comparison,
-    ModelFiles,
     ServeCase,
     check_answers,
     serving,
-    write_model_files,
 )
-from vlora.bench.serve.load import drive
-from vlora.bench.serve.measurements import LoadRun, row
+from vlora.bench.serve.load import LoadRun, drive, row
+from vlora.bench.serve.model_folder import ModelFiles, write_model_files
 from vlora.bench.serve.surfaces import ChatCompletions, token_from_environment
 from vlora.bench.serve.workload import Workload, workload_requests
 from vlora.engine.host_resources import default_threads

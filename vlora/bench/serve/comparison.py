@@ -8,15 +8,13 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from vlora.bench.serve.baseline import Baseline, PreparedRequest, prepare
-from vlora.bench.serve.load import drive
-from vlora.bench.serve.measurements import LoadRun, row
-from vlora.bench.serve.model_folder import write_adapters, write_model
+from vlora.bench.serve.load import LoadRun, drive, row
+from vlora.bench.serve.model_folder import ModelFiles
 from vlora.bench.serve.server_process import ServerProcess, launched_server
 from vlora.bench.serve.surfaces import ChatCompletions, RpycClient
 from vlora.bench.serve.workload import Workload, WorkloadRequest, workload_requests
@@ -60,7 +58,6 @@ BASELINE_DTYPES = ("float32", "bfloat16")
 _SLOW = 2.0
 """A baseline in the slower of two types runs only once if it takes more than this many times as long as the other."""
 _CHECKED, _CHECKED_TOKENS = 6, 16
-_MODEL = "model"
 
 
 class ServeCase(NamedTuple):
@@ -100,13 +97,6 @@ CASES = {
 }
 
 
-class ModelFiles(NamedTuple):
-    """A model's folder, and its adapters' folders by name."""
-
-    model: str
-    adapters: Mapping[str, str]
-
-
 @contextlib.contextmanager
 def serving(files: ModelFiles, dtype: str, threads: int | None) -> Iterator[ServerProcess]:
     """`vlora serve` on loopback with user defaults, but without caches of prompts and pictures. threads None: its
@@ -115,20 +105,9 @@ def serving(files: ModelFiles, dtype: str, threads: int | None) -> Iterator[Serv
     Raises:
         BadConfig: The server does not start.
     """
-    adapters = [flag for name, path in files.adapters.items() for flag in ("--adapter", f"{name}={path}")]
-    flags = [
-        "--model",
-        files.model,
-        "--served-model-name",
-        _BASE,
-        *adapters,
-        "--dtype",
-        dtype,
-        "--rpyc-port",
-        "0",
-        "--http-port",
-        "0",
-    ]
+    flags = ["--model", files.model, "--served-model-name", _BASE, "--dtype", dtype]
+    flags += ["--rpyc-port", "0", "--http-port", "0"]
+    flags += [flag for name, path in files.adapters.items() for flag in ("--adapter", f"{name}={path}")]
     flags += ["--no-prefix-cache", "--vision-cache-bytes", "0", "--arena-bytes", str(2 * 2**30)]
     flags += ["--request-timeout-s", "600", "--max-requests", "1024"]
     if threads is not None:
@@ -305,10 +284,3 @@ async def _run_workload(
 ) -> LoadRun:
     async with surface(name, server, files) as send:
         return await drive(workload, iter(requests), send)
-
-
-def write_model_files(config: Any, folder: Path, num_adapters: int) -> ModelFiles:
-    """Write the model and its adapters."""
-    shapes = write_model(config, folder / _MODEL)
-    names = [f"adapter-{index}" for index in range(num_adapters)]
-    return ModelFiles(str(folder / _MODEL), write_adapters(folder, shapes, names))

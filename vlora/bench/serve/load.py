@@ -1,14 +1,105 @@
-"""Sends a workload's requests to a server: a fixed number outstanding, or at Poisson arrivals."""
+"""Sends a workload's requests to a server, a fixed number outstanding or at Poisson arrivals; what their clients
+observe, and statistics of it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
+import math
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
 
-from vlora.bench.serve.measurements import LoadRun, ObservedAnswer
 from vlora.bench.serve.workload import Workload, WorkloadRequest, arrivals
+from vlora.bench.timing import percentile
+
+PERCENTILES = (50, 95, 99)
+
+
+@dataclasses.dataclass
+class ObservedAnswer:
+    """One request as observed by its client. Times are seconds of one clock."""
+
+    due_s: float  # when it was due; in a closed loop, when it was sent
+    pieces_s: list[float] = dataclasses.field(default_factory=list)  # when each piece of text arrived
+    end_s: float = math.nan  # when the answer, or the error, was complete
+    text: str = ""
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    error: str | None = None  # the cause of an incomplete answer, or None
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadRun:
+    """A run of requests."""
+
+    answers: Sequence[ObservedAnswer]  # in order of their due times
+    started_s: float  # the first request's due time
+    ended_s: float  # the last request's end
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_s - self.started_s
+
+    @property
+    def completed(self) -> list[ObservedAnswer]:
+        return [answer for answer in self.answers if answer.error is None]
+
+    @property
+    def errors(self) -> list[str]:
+        return [answer.error for answer in self.answers if answer.error is not None]
+
+    @property
+    def answer_tokens(self) -> int:
+        return sum(answer.answer_tokens for answer in self.completed)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(answer.prompt_tokens for answer in self.completed)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Answer tokens per second."""
+        return self.answer_tokens / self.seconds
+
+
+def latencies(runs: Sequence[LoadRun]) -> dict[str, float | None]:
+    """Seconds by name, over the completed requests of all runs.
+
+    TTFT: until the first piece of text. ITL: between two pieces of text of one answer, over all of them. Latency: until
+    the end. All are measured from a request's due time.
+    """
+    done = [answer for run in runs for answer in run.completed]
+    first = [answer.pieces_s[0] - answer.due_s for answer in done if answer.pieces_s]
+    gaps = [
+        later - earlier for answer in done for earlier, later in zip(answer.pieces_s, answer.pieces_s[1:], strict=False)
+    ]
+    whole = [answer.end_s - answer.due_s for answer in done]
+    found: dict[str, float | None] = {}
+    for name, seconds in (("TTFT", first), ("ITL", gaps), ("latency", whole)):
+        for percent in PERCENTILES:
+            found[f"{name} p{percent} s"] = percentile(seconds, percent) if seconds else None
+    return found
+
+
+def row(runs: Sequence[LoadRun], **labels: Any) -> dict[str, Any]:
+    """One line of the table over runs of the same requests."""
+    seconds = sum(run.seconds for run in runs)
+    answers, prompts = (sum(getattr(run, name) for run in runs) for name in ("answer_tokens", "prompt_tokens"))
+    return {
+        **labels,
+        "runs": len(runs),
+        "requests": sum(len(run.answers) for run in runs),
+        "errors": sum(len(run.errors) for run in runs),
+        "answer tokens/s": answers / seconds,
+        "all tokens/s": (answers + prompts) / seconds,
+        **latencies(runs),
+    }
+
+
+# -- sending -----------------------------------------------------------------------------------------------------------
 
 Send = Callable[[WorkloadRequest, ObservedAnswer], Awaitable[None]]
 """Sends a request and records the observations of its answer. Raises any error."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -20,6 +20,13 @@ _CHAT_TEMPLATE = (
     "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<vision><image></vision>"
     "{% else %} {{ part['text'] }}{% endif %}{% endfor %}{% endif %}<end>{% endfor %}<start>assistant"
 )
+
+
+class ModelFiles(NamedTuple):
+    """A model's folder, and its adapters' folders by name."""
+
+    model: str
+    adapters: Mapping[str, str]
 
 
 def write_model(config: Any, folder: Path, seed: int = 0) -> dict[str, tuple[int, int]]:
@@ -63,9 +70,12 @@ def answering_weights(model: Any, seed: int) -> Iterator[tuple[str, torch.Tensor
             yield name, torch.randn(parameter.shape, generator=draws) * scale
 
 
-def write_adapters(folder: Path, shapes: dict[str, tuple[int, int]], names: list[str]) -> dict[str, str]:
-    """LoRA adapters of rank `RANK` on every linear layer of the language model; their folders by name."""
-    return {name: write_adapter(folder / name, shapes, RANK, seed=seed) for seed, name in enumerate(names)}
+def write_model_files(config: Any, folder: Path, num_adapters: int) -> ModelFiles:
+    """Write the model, and LoRA adapters of rank `RANK` on every linear layer of its language model."""
+    shapes = write_model(config, folder / "model")
+    names = [f"adapter-{index}" for index in range(num_adapters)]
+    adapters = {name: write_adapter(folder / name, shapes, RANK, seed=seed) for seed, name in enumerate(names)}
+    return ModelFiles(str(folder / "model"), adapters)
 
 
 def _tokenizer(config: Any) -> PreTrainedTokenizerFast:

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from vlora.bench.serve.http_client import HttpProtocol
-from vlora.bench.serve.measurements import ObservedAnswer
+from vlora.bench.serve.load import ObservedAnswer
 from vlora.bench.serve.workload import WorkloadRequest
 from vlora.errors import BadConfig
 

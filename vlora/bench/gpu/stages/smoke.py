@@ -10,20 +10,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+from transformers import LlavaConfig
 
 import atmm
 from atmm.tuning.search import Case, Shape, error
-from vlora.bench.dummy import dummy_picture, language_shapes, small_served_config, write_adapter
+from vlora.bench.dummy import (
+    clip_config,
+    dummy_picture,
+    language_shapes,
+    llava_config,
+    small_served_config,
+    write_adapter,
+)
 from vlora.bench.gpu.context import Context
 from vlora.bench.serve.model_folder import answering_weights
-from vlora.bench.timed_engine import FixedModePolicy
+from vlora.bench.timed_engine import FixedModePolicy, TimedEngine
 from vlora.config import EngineConfig
-from vlora.engine import Engine
-from vlora.memory.host_to_device import Inline
 from vlora.models.loading import dummy_model
 from vlora.tune import LARGEST_ERROR
-from vlora.types import Request, SamplingParams, TokenScore
+from vlora.types import TokenScore
 
 _ADAPTERS = ("r8", "r16")
 _ANSWER, _TOP = 6, 5  # tokens of an answer, and most likely tokens of each that are compared
@@ -66,25 +71,9 @@ def run(context: Context) -> dict[str, Any]:
 
 
 def _llava_config() -> LlavaConfig:
-    text = LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-    )
-    vision = CLIPVisionConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        image_size=28,
-        patch_size=14,
-        projection_dim=64,
-    )
-    return LlavaConfig(vision_config=vision, text_config=text, image_token_index=500)
+    tower = clip_config((64, 128), 3, 4, 28, 64)
+    more = {"num_key_value_heads": 2, "max_position_embeddings": 1024}
+    return llava_config((512, 500), (128, 352), 3, 4, tower, **more)
 
 
 def _compare_model(context: Context, config: Any) -> dict[str, Any]:
@@ -134,45 +123,29 @@ def _answers(
         for (_, parameter), (_, drawn) in zip(model.named_parameters(), answering_weights(model, seed=0), strict=True):
             parameter.copy_(drawn)
     policy = FixedModePolicy()
-    engine = Engine(
-        EngineConfig(
-            model="dummy",
-            device=str(device),
-            dtype="float32",
-            arena_bytes=2**27,
-            merge_fidelity_floor=0.0,
-            max_step_tokens=64,
-            encode_share=1e9,  # all images before the first token, so that all requests run in one batch
-            cuda_graphs=cuda_graphs,
-        ),
-        model=model.to(device),
-        executor=Inline(),
-        policy=policy,
+    settings = EngineConfig(
+        model="dummy",
+        device=str(device),
+        dtype="float32",
+        arena_bytes=2**27,
+        merge_fidelity_floor=0.0,
+        max_step_tokens=64,
+        encode_share=1e9,  # all images before the first token, so that all requests run in one batch
+        cuda_graphs=cuda_graphs,
     )
-    if cuda_graphs and engine.parts.device.runner.graphs is None:
+    engine = TimedEngine(settings, model.to(device), adapters, policy=policy)
+    if cuda_graphs and engine.engine.parts.device.runner.graphs is None:
         raise RuntimeError(f"{config.model_type}: decode steps were not captured; the log has the reason")
-    for name, path in adapters.items():
-        engine.load_adapter(name, path)
     torch.manual_seed(0)
     picture = dummy_picture(config, 4)
     found: dict[str, Scores] = {}
     for mode in _MODES:
         policy.merging = mode.merging
         for index, adapter in enumerate(mode.adapters):
-            engine.add(
-                Request(
-                    request_id=f"{index} {adapter}",
-                    prompt_ids=(*[config.image_token_id] * picture.num_tokens, *range(3, 12)),
-                    vision=(picture,),
-                    adapter=adapter,
-                    sampling=SamplingParams(max_tokens=_ANSWER, ignore_eos=True, logprobs=_TOP),
-                )
-            )
+            engine.add(range(3, 12), _ANSWER, adapter, [picture], logprobs=_TOP, request_id=f"{index} {adapter}")
         scores: Scores = {}
         while engine.has_work:
             for output in engine.step():
-                if output.error is not None:
-                    raise RuntimeError(f"{mode.name}: {output.error}")
                 scores.setdefault(output.request_id, []).extend(output.scores)
         found[mode.name] = scores
     return found
