@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
+from scipy.sparse import lil_array
 
 from benchmarks.cluster_simulation import Row, row
 from vlora.bench.report import Goal
@@ -26,30 +26,6 @@ class Optimum(NamedTuple):
     shifts: list[Shift]
     makespan_s: float
     bound_s: float
-
-
-class _Rows:
-    """The constraints of a programme, as rows of a sparse matrix."""
-
-    def __init__(self) -> None:
-        self._rows: list[int] = []
-        self._columns: list[int] = []
-        self._values: list[float] = []
-        self._least: list[float] = []
-        self._most: list[float] = []
-
-    def add(self, entries: Sequence[tuple[int, float]], least: float, most: float) -> None:
-        """Add least <= sum of value * variable <= most, for entries (variable, value)."""
-        for column, value in entries:
-            self._rows.append(len(self._least))
-            self._columns.append(column)
-            self._values.append(value)
-        self._least.append(least)
-        self._most.append(most)
-
-    def constraint(self, num_variables: int) -> LinearConstraint:
-        matrix = coo_array((self._values, (self._rows, self._columns)), shape=(len(self._least), num_variables))
-        return LinearConstraint(matrix.tocsr(), self._least, self._most)
 
 
 def reactive_exact(
@@ -71,24 +47,32 @@ def reactive_exact(
         for k, adapter in enumerate(adapters)
         for j, name in enumerate(names)
     }
-    rows = _Rows()
+    constraints = lil_array((len(groups) + (len(adapters) + 2) * num_replicas, num_variables))
+    bounds: list[tuple[float, float]] = []
+
+    def add(entries: Sequence[tuple[int, float]], least: float, most: float) -> None:
+        """Add least <= sum of value * variable <= most, for entries (variable, value)."""
+        for variable, value in entries:
+            constraints[len(bounds), variable] = value
+        bounds.append((least, most))
+
     for g, group in enumerate(groups):
-        rows.add([(g * num_replicas + j, 1.0) for j in range(num_replicas)], group.number, group.number)
+        add([(g * num_replicas + j, 1.0) for j in range(num_replicas)], group.number, group.number)
     for adapter in adapters:
         own = [g for g, group in enumerate(groups) if group.adapter == adapter]
         total = sum(groups[g].number for g in own)
         for j, name in enumerate(names):
-            rows.add([*((g * num_replicas + j, 1.0) for g in own), (on[adapter, name], -total)], -np.inf, 0)
+            add([*((g * num_replicas + j, 1.0) for g in own), (on[adapter, name], -total)], -np.inf, 0)
     for j, name in enumerate(names):
         held = resident.get(name, frozenset())
         new = [adapter for adapter in adapters if adapter is not None and adapter not in held]
-        rows.add([(on[adapter, name], 1.0) for adapter in new], -np.inf, slots[name] - len(held))
+        add([(on[adapter, name], 1.0) for adapter in new], -np.inf, slots[name] - len(held))
         seconds = [
             (g * num_replicas + j, group.cost_s + (costs.again_s if group.replica != name else 0.0))
             for g, group in enumerate(groups)
         ]
         loads = [(on[adapter, name], costs.load_s) for adapter in new]
-        rows.add([*seconds, *loads, (num_variables - 1, -1.0)], -np.inf, 0)
+        add([*seconds, *loads, (num_variables - 1, -1.0)], -np.inf, 0)
     goal = np.zeros(num_variables)
     goal[-1] = 1.0
     goal[:num_moves] = 1e-6  # of equally good plans, one without needless moves
@@ -100,7 +84,7 @@ def reactive_exact(
         goal,
         integrality=integrality,
         bounds=Bounds(np.zeros(num_variables), most),
-        constraints=rows.constraint(num_variables),
+        constraints=LinearConstraint(constraints.tocsr(), *zip(*bounds, strict=True)),
         options={"time_limit": limit_s, "mip_rel_gap": _GAP},
     )
     if found.x is None:

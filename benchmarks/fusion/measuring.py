@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.adapters import base_of, trainer_of
 from benchmarks.fusion.domains import FAMILIES, QUICK, SUITE, BenchDomain, Sizes, suspected
 from fusion.data.samples import Sample, Splits
-from fusion.embedded import checkpoint_path
 from fusion.packing.algorithm import (
     Adapter,
     History,
@@ -33,13 +33,8 @@ from fusion.plan.tasks import METRICS
 from fusion.run import orders_of
 from fusion.training.checkpoint import Checkpoint, State
 from fusion.training.fingerprint import hash_of_processing, inputs_of
-from fusion.training.frozen_base import Domain, FrozenBase
 from fusion.training.run_cache import RunCache
-from fusion.training.trainer import LoraTrainer
 from heads import TASKS, Grid, Task
-from vlora.config import EngineConfig
-from vlora.models import InputProcessor
-from vlora.models.loading import load_model
 
 
 class Meter:
@@ -226,12 +221,10 @@ class Training:
             ),
         )
         self.splits = {one.name: one.splits(seed, sizes) for one in made}
-        path = checkpoint_path()
-        processor = InputProcessor.from_pretrained(path)
-        base = FrozenBase(load_model(EngineConfig(model=path, dtype="float32")), processor)
-        self.domains = {plan.name: Domain(plan, self.splits[plan.name], base) for plan in self.plan.domains}
-        self.trainer = LoraTrainer(base, self.domains, self.plan)
-        inputs = inputs_of(self.plan, self.splits, base.weights, hash_of_processing(processor), "cpu")
+        base = base_of()
+        self.trainer = trainer_of(self.plan, base, self.splits)
+        self.domains = self.trainer.domains
+        inputs = inputs_of(self.plan, self.splits, base.weights, hash_of_processing(base.processor), "cpu")
         checkpoint = Checkpoint(folder, resume=True)
         self.rehearsing = RunCache(self.trainer, checkpoint, inputs, rehearsal=_REHEARSAL)
         self.forgetting = RunCache(self.trainer, checkpoint, inputs, rehearsal=0.0)

@@ -125,59 +125,60 @@ def _serve(adapters: str, threads: int) -> list[str]:
     return ["serve", "--dtype", "float32", "--adapters", adapters, "--threads", str(threads), *ports, *_FLAGS]
 
 
+class Trials:
+    """Trials on one server, and the sum of what all of them observed."""
+
+    def __init__(self, client: AsyncClient, totals: Observed, draws: Iterator[int]) -> None:
+        self._client, self._totals, self._draws = client, totals, draws
+
+    async def run(self, trial: Trial, patience_s: float | None = None) -> Observed:
+        observed = await observe(self._client, trial, self._draws, patience_s)
+        if patience_s is not None:  # without a result by then, a frame is lost
+            observed.lost, observed.unanswered = observed.lost + observed.unanswered, 0
+        self._totals.add(observed)
+        return observed
+
+    async def of(self, trial: Trial, cameras: int) -> Observed:
+        """Another number of cameras."""
+        return await self.run(dataclasses.replace(trial, cameras=cameras))
+
+    async def tokens_per_frame(self, heads: tuple[tuple[str, str], ...]) -> float:
+        """Tokens computed for a frame: those that its heads do not share. Adapters are loaded before it is counted."""
+        counted = []
+        for _ in range(2):
+            before = (await self._client.stats()).num_computed_tokens
+            observed = await self.run(Trial(1, 1.0, 1, heads), _LOADING_S)
+            counted.append(((await self._client.stats()).num_computed_tokens - before) / max(1, observed.answered))
+        return counted[-1]
+
+    async def saturated(self, heads: tuple[tuple[str, str], ...]) -> float:
+        """Frames per second of a few cameras that send much faster than they are answered: a first guess."""
+        started = time.perf_counter()
+        observed = await self.run(Trial(4, 20.0, _WARM_FRAMES, heads))
+        return max(1.0, observed.answered / (time.perf_counter() - started))
+
+
 async def measure(
     server: ServerProcess, threads: int, quick: bool, totals: Observed, draws: Iterator[int]
 ) -> list[dict[str, Any]]:
     """The rows of one number of threads."""
     rows = []
     async with AsyncClient(port=server.rpyc_port, timeout_s=60.0) as client:
+        trials = Trials(client, totals, draws)
         for tasks in _TASKS_QUICK if quick else TASKS:
             # One head shares nothing with others, so that both kinds compute the same.
             kinds: tuple[Kind, ...] = ("ordinary", "activated") if tasks > 1 else ("ordinary",)
             for kind in kinds:
                 heads = tuple((adapter_name(kind, number), HEAD) for number in range(tasks))
-                tokens = await _tokens_per_frame(client, heads, totals, draws)
-                rate = await _saturated(client, heads, totals, draws)
+                tokens = await trials.tokens_per_frame(heads)
+                rate = await trials.saturated(heads)
                 for fps in _FPS_QUICK if quick else FPS:
                     frames = math.ceil(max(_SECONDS_QUICK if quick else _SECONDS, _DEADLINES / fps) * fps)
-                    attempt = functools.partial(_attempt, client, Trial(1, fps, frames, heads), totals, draws)
+                    attempt = functools.partial(trials.of, Trial(1, fps, frames, heads))
                     capacity = await largest(attempt, fps, round(_GUESS * rate / fps), _MOST_CAMERAS)
                     rate = max(capacity.cameras, 1) * fps / _GUESS
                     rows.append(_row(threads, tasks, kind, fps, capacity) | {"tokens/frame": tokens})
     return rows
-
-
-async def _attempt(client: AsyncClient, trial: Trial, totals: Observed, draws: Iterator[int], cameras: int) -> Observed:
-    observed = await observe(client, dataclasses.replace(trial, cameras=cameras), draws)
-    totals.add(observed)
-    return observed
-
-
-async def _tokens_per_frame(
-    client: AsyncClient, heads: tuple[tuple[str, str], ...], totals: Observed, draws: Iterator[int]
-) -> float:
-    """Tokens computed for a frame: those that its heads do not share. Adapters are loaded before it is counted.
-
-    The only frame of an idle server: without a result within a minute, it is lost.
-    """
-    counted = []
-    for _ in range(2):
-        before = (await client.stats()).num_computed_tokens
-        observed = await observe(client, Trial(1, 1.0, 1, heads), draws, patience_s=_LOADING_S)
-        observed.lost, observed.unanswered = observed.lost + observed.unanswered, 0
-        totals.add(observed)
-        counted.append(((await client.stats()).num_computed_tokens - before) / max(1, observed.answered))
-    return counted[-1]
-
-
-async def _saturated(
-    client: AsyncClient, heads: tuple[tuple[str, str], ...], totals: Observed, draws: Iterator[int]
-) -> float:
-    """Frames per second of a few cameras that send much faster than they are answered: a first guess."""
-    started = time.perf_counter()
-    observed = await observe(client, Trial(4, 20.0, _WARM_FRAMES, heads), draws)
-    totals.add(observed)
-    return max(1.0, observed.answered / (time.perf_counter() - started))
 
 
 def _row(threads: int, tasks: int, kind: Kind, fps: float, capacity: Capacity) -> dict[str, Any]:
