@@ -126,7 +126,7 @@ BUDGETS = (
     Budget("vlora/client", 1_740, 900),
     Budget("vlora/server", 8_180, 4_900),
     Budget("vlora/engine vlora/parallel", 7_040, 4_900),
-    Budget("vlora/orchestrator vlora/routing", 5_500, 4_000),
+    Budget("vlora/orchestrator vlora/routing", 5_480, 4_000),
     Budget("vlora/memory vlora/lora vlora/models", 11_600, 8_300),
     Budget("vlora/cluster", 7_940, 3_700),
     Budget("vlora/wire", 880, 1_000),
@@ -142,7 +142,7 @@ BUDGETS = (
 )
 """Each file counts for the longest folder that it is in."""
 
-MAX_SINGLE_IMPORTERS = 131
+MAX_SINGLE_IMPORTERS = 125
 """Modules that only one other module imports: most of them would be easier to find as a part of it."""
 
 

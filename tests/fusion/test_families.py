@@ -241,7 +241,7 @@ def test_the_default_invocation_is_what_the_template_adds() -> None:
 
 def test_what_activated_adapters_exclude_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadPlan, match=r"does not contain 'picture', the invocation of activated adapters"):
-        activated_trainer("llava", invocation="picture")
+        activated_trainer("llava", invocation="picture").domains[PLAN.name].encode()
     excluded: list[tuple[dict[str, Any], str]] = [
         ({"invocation": "what"}, "is for activated adapters"),
         ({"activated": True, "vision": True}, "remove one of them"),
