@@ -18,7 +18,7 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from benchmarks.paper import drawing, simulations
-from benchmarks.paper.figure import PAPERS, Figure, Found, read_figures
+from benchmarks.paper.figure import FORM, PAPERS, Figure, Found, read_figures
 from benchmarks.paper.measuring import Measuring, Setting
 from vlora.bench import plots
 from vlora.bench.harness import Bench, Measured, Results, Store, joined
@@ -51,7 +51,7 @@ def chosen(keys: Sequence[str]) -> list[Figure]:
 
 def cases(quick: bool, figures: Sequence[str] = ()) -> dict[str, Case]:
     """The longest figures first, so that processes end together."""
-    return {each.key: (each.key, quick) for each in sorted(chosen(figures), key=lambda each: -each.minutes)}
+    return {each.stored: (each.key, quick) for each in sorted(chosen(figures), key=lambda each: -each.minutes)}
 
 
 def runs_alone(case: Case) -> bool:
@@ -87,7 +87,7 @@ def find(
         found = pkgutil.resolve_name(f"{__name__}.{call}")(measuring, **arguments)
         return found if isinstance(found, dict) else {"rows": found}
 
-    return make() if share is None else measuring.once(share, make)  # type: ignore[no-any-return]
+    return make() if share is None else measuring.once(f"{share}-{FORM}", make)  # type: ignore[no-any-return]
 
 
 def measure(case: Case, store: Store) -> Measured:
@@ -125,7 +125,7 @@ def rows(figure: Figure, value: Found) -> list[Row]:
 
 def combine(results: Results) -> Measured:
     """In the order of the page, without the values that are drawn."""
-    whole = joined({each.key: results[each.key] for each in FIGURES if each.key in results})
+    whole = joined({each.stored: results[each.stored] for each in FIGURES if each.stored in results})
     about = {key: {"device": each["device"], "load": each["load"]} for key, each in whole.found.items()}
     found = {"measured": about, "elsewhere": {each.key: each.needs for each in ELSEWHERE}}
     return whole._replace(found=found)
@@ -149,13 +149,13 @@ def paint(store: Store, folder: Path) -> None:
     setting = Setting.here(quick)
     drawn = []
     for figure in FIGURES:
-        stored = store.read(figure.key)
+        stored = store.read(figure.stored)
         if stored is None:
             continue
         about, picture = stored["found"][figure.key], f"{figure.paper}-{figure.number}.png"
         value = about["value"]
         drawing.save(figure, value, setting, folder / picture)
-        used = {name: found for name in (figure.key, *about["used"]) if (found := store.read(name)) is not None}
+        used = {name: found for name in (figure.stored, *about["used"]) if (found := store.read(name)) is not None}
         commits = {name: each["origin"]["commit"] for name, each in used.items()}
         others = {name: commit for name, commit in commits.items() if commit != env["commit"]}
         seconds = stored["spent"]["wall s"]

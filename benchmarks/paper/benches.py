@@ -108,7 +108,7 @@ def ranks(measuring: Measuring, answer: int) -> list[Row]:
 def trade_off(measuring: Measuring, rows: Sequence[Row]) -> list[Row]:
     """Those of `ranks` of single requests without an added delay, and mean test accuracy of one seed of `bd`."""
     found = measuring.once(
-        "block-diagonal-accuracy", lambda: [row["mean"] for row in measured(BD, measuring.setting.quick, seeds=1).rows]
+        "block-diagonal-scores", lambda: [row["mean"] for row in measured(BD, measuring.setting.quick, seeds=1).rows]
     )
     accuracy = dict(zip((_KINDS["slora"], _KINDS["bd"]), found[:2], strict=True))
     return [

@@ -26,6 +26,8 @@ PAPERS = {
     "symbiosis": "Symbiosis: Multi-Adapter Inference and Fine-Tuning (2025)",
 }
 THE_PAPER, HERE = "the paper", "here"
+FORM = 2
+"""Of stored measurements; raised when rows get other columns, so that those stored before are not read."""
 
 
 def select(rows: Sequence[Row], wanted: Mapping[str, Any]) -> Sequence[Row]:
@@ -104,15 +106,7 @@ class Comparison(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """A number that a paper gives in its text or in a table.
-
-    Attributes:
-        quantity: What the number is of.
-        value: The paper's number.
-        unit: "%", "x", "ms", "req/s" or the like.
-        source: The section, table or caption that has the number.
-        here: The same here.
-    """
+    """A number that a paper gives in its text, a table or a caption, and the same here."""
 
     quantity: str
     value: float
@@ -134,11 +128,8 @@ class Figure(NamedTuple):
     """A figure that this command draws: a row of `figures.yaml`.
 
     Attributes:
-        paper: A key of `PAPERS`.
         number: "fig14" or "table3".
-        title: The subject.
         states: What the paper shows with it, in a sentence.
-        facts: The paper's numbers.
         beside: The label of the panel with the paper's numbers beside ours; None without such a panel.
         caption: What is measured here, and how it differs from the paper.
         model: What is measured, if it is not the setting's model.
@@ -179,6 +170,11 @@ class Figure(NamedTuple):
     @property
     def key(self) -> str:
         return f"{self.paper}:{self.number}"
+
+    @property
+    def stored(self) -> str:
+        """The name of its measurement."""
+        return f"{self.key}-{FORM}"
 
     def rows(self, found: Found) -> list[Row]:
         """The paper's and those measured here, by `who`."""

@@ -178,7 +178,7 @@ def test_measurements_of_this_machine_at_another_commit_are_used_and_marked(
         measured(BENCH, True, tmp_path)
         monkeypatch.undo() if number == 2 else None
         page = (tmp_path / "paper" / "index.html").read_text()
-        assert bool(re.search(r"At other commits:\s+v-lora:fig1 at 0123456789ab\.", page)) == (key == "commit")
+        assert bool(re.search(r"At other commits:\s+v-lora:fig1-2 at 0123456789ab\.", page)) == (key == "commit")
         assert len(calls) == number
 
 
