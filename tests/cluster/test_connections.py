@@ -93,8 +93,9 @@ async def line(address: Address, *, tls: bool = False, beat_s: float = 0.2, **se
     return await connect(address, settings.pop("secret", SECRET), tls=tls, beat_s=beat_s, **settings)
 
 
-async def opened_by(address: Address, *, tls: bool = False, beat_s: float = 1.0) -> Connected:
-    return await connection.connect(address, protocol(), SECRET, tls=tls, about=msgspec.msgpack.encode(beat_s))
+async def opened_by(address: Address, *, tls: bool = False, beat_s: float = 1.0) -> Connected[messages.Ready]:
+    about = msgspec.msgpack.encode(beat_s)
+    return await connection.connect(address, protocol(), SECRET, messages.Ready, tls=tls, about=about)
 
 
 async def admits(address: Address, *, tls: bool = False) -> None:

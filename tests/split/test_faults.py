@@ -547,7 +547,7 @@ def test_only_a_right_token_is_admitted_and_none_is_sent(
             for secret in (SECRET, OTHER):
                 ask(address, token=secret)
             for token, reason in (
-                (None, "requires a token"),
+                (None, r"requires a token; .*connect\(\.\.\., token=\.\.\.\)"),
                 (UNKNOWN, "is not valid"),
                 (TOKENS[2].secret, "expired at 2020"),
             ):
@@ -565,6 +565,25 @@ def test_only_a_right_token_is_admitted_and_none_is_sent(
                     connect(served.tcp, token=UNKNOWN)
         with pytest.raises(OverCapacity):
             connect(served.tcp, token=SECRET)
+
+
+def test_wrong_proofs_are_limited_also_on_connections_opened_before(model: Any, tmp_path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    with serving(model, tmp_path, tokens=TOKENS) as served, contextlib.ExitStack() as opened:
+        proofs: list[tuple[socket.socket, handshake.Exchange[bytes], bytes]] = []
+        for _ in range(30):
+            sock = transport.open_connection(Address.parse(served.tcp), None, PATIENCE_S)
+            opened.callback(sock.close)
+            exchange = handshake.introduce(PROTOCOL, UNKNOWN.encode(), peer="")
+            framing.send(sock, next(exchange))
+            proofs.append((sock, exchange, exchange.send(framing.receive(sock, 4096, deadline))))
+        refused: list[type[Exception]] = []
+        for sock, exchange, proof in proofs:
+            framing.send(sock, proof)
+            with pytest.raises((Unauthorized, OverCapacity)) as caught:
+                exchange.send(framing.receive(sock, 4096, deadline))
+            refused.append(caught.type)
+        assert refused[-1] is OverCapacity and 20 <= refused.count(Unauthorized) < 25
 
 
 def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import datetime
+import gc
 import logging
 import secrets
 import socket
@@ -20,15 +22,15 @@ import pytest
 import torch
 import trustme
 
-from tests.processes import PATIENCE_S
+from tests.processes import PATIENCE_S, until
 from tests.split.running import serving
 from vlora.cluster import connection as replica
 from vlora.cluster.nodes.certificates import Authority
-from vlora.cluster.nodes.join import Facts, HeadListener, ask_head
+from vlora.cluster.nodes.join import Admitted, Facts, HeadListener, ask_head
 from vlora.cluster.nodes.token import derived
 from vlora.config import Token
 from vlora.engine.ipc import messages
-from vlora.errors import Disconnected, Unauthorized, VLoraError
+from vlora.errors import BadConfig, Disconnected, Unauthorized, VLoraError
 from vlora.split import connect, frames, transport
 from vlora.split.admission import Limits
 from vlora.types import ErrorValue
@@ -42,6 +44,19 @@ FORGED = "1.0\n\x1b[31mERROR a forged line " + 1000 * "x"
 LIMIT_S = 2.5  # of a handshake
 SHORT_S = 0.4  # where nothing completes one
 LOOPBACK = Address("127.0.0.1", 0)
+FACTS = Facts(
+    run="r",
+    plan="p",
+    ray="2",
+    python="3",
+    control="",
+    ray_ports=(1, 2),
+    door_ports=(3, 4),
+    most=1,
+    model="m",
+    model_digest="",
+    adapters={},
+)
 
 
 class Wire(NamedTuple):
@@ -95,10 +110,12 @@ def a_replica(certificate: Certificate | None) -> Iterator[Wire]:
     async def ask(address: Address) -> None:
         await (await replica.connect(address, SECRET.encode(), tls=tls, beat_s=1.0)).disconnect("")
 
+    def admit(sock: framing.MessageTransport, about: bytes, peer: str) -> bytes:
+        replica.beat_of(about)
+        return ready
+
     with event_loop() as run:
-        opened = connection.Listener.open(
-            LOOPBACK, protocol, SECRET.encode(), lambda *_: ready, certificate=certificate
-        )
+        opened = connection.Listener.open(LOOPBACK, protocol, SECRET.encode(), admit, certificate=certificate)
         found = run(opened)
         address = Address("127.0.0.1", found.port)
         yield Wire(protocol, SECRET.encode(), tls, address, lambda at: asyncio.run(ask(at)))
@@ -108,26 +125,13 @@ def a_replica(certificate: Certificate | None) -> Iterator[Wire]:
 @contextlib.contextmanager
 def a_head(certificate: Certificate) -> Iterator[Wire]:
     token = SECRET.encode()
-    facts = Facts(
-        run="r",
-        plan="p",
-        ray="2",
-        python="3",
-        control="",
-        ray_ports=(1, 2),
-        door_ports=(3, 4),
-        most=1,
-        model="m",
-        model_digest="",
-        adapters={},
-    )
 
     async def ask(address: Address) -> None:
         (await ask_head(address, token, ""))[1].close()
 
     protocol = replica.protocol("head")
     with event_loop() as run:
-        found = run(HeadListener.open(LOOPBACK, token, certificate, Authority(), lambda: facts, lambda line: None))
+        found = run(HeadListener.open(LOOPBACK, token, certificate, Authority(), lambda: FACTS, lambda line: None))
         address = Address("127.0.0.1", found.port)
         yield Wire(protocol, derived(token, "head").encode(), True, address, lambda at: asyncio.run(ask(at)))
         run(_closed(found))
@@ -195,6 +199,7 @@ def hello(wire: Wire, **fields: Any) -> bytes:
     return framing.pack(msgspec.msgpack.encode(plain | fields))
 
 
+NESTED = b"\x81\xa1x" + b"\x91" * 12_000 + b"\xc0"
 GARBAGE = {
     "silence": b"",
     "http": b"GET / HTTP/1.1\r\n\r\n",
@@ -203,6 +208,7 @@ GARBAGE = {
     "text": framing.pack(b"not msgpack"),
     "empty messages": framing.HEAD.pack(0) * 100,
     "truncated frame": framing.HEAD.pack(100) + b"x",
+    "nested": framing.pack(NESTED),
     "random": secrets.token_bytes(4096),
 }
 
@@ -237,7 +243,8 @@ def _prove(secret: bytes | None, reason: str) -> Callable[[Wire], None]:
 def _replay(wire: Wire) -> None:
     """Both messages of another client that has just been admitted."""
     sent: list[bytes] = []
-    with wire.dial() as sock, contextlib.suppress(Disconnected, ConnectionError):  # it says nothing of itself
+    unreadable = r"what the client says of itself cannot be read: .*; install the same version on both"
+    with wire.dial() as sock, pytest.raises(BadConfig, match=unreadable):  # it says nothing of itself
         wire.introduce(sock, wire.secret, sent)
     first, proof = sent
     with wire.dial() as sock:
@@ -343,9 +350,14 @@ def _version(wire: Wire, sock: socket.socket) -> bytes:
     return b""
 
 
+OTHER_VERSION = "or another version of V-LoRA"
+EARLIER = Refused(ErrorValue("disconnected", "it has no `protocol`"))
 FORGED_REFUSAL = framing.pack(handshake.encode(Refused(ErrorValue("unauthorized", FORGED))))
 IMPOSTORS: dict[str, tuple[Answer, str]] = {
     **{name: (_answer(data), "") for name, data in GARBAGE.items() if name != "long message"},
+    "text": (_answer(GARBAGE["text"]), OTHER_VERSION),
+    "nested": (_answer(GARBAGE["nested"]), OTHER_VERSION),
+    "earlier version": (_answer(framing.pack(handshake.encode(EARLIER))), f"{OTHER_VERSION}: it has no `protocol`"),
     "slow bytes": (_trickle, ""),
     "forged version": (_version, "install the same version on both"),
     "forged refusal": (_answer(FORGED_REFUSAL), "a forged line"),
@@ -376,9 +388,87 @@ def test_hostile_servers(name: str, certificate: Certificate, monkeypatch: pytes
             ask(address)
         message = str(caught.value)
         assert message.isprintable() and len(message) < 900, kind
-        if kind != "head":  # which names the token file for any wrong token
+        if kind != "head" or not isinstance(caught.value, Unauthorized):  # it names the file of any wrong token
             assert reason in message, (kind, message)
+        assert ("starts a head" in message) == (kind == "head" and limit_s == SHORT_S), message
         assert SECRET.encode() not in received and derived(SECRET.encode(), "head").encode() not in received
+
+
+@pytest.mark.parametrize("about", [b"", NESTED, msgspec.msgpack.encode({"type": "Ready", "pid": 1})])
+def test_a_server_with_the_secret_whose_welcome_cannot_be_read(about: bytes, certificate: Certificate) -> None:
+    """A typed error, and no connection stays open."""
+    token = SECRET.encode()
+
+    async def ask_replica(address: Address) -> None:
+        await replica.connect(address, token, tls=True, beat_s=1.0)
+
+    with event_loop() as run:
+        for server, secret, ask in (
+            ("replica", token, ask_replica),
+            ("head", derived(token, "head").encode(), lambda address: ask_head(address, token, "")),
+        ):
+            admitted: list[framing.MessageTransport] = []
+
+            def admit(sock: framing.MessageTransport, *_: object, to: list[Any] = admitted) -> bytes:
+                to.append(sock)
+                return about
+
+            opened = connection.Listener.open(
+                LOOPBACK, replica.protocol(server), secret, admit, certificate=certificate
+            )
+            found = run(opened)
+            reason = (
+                f"has another protocol than a {server}, {OTHER_VERSION}: .*; check the address, and install the same"
+            )
+            with pytest.raises(Disconnected, match=reason):
+                run(ask(Address("127.0.0.1", found.port)))
+            until(admitted[0].closed.done)
+            run(_closed(found))
+
+
+def test_nothing_follows_the_welcome_of_a_head(certificate: Certificate) -> None:
+    """A message of a machine, or of the head, closes the connection: it is not stored."""
+    token = SECRET.encode()
+    answer = msgspec.msgpack.encode(Admitted("h", FACTS, Authority().issue("h"), datetime.datetime.now(datetime.UTC)))
+    heads: list[framing.MessageTransport] = []
+
+    def admit(sock: framing.MessageTransport, *_: object) -> bytes:
+        heads.append(sock)
+        return answer
+
+    async def main() -> None:
+        machines = await HeadListener.open(LOOPBACK, token, certificate, Authority(), lambda: FACTS, lambda line: None)
+        secret = derived(token, "head").encode()
+        other = await connection.Listener.open(
+            LOOPBACK, replica.protocol("head"), secret, admit, certificate=certificate
+        )
+        for message in (b"", b"more"):
+            _, machine = await ask_head(Address("127.0.0.1", machines.port), token, "")
+            machine.send(message)
+            _, asking = await ask_head(Address("127.0.0.1", other.port), token, "")
+            heads[-1].send(message)
+            for each in (machine, asking):
+                await asyncio.wait_for(asyncio.wait({each.closed}), PATIENCE_S)
+        machines.close()
+        other.close()
+
+    asyncio.run(main())
+
+
+def test_an_error_of_the_server_itself_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    def admit(*_: object) -> bytes:
+        raise ZeroDivisionError
+
+    async def main() -> None:
+        found = await connection.Listener.open(LOOPBACK, replica.protocol(), SECRET.encode(), admit, certificate=None)
+        with pytest.raises(Disconnected):
+            await replica.connect(Address("127.0.0.1", found.port), SECRET.encode(), tls=False, beat_s=1.0)
+        found.close()
+
+    asyncio.run(main())
+    gc.collect()
+    (record,) = caplog.records
+    assert record.exc_info is not None and record.getMessage().endswith("was closed after an error of this process")
 
 
 def test_a_proof_is_of_its_role_transcript_and_certificate() -> None:

@@ -1,4 +1,4 @@
-"""Messages about adapters' files, on the same line as those of the engine. The replica's process answers them.
+"""Messages about adapters' files, on the same connection as those of the engine. The replica's process answers them.
 
 A front end offers a content. The replica answers with the folder in which it has it, or with the files that it lacks;
 then these follow in pieces.

@@ -88,7 +88,7 @@ class Cluster(EngineInterface):
     # -- replicas -----------------------------------------------------------------------------------------------------
 
     async def add(self, name: str, address: Address, *, tls: bool = False) -> None:
-        """Connect a replica; after a loss its line is opened again until `remove`.
+        """Connect a replica; after a loss its connection is opened again until `remove`.
 
         Raises:
             BadConfig: The name is in use, or the versions differ.
@@ -104,7 +104,7 @@ class Cluster(EngineInterface):
             raise
 
     async def drain(self, name: str, timeout_s: float | None = None) -> bool:
-        """Move a replica's requests to others, and send it no further ones, also after its line was opened again.
+        """Move a replica's requests to others, and send it no further ones, also after it was connected again.
 
         Where none has room, they wait with precedence over others, a few at a time. A request that no other replica
         could take ends there. After the timeout this goes on.

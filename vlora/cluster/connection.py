@@ -13,7 +13,7 @@ from vlora.errors import BadConfig
 from vlora.wire import connection
 from vlora.wire.address import Address
 from vlora.wire.framing import MessageTransport
-from vlora.wire.handshake import Protocol
+from vlora.wire.handshake import Protocol, read_about
 from vlora.wire.heartbeat import Silence
 
 MIN_BEAT_S, MAX_BEAT_S = 0.01, 60.0
@@ -37,19 +37,18 @@ async def connect(
         Unauthorized, BadConfig: As `handshake.introduce`.
         Disconnected: There is no replica at the address, or it does not answer in time.
     """
-    transport, inbox, welcome = await connection.connect(
-        address, protocol(version=version), secret, tls=tls, about=msgspec.msgpack.encode(beat_s)
+    about = msgspec.msgpack.encode(beat_s)
+    transport, inbox, ready = await connection.connect(
+        address, protocol(version=version), secret, messages.Ready, tls=tls, about=about
     )
-    ready = messages.decode_from_engine(welcome)
-    assert isinstance(ready, messages.Ready)
     client = EngineClient(_RemoteProcess(transport), transport, ready)
     inbox.hand_over(transport, transport.on_message)
     return client
 
 
 def beat_of(about: bytes) -> float:
-    """A front end's `beat_s`. Raises BadConfig, MsgspecError."""
-    beat_s = msgspec.msgpack.decode(about, type=float)
+    """A front end's `beat_s`. Raises BadConfig."""
+    beat_s = read_about(about, float)
     if not MIN_BEAT_S <= beat_s <= MAX_BEAT_S:
         raise BadConfig(f"beat_s is {beat_s:g}; it must be between {MIN_BEAT_S:g} and {MAX_BEAT_S:g} seconds")
     return beat_s

@@ -78,7 +78,7 @@ class InFlightRequests:
         """Begin without requests. Call in a running event loop.
 
         Args:
-            client_of: The engine of a replica; None without a line to it.
+            client_of: The engine of a replica; None without a connection to it.
         """
         self.open: dict[str, InFlightRequest] = {}
         self.block_size = 1
@@ -198,7 +198,7 @@ class InFlightRequests:
         """End the requests that cannot be served, and expired ones.
 
         Args:
-            some_absent: Some replicas have no line at present.
+            some_absent: Some replicas have no connection at present.
         """
         self._submit_again(self._held.take(some_absent=some_absent))
         if self._router.num_waiting:

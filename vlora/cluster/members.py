@@ -34,10 +34,10 @@ class Health(NamedTuple):
 
 
 class Member:
-    """One replica. Its line is opened again after it was lost, until `close`.
+    """One replica. Its connection is opened again after it was lost, until `close`.
 
     Attributes:
-        client: Its engine; None while there is no line.
+        client: Its engine; None while there is no connection.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Member:
         on_join: Callable[[Member], None],
         on_leave: Callable[[Member], None],
     ) -> None:
-        """Open no line yet.
+        """Open no connection yet.
 
         Args:
             secret: See `vlora.wire.handshake`.
-            prepare: A coroutine that runs on a new line before the replica joins.
+            prepare: A coroutine that runs on a new connection before the replica joins.
             on_join, on_leave: Called when it can be used, and when it cannot any more.
         """
         self.name = name
@@ -74,7 +74,7 @@ class Member:
         self._serving: asyncio.Task[None] | None = None
 
     async def join(self) -> None:
-        """Connect once, and keep the line open from then on.
+        """Connect once, and keep the connection open from then on.
 
         Raises:
             Disconnected: It was closed meanwhile.
@@ -89,7 +89,7 @@ class Member:
             raise self._closed_meanwhile()
 
     async def wait_joined(self) -> None:
-        """Wait until there is a line."""
+        """Wait until there is a connection."""
         await self._joined.wait()
 
     async def close(self) -> None:
@@ -157,9 +157,9 @@ class Member:
 
 
 async def _first_sign(client: EngineClient) -> None:
-    """Wait for an answer of the engine itself: the replica's process opens lines also while its engine hangs.
+    """Wait for an answer of the engine itself: the replica's process accepts connections while its engine hangs.
 
-    Raises EngineDead when the line is closed.
+    Raises EngineDead when the connection is closed.
     """
     while client.pong is None:
         if client.cause is not None:

@@ -44,6 +44,8 @@ from vlora.wire.tls import Certificate
 log = logging.getLogger("vlora.cluster")
 
 MISSED_BEATS = 20
+"""Beats without a byte after which a front end counts as gone. More than the front end itself allows a replica: its
+pause should not end the requests of all replicas."""
 
 MAX_WAITING = 64  # messages; a front end sends few before it waits for the answers
 _CLOSE_S = 1.0
@@ -150,9 +152,6 @@ def _done(store: AdapterStore, operation: FilesOperation) -> Files:
             store.hold(operation.versions)
     return Files()
 
-
-"""Beats without a byte after which a front end counts as gone. More than the front end itself allows a replica: its
-pause should not end the requests of all replicas."""
 
 ALONE_S = 60.0
 
@@ -294,7 +293,7 @@ class Replica:
         self._leave(peer)
 
     def _from_peer(self, peer: _Peer, data: bytes) -> None:
-        """Pass a message on. An exception closes the line, with the exception as its cause."""
+        """Pass a message on. An exception closes the connection, with the exception as its cause."""
         if data == messages.PING:
             self._engine.send(data)
             return

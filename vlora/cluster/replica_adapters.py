@@ -38,7 +38,7 @@ class Goal(NamedTuple):
 
 
 class ReplicaAdapters:
-    """One replica from its line's opening to its end. Calls are made one after another.
+    """One replica from its connection's opening to its end. Calls are made one after another.
 
     Attributes:
         files: Sends files that the replica's machine lacks; None: they have to be there.

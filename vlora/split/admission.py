@@ -85,19 +85,17 @@ class Admission:
             log.warning("%s was refused: %s", origin, error)
             with contextlib.suppress(OSError):
                 framing.send(sock, handshake.refusal(error))
-        except (OSError, msgspec.MsgspecError) as error:
+        except OSError as error:
             log.warning("%s was refused: %s", origin, _reason(error))
         sock.close()
         return None
 
     def _admitted(self, sock: socket.socket, origin: str, deadline: float) -> Peer:
-        """Raises VLoraError, OSError, MsgspecError."""
+        """Raises VLoraError, OSError."""
         is_counted = sock.family != socket.AF_UNIX
         tokens: dict[bytes, Token] = {}
 
         def secrets_now() -> Collection[bytes]:
-            if is_counted:
-                self._rate_limit.check(origin)
             tokens.update((token.secret.encode(), token) for token in self.tokens)
             return tokens
 
@@ -105,16 +103,19 @@ class Admission:
             if is_counted:
                 self._rate_limit.record_failure(origin)
 
-        found = handshake.run(
-            handshake.admit(PROTOCOL, secrets_now, peer=origin, on_wrong=count),
-            lambda data: framing.send(sock, data),
-            lambda: framing.receive(sock, handshake.MAX_BYTES, deadline),
-        )
+        def receive() -> bytes:
+            data = framing.receive(sock, handshake.MAX_BYTES, deadline)
+            if is_counted:
+                self._rate_limit.check(origin)  # also before each comparison
+            return data
+
+        exchange = handshake.admit(PROTOCOL, secrets_now, peer=origin, on_wrong=count)
+        found = handshake.run(exchange, lambda data: framing.send(sock, data), receive)
         token = None if found.secret is None else tokens[found.secret]
         if token is not None and token.expires is not None and has_expired(token):
             count()
             raise Unauthorized(f"the token expired at {token.expires.astimezone(datetime.UTC):%Y-%m-%d %H:%M} UTC")
-        client = msgspec.msgpack.decode(found.about, type=ClientInfo)
+        client = handshake.read_about(found.about, ClientInfo)
         if client.fingerprint not in ("", self._executor.fingerprint):
             raise BadConfig(
                 f"another base model is served here now ({self._executor.name}); restart the client with this model"

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 import torch
 
-from vlora.errors import BadConfig, BadRequest, Disconnected, OverCapacity
+from vlora.errors import BadConfig, BadRequest, Disconnected, OverCapacity, Unauthorized
 from vlora.split import frames, transport
 from vlora.split.frames import (
     DTYPES,
@@ -130,11 +130,13 @@ class BaseConnection:
             return self._introduce(sock, fingerprint, deadline)
         except BaseException as error:
             sock.close()
-            if isinstance(error, OSError | msgspec.MsgspecError | Disconnected):
+            if isinstance(error, (OSError, *handshake.UNREADABLE)):
                 raise Disconnected(
-                    f"the handshake with {self._address} failed: {error}; it may be another kind of server"
-                    + ("" if self._tls or self._address.path else ", or require TLS (tls=)")
+                    f"the handshake with {self._address} failed: {error}; it may be another kind of server, or "
+                    "another version of V-LoRA" + ("" if self._tls or self._address.path else ", or require TLS (tls=)")
                 ) from error
+            if isinstance(error, Unauthorized) and self._token is None:
+                raise Unauthorized(f"{error}; pass it as connect(..., token=...)") from error
             raise
 
     def _introduce(self, sock: socket.socket, fingerprint: str, deadline: float) -> BaseInfo:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import msgspec
 
@@ -14,16 +14,14 @@ from vlora.errors import BadConfig, Disconnected, VLoraError
 from vlora.wire import handshake
 from vlora.wire.address import Address
 from vlora.wire.framing import MessageTransport
-from vlora.wire.handshake import Protocol
+from vlora.wire.handshake import Protocol, T
 from vlora.wire.tls import Certificate, client_context
 
 log = logging.getLogger("vlora.wire")
 
 HANDSHAKE_S = 5.0
 MAX_MESSAGE_BYTES = 1 << 30  # with the images of a request
-MAX_UNPROVED = 64
-"""Connections without a proof at a time; further ones are closed."""
-
+MAX_UNPROVED = 64  # connections without a proof at a time; further ones are closed
 _MIN_SECRET_BYTES = 16
 
 
@@ -91,25 +89,20 @@ class Listener:
 
     @classmethod
     async def open(
-        cls,
-        address: Address,
-        protocol: Protocol,
-        secret: bytes,
-        on_client: OnClient,
-        *,
-        certificate: Certificate | None = None,
+        cls, address: Address, protocol: Protocol, secret: bytes, admit: OnClient, *, certificate: Certificate | None
     ) -> Listener:
         """Listen at an address; port 0 chooses one.
 
         Raises:
             BadConfig: The address, the secret or the certificate cannot be used.
         """
+        assert not address.path  # of a Unix socket
         if certificate is None and not address.is_local:
             raise BadConfig(
                 f"{address} is reachable from other machines, and requests would be sent in clear text; give the "
                 f"{protocol.server} a certificate, or let it listen on 127.0.0.1"
             )
-        self = cls(protocol, secret, on_client, certificate)
+        self = cls(protocol, secret, admit, certificate)
         try:
             # TLS begins later, so that connections without it are counted too.
             self._server = await asyncio.get_running_loop().create_server(
@@ -122,8 +115,7 @@ class Listener:
     @property
     def port(self) -> int:
         assert self._server is not None
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
+        return int(self._server.sockets[0].getsockname()[1])
 
     def close(self) -> None:
         """Accept no more clients."""
@@ -153,15 +145,17 @@ class Listener:
                 raise Disconnected("it sent messages before it was admitted")
             accepted.max_bytes = MAX_MESSAGE_BYTES
             accepted.send(client.welcome(self._on_client(accepted, client.about, peer)))
-        except (VLoraError, OSError, msgspec.MsgspecError) as error:
+        except (VLoraError, OSError) as error:
             if isinstance(error, VLoraError):
                 accepted.send(handshake.refusal(error))
             reason = f"no proof within {HANDSHAKE_S:g} s" if isinstance(error, TimeoutError) else str(error)
             log.warning("a connection from %s was refused: %s", peer, reason)
             await accepted.end()
-        except BaseException:
+        except BaseException as error:
             accepted.close()
-            raise
+            if not isinstance(error, Exception):
+                raise
+            log.exception("a connection from %s was closed after an error of this process", peer)
 
 
 class _Accepted(MessageTransport):
@@ -213,7 +207,7 @@ class _Accepted(MessageTransport):
 # -- the client's end -------------------------------------------------------------------------------------------------
 
 
-class Connected(NamedTuple):
+class Connected(NamedTuple, Generic[T]):
     """A connection after both ends have proved themselves.
 
     Attributes:
@@ -223,11 +217,13 @@ class Connected(NamedTuple):
 
     transport: MessageTransport
     inbox: Inbox
-    about: bytes
+    about: T
 
 
-async def connect(address: Address, protocol: Protocol, secret: bytes, *, tls: bool, about: bytes = b"") -> Connected:
-    """Connect to a `Listener`. about: of this end's Hello.
+async def connect(
+    address: Address, protocol: Protocol, secret: bytes, kind: type[T], *, tls: bool, about: bytes = b""
+) -> Connected[T]:
+    """Connect to a `Listener`. kind: of the server's `about`. about: of this end's Hello.
 
     Raises:
         Unauthorized, BadConfig, VLoraError: As `handshake.introduce`.
@@ -243,25 +239,25 @@ async def connect(address: Address, protocol: Protocol, secret: bytes, *, tls: b
             exchange = handshake.introduce(protocol, secret, peer=str(address), about=about, certificate=certificate)
             found = await handshake.run_async(exchange, transport.send, inbox.get)
         transport.max_bytes = MAX_MESSAGE_BYTES
-        return Connected(transport, inbox, found)
+        return Connected(transport, inbox, msgspec.msgpack.decode(found, type=kind))
     except BaseException as error:
         if transport is not None:
             transport.close()
         if isinstance(error, TimeoutError):
             raise Disconnected(f"{address} did not answer within {HANDSHAKE_S:g} s") from error
-        why = transport.closed.exception() if transport is not None and transport.closed.done() else None
-        if isinstance(error, Disconnected) and why is not None:  # an invalid message has ended the connection
-            raise Disconnected(f"{address} has another protocol than a {protocol.server}: {why}") from error
+        why: BaseException | None = error if isinstance(error, handshake.UNREADABLE) else None
+        if isinstance(error, Disconnected) and transport is not None and transport.closed.done():
+            why = transport.closed.exception()  # of an invalid message, which has ended the connection
+        if why is not None:
+            raise handshake.other_protocol(protocol, str(address), why) from error
         raise
 
 
 async def _open(address: Address, inbox: Inbox, tls: bool, server: str) -> MessageTransport:
     try:
+        context = client_context() if tls else None
         _, transport = await asyncio.get_running_loop().create_connection(
-            lambda: MessageTransport(inbox.put, handshake.MAX_WELCOME_BYTES),
-            address.host,
-            address.port,
-            ssl=client_context() if tls else None,
+            lambda: MessageTransport(inbox.put, handshake.MAX_WELCOME_BYTES), *address[:2], ssl=context
         )
     except (OSError, ssl.SSLError) as error:
         raise Disconnected(f"no connection to a {server} at {address}: {error}") from error

@@ -129,7 +129,7 @@ def receive(sock: socket.socket, max_bytes: int, deadline: float, descriptors: l
 
     Args:
         deadline: Of `time.monotonic`.
-        descriptors: Gets at most one descriptor that was sent with the message.
+        descriptors: Gets all that were sent with the message, which the caller closes.
 
     Raises:
         OSError: TimeoutError after the deadline, ConnectionError at the end and for a longer message.

@@ -27,6 +27,8 @@ MAX_WELCOME_BYTES = 1 << 26
 _MAX_SHOWN = 400
 _NONCE_BYTES = 32
 
+UNREADABLE = (msgspec.MsgspecError, RecursionError)  # of decoding; the second one for deeply nested values
+
 T = TypeVar("T")
 Exchange = Generator[bytes, bytes, T]
 """Yields messages to send, of which an empty one is not sent."""
@@ -45,7 +47,7 @@ class Protocol(NamedTuple):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The client's first message. about: a value of the protocol's user, also in the server's Welcome."""
+    """The client's first message. about: of the protocol's user. Whoever answers at the address can read it."""
 
     version: str
     nonce: bytes
@@ -171,14 +173,29 @@ def admit(
         return Admitted(hello.about, None, transcript)
     if not proof.digest:
         raise Unauthorized(f"this {protocol.server} requires a {protocol.secret}; connect with one")
-    found: bytes | None = None
-    for secret in known:  # all of them, in constant time
-        if hmac.compare_digest(proof.digest, _digest(secret, "client", *transcript)):
-            found = secret
-    if found is None:
+    # All of them, in constant time.
+    found = [each for each in known if hmac.compare_digest(proof.digest, _digest(each, "client", *transcript))]
+    if not found:
         on_wrong()
         raise Unauthorized(f"the {protocol.secret} is not valid for this {protocol.server}; both need the same one")
-    return Admitted(hello.about, found, transcript)
+    return Admitted(hello.about, found[0], transcript)
+
+
+def read_about(data: bytes, kind: type[T]) -> T:
+    """`about` of a Hello. Raises BadConfig."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except UNREADABLE as error:
+        raise BadConfig(
+            f"what the client says of itself cannot be read: {printable(str(error))}; install the same version on both"
+        ) from error
+
+
+def other_protocol(protocol: Protocol, peer: str, why: object) -> Disconnected:
+    return Disconnected(
+        f"{peer} has another protocol than a {protocol.server}, or another version of V-LoRA: {printable(str(why))}; "
+        "check the address, and install the same version on both"
+    )
 
 
 def refusal(error: VLoraError) -> bytes:
@@ -235,13 +252,13 @@ def _check(theirs: Hello | Challenge, protocol: Protocol, them: str) -> None:
 def _read(kind: type[M], data: bytes, protocol: Protocol, peer: str) -> M:
     try:
         message = _decode(data)
-    except msgspec.MsgspecError as error:
-        raise Disconnected(f"{peer} has another protocol than a {protocol.server}: {printable(str(error))}") from error
+    except UNREADABLE as error:
+        raise other_protocol(protocol, peer, error) from error
     if isinstance(message, Refused):
+        if kind is Challenge and message.error.code == Disconnected.code:  # the server cannot read the Hello
+            raise other_protocol(protocol, peer, message.error.message)
         reason = f"{protocol.server} at {peer}: {printable(message.error.message)}"
         raise ErrorValue(printable(message.error.code), reason).to_exception()
     if not isinstance(message, kind):
-        raise Disconnected(
-            f"{peer} has another protocol than a {protocol.server}: it sent {type(message).__name__} out of turn"
-        )
+        raise other_protocol(protocol, peer, f"it sent {type(message).__name__} out of turn")
     return message

@@ -17,6 +17,7 @@ from vlora.errors import BadConfig, Disconnected, Unauthorized, VLoraError
 from vlora.wire.address import Address
 from vlora.wire.connection import Listener, connect
 from vlora.wire.framing import MessageTransport
+from vlora.wire.handshake import read_about
 from vlora.wire.heartbeat import keep_alive
 from vlora.wire.tls import Certificate
 
@@ -146,18 +147,18 @@ class HeadListener:
             each.close()
 
     def _admit(self, transport: MessageTransport, about: bytes, address: str) -> bytes:
-        join = msgspec.msgpack.decode(about, type=Join)
+        join = read_about(about, Join)
         host = join.host or address.rpartition(":")[0].strip("[]")
         if (facts := self._facts()) is None:
             raise Disconnected("Ray does not run on the head; it is started again")
         if join.front_end and (other := self._front_end) is not None:
             raise BadConfig(f"the cluster has a front end already, at {other}; end it before you start another one")
+        _hold(transport)
         found = Admitted(host, facts, self._authority.issue(host, join.addresses), self._authority.clock())
         self._announce(f"{host} joins{' with the front end' if join.front_end else ''}")
         if join.front_end:
             self._front_end, self.had_front_end = host, True
         self._connections.add(transport)
-        keep_alive(transport.extra("socket"))
         transport.closed.add_done_callback(lambda closed: self._left(transport, closed, front_end=join.front_end))
         return msgspec.msgpack.encode(found)
 
@@ -166,6 +167,12 @@ class HeadListener:
         self._connections.discard(transport)
         if front_end:
             self._front_end = None
+
+
+def _hold(transport: MessageTransport) -> None:
+    """Keep a connection open. Nothing follows the Welcome: a message ends it."""
+    keep_alive(transport.extra("socket"))
+    transport.max_bytes, transport.on_message = 0, lambda data: transport.close()
 
 
 async def ask_head(
@@ -186,18 +193,20 @@ async def ask_head(
     Returns:
         Its answer, and the connection, which stays open as long as the head and its Ray.
     """
-    join = Join(host, own_addresses(), front_end)
+    about = msgspec.msgpack.encode(Join(host, own_addresses(), front_end))
     secret = derived(token, "head").encode()
     try:
-        transport, _, welcome = await connect(
-            address, protocol(_SERVER, version), secret, tls=True, about=msgspec.msgpack.encode(join)
+        transport, _, found = await connect(
+            address, protocol(_SERVER, version), secret, Admitted, tls=True, about=about
         )
     except Unauthorized as error:
         raise Unauthorized(f"the head at {address} has another token; copy its token file to this machine") from error
     except Disconnected as error:
+        if not isinstance(error.__cause__, OSError):  # something answers there
+            raise
         raise Disconnected(f"{error}; `vlora cluster up` starts a head") from error
-    keep_alive(transport.extra("socket"))
-    return msgspec.msgpack.decode(welcome, type=Admitted), transport
+    _hold(transport)
+    return found, transport
 
 
 def check_clock(found: Admitted, clock: datetime.datetime | None = None) -> None:
@@ -218,7 +227,7 @@ def check_clock(found: Admitted, clock: datetime.datetime | None = None) -> None
 
 
 def check_versions(facts: Facts, ray: str) -> None:
-    """Raises BadConfig if Ray or Python differ from the head's. vlora's own are compared by the line."""
+    """Raises BadConfig if Ray or Python differ from the head's. vlora's own are compared by the handshake."""
     if ray != facts.ray:
         raise BadConfig(
             f"Ray {ray} is installed here, {facts.ray} on the head; install the same: pip install 'ray=={facts.ray}'"

@@ -112,15 +112,16 @@ class Membership:
         """Ask the head, for the next start of Ray. Raises as `ask_head`, `check_versions`, `check_clock`."""
         async with self._asking:
             self.close()
-            found, line = await ask_head(self._address, self._token, self._machine.host, front_end=self._front_end)
+            host, front_end = self._machine.host, self._front_end
+            found, connection = await ask_head(self._address, self._token, host, front_end=front_end)
             try:
                 check_versions(found.facts, importlib.metadata.version("ray"))
                 check_clock(found)
             except BadConfig:
-                line.close()
+                connection.close()
                 raise
             self.facts, self.host = found.facts, found.host
-            self._admitted, self._connection = found, line
+            self._admitted, self._connection = found, connection
             return found
 
     def close(self) -> None:
@@ -135,9 +136,9 @@ class Membership:
         """
         pause_s = _FIRST_PAUSE_S
         while True:
-            if (line := self._connection) is not None:
-                await asyncio.wait({line.closed})
-            if self._connection is not line:
+            if (connection := self._connection) is not None:
+                await asyncio.wait({connection.closed})
+            if self._connection is not connection:
                 continue  # asked for a start of Ray meanwhile
             try:
                 await self.ask()

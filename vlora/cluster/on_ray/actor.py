@@ -4,7 +4,7 @@ The process outlives the actor and all of Ray: it is in a session of its own, an
 of the same name finds it by its lock.
 
 Ray pickles this class by its name, and of its arguments only bytes. The process loads no torch, and no event loop:
-with uvloop installed, Ray runs asynchronous actors on it, which the lines of this project do not support.
+with uvloop installed, Ray runs asynchronous actors on it, which the connections of this project do not support.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ray's head and the driver, started again when they end. Neither is needed to serve: the replicas' lines do that.
+"""Ray's head and the driver, started again when they end. Neither is needed to serve: replicas have own connections.
 
 On several machines each has such a head, which runs Ray's control service on one of them and a node on the others.
 """
