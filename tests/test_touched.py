@@ -21,7 +21,7 @@ from tests import conftest, touched
         ("tests/qwen_vl/test_adapters.py", "tests/qwen_vl", None),
         ("vlora/models/families.py", "tests/simulated_cuda", "tests/qwen_vl"),
         ("vlora/routing/router.py", "tests/routing", "tests/cluster"),
-        ("vlora/config.py", "tests/orchestrator", "tests/server"),
+        ("vlora/config.py", "tests/wire", "tests/server"),
         ("apps/streams.py", "tests/apps", "tests/cli"),
         ("tests/cluster/nodes/test_joining.py", "tests/cluster", "tests/server"),
         ("tests/docs/test_guides.py", "tests/docs", None),

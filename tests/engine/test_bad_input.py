@@ -27,6 +27,7 @@ from vlora.errors import (
     VLoraError,
 )
 from vlora.models.families import family_of
+from vlora.models.stored_quantized import stored_format
 from vlora.types import Request, RequestOutput, SamplingParams, TensorValue
 
 FAMILY = "llava"
@@ -198,6 +199,7 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers":
 def test_other_models_are_refused_with_the_reason(config: Any, text: str) -> None:
     with pytest.raises(UnsupportedModel, match=text):
         family_of(config)
+        stored_format(config)
 
 
 @pytest.mark.parametrize(

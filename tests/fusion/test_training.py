@@ -418,7 +418,9 @@ def test_samples_that_the_base_cannot_take_are_named(
 ) -> None:
     splits = color_splits(labels=labels)
     with pytest.raises(BadPlan, match=message):
-        trainer_of(plan_of(base, ("colors",)), {"colors": splits.in_words() if words else splits})
+        trainer_of(plan_of(base, ("colors",)), {"colors": splits.in_words() if words else splits}).domains[
+            "colors"
+        ].encode()
     if "<unk>" in message:
         assert trainer_of(plan_of(base, ("colors",)), {"colors": splits}).domains["colors"].task.num_outputs == 3
 
@@ -435,14 +437,14 @@ def test_a_picture_that_the_base_cannot_be_shown_is_named(base: str, monkeypatch
     wide = [Sample(Picture(Path("wide.png")), 0)] * 2
     monkeypatch.setattr(Picture, "__iter__", lambda self: iter([np.zeros((1, 1, 3), np.uint8)]))
     with pytest.raises(BadPlan, match=r"^wide.png: the image processor rejects"):
-        trainer_of(
-            plan_of(base, ("colors",)), {"colors": Splits("classification", COLORS, wide, wide, wide, real=True)}
-        )
+        splits = Splits("classification", COLORS, wide, wide, wide, real=True)
+        trainer_of(plan_of(base, ("colors",)), {"colors": splits}).domains["colors"].encode()
 
 
 def test_features_come_from_disk_the_second_time(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(base, ("colors",))
     first = trainer_of(plan, {"colors": color_splits()}, tmp_path).domains["colors"]
+    first.encode()
     assert list(tmp_path.iterdir())
 
     def encode(self: object, tasks: object) -> None:
@@ -455,10 +457,12 @@ def test_features_come_from_disk_the_second_time(base: str, tmp_path: Path, monk
         assert torch.equal(one.embeddings, other.embeddings)
     # Other pictures have other hashes; a truncated file does not count.
     with pytest.raises(AssertionError, match="ran again"):
-        trainer_of(plan, {"colors": color_splits({0: 1, 1: 2, 2: 0})}, tmp_path / "elsewhere")
+        trainer_of(plan, {"colors": color_splits({0: 1, 1: 2, 2: 0})}, tmp_path / "elsewhere").domains[
+            "colors"
+        ].encode()
     next(tmp_path.glob("*.safetensors")).write_bytes(b"torn")
     with pytest.raises(AssertionError, match="ran again"):
-        trainer_of(plan, {"colors": color_splits()}, tmp_path)
+        trainer_of(plan, {"colors": color_splits()}, tmp_path).domains["colors"].encode()
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------

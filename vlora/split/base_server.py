@@ -254,11 +254,11 @@ class BaseServer:
             log.info("%s disconnected", peer.name)
         descriptor = peer.sock.fileno()
         self._poll.unregister(descriptor)
+        self.admission.client_slots.release()  # before the client is no longer counted
         del self._peers[descriptor]
         self._queue.leave(peer)
         self._pending.pop(peer, None)
         peer.sock.close()
-        self.admission.client_slots.release()
 
     def _drop_unwanted(self, now: float) -> None:
         """Drop stalled clients, and those with a token that has expired or was removed."""
