@@ -99,7 +99,7 @@ class LoraTrainer:
         """
         settings = self.plan.training
         share = settings.rehearsal if rehearsal is None else rehearsal
-        again_from = self._dependent(beside)
+        again_from = self._dependent(sorted(beside))  # in another order it is the same training
         rehearsed = round(settings.batch_size * share) if again_from else 0
 
         def rows(step: int) -> list[str]:
@@ -109,7 +109,7 @@ class LoraTrainer:
 
         job = _Job(
             title=training_title(domain, beside),
-            seed=f"{domain} beside {','.join(beside)}",
+            seed=f"{domain} beside {','.join(sorted(beside))}",
             adapter=(*beside, domain),
             new=(domain,),
             watched=(*again_from, domain) if rehearsed else (domain,),

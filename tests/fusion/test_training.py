@@ -540,6 +540,21 @@ def test_all_held_domains_are_rehearsed_even_in_a_small_batch(base: str, monkeyp
     assert last.count("d") == 12 and {last.count(name) for name in "abc"} == {4}
 
 
+def test_the_order_of_the_domains_in_the_adapter_changes_nothing(base: str) -> None:
+    """A stored training is found by the domains beside which it ran, in any order."""
+    names = ("a", "b", "c")
+    trainer = trainer_of(plan_of(base, names, steps=3, batch_size=5), dict.fromkeys(names, color_splits()))
+    trainer.adapter.reset()
+    trainer.train_together(names[:2])
+    before = trainer.adapter.snapshot()
+    results = []
+    for beside in (("a", "b"), ("b", "a")):
+        trainer.adapter.restore(before)
+        results.append((trainer.train("c", beside, rehearsal=0.6), trainer.adapter.snapshot()))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(value, results[1][1][name]) for name, value in results[0][1].items())
+
+
 @pytest.mark.parametrize(("domains", "steps"), [("colors", 9), ("colors squares", 9), ("colors clips", 19)])
 def test_a_training_has_the_time_of_the_domains_that_it_trains(
     mixed: LoraTrainer, monkeypatch: pytest.MonkeyPatch, domains: str, steps: int
