@@ -54,6 +54,7 @@ def whole(path: Path, *, durable: bool = True) -> Iterator[Path]:
     which would keep a full disk full. durable: content and name are on disk when the block has ended.
     """
     part = path.with_name(f"{UNFINISHED}{os.getpid()}-{path.name}")
+    remove(part)  # of a killed process with the same number
     try:
         yield part
         if durable:

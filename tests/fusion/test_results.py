@@ -31,7 +31,7 @@ from tools.embedded_model.model import build_model
 from tools.embedded_model.processor import build_processor
 from vlora.errors import BadConfig, BadPlan
 from vlora.models import InputProcessor
-from vlora.run_folder import lock_folder, remove
+from vlora.run_folder import lock_folder, remove, whole
 
 PLAN = "domains:\n  - {name: a, source: /nowhere, question: q, threshold: 0.5}\n"
 
@@ -184,6 +184,14 @@ def test_a_second_process_is_refused_until_the_first_ends(tmp_path: Path) -> Non
     for folder in (tmp_path / "file", tmp_path / "file" / "out"):
         with pytest.raises(BadConfig, match=rf"^{tmp_path}/file\S* cannot be created: .*; choose"), lock_folder(folder):
             pass
+
+
+def test_what_a_killed_process_with_the_same_number_left_is_replaced(tmp_path: Path) -> None:
+    """In a container, each process may have the number of the last one."""
+    (tmp_path / f"{UNFINISHED}{os.getpid()}-new" / "old").mkdir(parents=True)
+    with whole(tmp_path / "new") as part:
+        part.mkdir()
+    assert list(tmp_path.rglob("*")) == [tmp_path / "new"]
 
 
 # -- finished trainings ------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from vlora.learning.learner import MAX_INTERRUPTED, Learner
 from vlora.learning.learning import Learning
 from vlora.learning.plan import LearningEntry, LearningSettings
 from vlora.learning.sample_store import AnsweredRequest, Corrector
+from vlora.learning.versions import VersionFolder
 from vlora.training.plan import TrainingSettings
 
 USER = Corrector("bad", False)
@@ -277,6 +278,15 @@ def test_the_folder_is_locked_and_needs_an_intact_version(tmp_path: Path) -> Non
     other.initial = None  # type: ignore[assignment]
     with pytest.raises(BadConfig, match="adapter 'signs' learns, but there is none yet; give --adapter signs=FOLDER"):
         with_learner(other, work)
+
+
+def test_only_what_a_killed_process_left_is_deleted(tmp_path: Path) -> None:
+    kept, left = ("notes.txt", "backup-1/file"), ("unfinished-copy/file", "unfinished-1-x", "incoming.part/file")
+    for name in (*kept, *left):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert VersionFolder(tmp_path).versions == []
+    assert {file.name for file in tmp_path.iterdir()} == {"notes.txt", "backup-1"}
 
 
 # -- evaluations while the engine is late, full, dead or restarted -----------------------------------------------------

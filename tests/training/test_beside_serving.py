@@ -431,6 +431,19 @@ def test_two_processes_or_engines_do_not_train_in_one_folder(case: Case) -> None
         assert on.submit(plan)[0].state == "running"
 
 
+def test_a_folder_that_cannot_be_tidied_is_unlocked(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    plan, folder = case.plan("untidy", ["first"]), case.folder / "untidy" / "first"
+    with monkeypatch.context() as patched:
+        patched.setattr("vlora.training.job.remove_unfinished", refuse)
+        with pytest.raises(BadPlan, match=rf"^{folder}: its training cannot be read .*Permission denied"):
+            case.engine(plan)
+    with lock_folder(folder):
+        pass
+
+
 def test_folders_that_hold_something_else_are_refused_at_the_start(case: Case) -> None:
     (case.folder / "occupied").write_text("a file, and no folder")
     with pytest.raises(BadConfig, match=r"occupied/first cannot be created: .*; choose another folder"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -20,7 +21,7 @@ from vlora.learning.audit_log import SERVER, AuditLog, Event, Served
 from vlora.learning.evaluation import ServedModel
 from vlora.learning.sample_store import SampleStore
 from vlora.lora.peft_format import read_config
-from vlora.run_folder import UNFINISHED, remove, sync
+from vlora.run_folder import UNFINISHED, remove, remove_unfinished, sync
 from vlora.types.learning import AdapterVersion, Comparison, VersionState
 
 log = logging.getLogger(__name__)
@@ -36,9 +37,9 @@ class VersionFolder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.iterdir():  # of a process that was killed: no hash
-            if not left.name.isalnum():
-                remove(left)
+        with contextlib.suppress(OSError):
+            remove(folder / "incoming.part")  # as earlier versions named it
+            remove_unfinished(folder)
 
     @property
     def versions(self) -> list[str]:
@@ -64,9 +65,7 @@ class VersionFolder:
         try:
             remove(part)
             part.mkdir()
-            declared = [
-                place / DOMAINS_FILE for place in (source, self.path(before)) if (place / DOMAINS_FILE).exists()
-            ]
+            declared = [file for place in (source, self.path(before)) if (file := place / DOMAINS_FILE).exists()]
             for file in (source / CONFIG_FILE, source / WEIGHTS_FILE, *declared[:1]):
                 shutil.copyfile(file, part / file.name)
                 sync(part / file.name)

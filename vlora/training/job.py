@@ -70,7 +70,6 @@ class TrainingJob:
         self._not_locked: BadConfig | None = None
         try:
             self._lock.enter_context(lock_folder(folder))
-            remove_unfinished(folder)
         except BadConfig as error:
             self._not_locked = error
         try:
@@ -368,6 +367,8 @@ class TrainingJob:
 
     def _read_files(self) -> None:
         try:
+            if self._not_locked is None:
+                remove_unfinished(self.folder)
             ended = self._summary.is_file()
             if ended:
                 found = json.loads(self._summary.read_text())
