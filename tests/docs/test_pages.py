@@ -25,6 +25,7 @@ from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan, read_pl
 from fusion.plan.tasks import METRICS, TASKS
 from fusion.plan.teacher_kinds import TeacherPlan
 from tests.core_size import ROOT
+from tests.test_prose import listed
 
 DOCS = [
     page
@@ -54,6 +55,23 @@ def test_links_lead_to_files_and_headings() -> None:
             path, _, anchor = target.partition("#")
             file = (page.parent / path).resolve() if path else page
             assert file.exists() and (not anchor or file.suffix != ".md" or anchor in anchors(file)), (page, target)
+
+
+def test_files_that_pages_name_exist() -> None:
+    """A path of this repository begins with a folder of it, or is the end of one's. Others are of a user, who has no
+    Python or C++ files here but two."""
+    tops = [f"{folder.name}/" for folder in ROOT.iterdir() if folder.is_dir()]
+    files = [file.relative_to(ROOT) for file in listed()]
+    known = {f"/{path}" for file in files for path in (file, *file.parents)}
+    missing = []
+    for page in PAGES:
+        for name in set(re.findall(r"`([a-z.][\w./-]*)`", without_code(page))) - {"zero_to_fp32.py", "finetune.py"}:
+            path = f"/{name.rstrip('/')}"
+            if name.startswith(tuple(tops)):
+                missing += [] if path in known else [(page.name, name)]
+            elif name.endswith((".py", ".cpp")) or ("/" in name and name.endswith((".md", ".yaml"))):
+                missing += [] if any(each.endswith(path) for each in known) else [(page.name, name)]
+    assert missing == []
 
 
 def test_the_files_of_the_picture_exist() -> None:
