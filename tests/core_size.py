@@ -286,7 +286,8 @@ def is_within(module: str, packages: tuple[str, ...]) -> bool:
 def file_of(module: str) -> Path:
     """The file of a module of the project."""
     path = ROOT.joinpath(*module.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    package = path / "__init__.py"  # a folder alone may be left over, with bytecode
+    return package if package.exists() else path.with_suffix(".py")
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
