@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from vlora.errors import BadConfig
 from vlora.types.composition import OTHER
+from vlora.types.request import MAX_VISUALS
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 MIN_SECRET = 16
@@ -293,7 +294,7 @@ class ServerConfig:
         http_port: Port of the HTTP API. None disables HTTP.
         max_image_bytes: Maximum size of one encoded image.
         max_image_pixels: Maximum size of one decoded image.
-        max_images: Maximum number of images in a request.
+        max_images: Maximum number of images in a request, at most MAX_VISUALS.
         max_request_pixels: Maximum size of all images of a request together.
         max_message_bytes: Maximum size of one message on the wire.
         max_held_bytes: Maximum total size of the messages of unfinished requests.
@@ -379,6 +380,8 @@ class ServerConfig:
         ):
             if getattr(self, field) < 1:
                 raise BadConfig(f"{field} is {getattr(self, field)}; it must be at least 1")
+        if self.max_images > MAX_VISUALS:
+            raise BadConfig(f"max_images is {self.max_images}; it must be at most {MAX_VISUALS}")
         if self.max_held_bytes < self.max_message_bytes:
             raise BadConfig(
                 f"max_held_bytes is {self.max_held_bytes}, below max_message_bytes ({self.max_message_bytes}), so the "

@@ -205,6 +205,7 @@ ERRORS = {
     "serve --adapter a=x --served-model-name a": "adapter 'a' has the base model's name; rename it",
     "serve --adapters nowhere": "nowhere: contains no folder with an adapter_config.json",
     "serve --max-batch-size 0": "max_batch_size is 0; it must be at least 1",
+    "serve --max-images 257": "max_images is 257; it must be at most 256",
     "serve --theta-s nan": "theta_s is nan; it must be above 0",
     **{
         f"serve --image-hosts '{host}'": f"image_hosts is '{host}', which"

@@ -157,9 +157,13 @@ def test_the_number_and_the_depth_of_values_are_bounded() -> None:
 
 MANY = b"\xdd" + struct.pack("!L", 900_000)
 NO_BYTES = b"\xc4\x00" * 900_000
+GENERATE = b"\x83\xa4type\xa8Generate\xa8question\xa1x\xa6images"
+TIMES = b"\x92\x90\xdc\x10\x00" + b"\x02" * 4096  # of a video without frames
 CROWDED = {
     "images": b"\x83\xa4type\xa7AskHead\xa7adapter\xa1x\xa6images" + MANY + NO_BYTES,
-    "a video": b"\x83\xa4type\xa8Generate\xa8question\xa1x\xa6images\x91\x92" + MANY + NO_BYTES + b"\x90",
+    "a video": GENERATE + b"\x91\x92" + MANY + NO_BYTES + b"\x90",
+    "videos": GENERATE + b"\xdc\x10\x00" + TIMES * 200,
+    "times of videos": GENERATE + b"\xdc\x00\xc8" + TIMES * 200,
     "stop": b"\x83\xa4type\xa8Generate\xa8question\xa1x\xa8sampling\x81\xa4stop" + MANY + b"\xa0" * 900_000,
     "heads": b"\x83\xa4type\xa8AskHeads\xa6images\x90\xa5heads" + MANY + b"\x92\xa0\xc0" * 900_000,
     "unknown field": b"\x82\xa4type\xa8GetStats\xa1x" + MANY + b"\x90" * 900_000,
@@ -344,6 +348,18 @@ def test_a_ping_is_limited_in_size_and_a_call_id_is_used_once(peer: Any) -> None
     assert call(peer, "Cancel", call_id=3)[0]
 
 
+def test_a_lost_connection_ends_its_requests_without_a_call_id(api: Api, peer: Any) -> None:
+    assert call(peer, "Generate", method="stream", question="forever", sampling=ENDLESS)[0]
+    until(lambda: len(api.engine.engine.running) == 1)
+    peer.close()
+    until(lambda: not api.engine.engine.running)
+
+
+def test_images_are_counted_before_videos_are_checked(peer: Any) -> None:
+    good, *error = call(peer, "Generate", question="say:x", images=[[[b""] * 40, []]] * 2)
+    assert not good and error[0] == "too_large" and "the request has 80 images" in error[1]
+
+
 CAM = [["cam", "night"]]
 NUMBERS = [NAN, float("inf"), -float("inf"), 1e308, 5e-324, 2**64 - 1, -(2**63)]
 LONG = "\U000e0001" * 20_000  # each takes ten characters in a repr
@@ -415,6 +431,8 @@ def test_values_of_the_wrong_kind_are_typed_errors(peer: Any, stream_id: str) ->
             assert "internal" not in error[1] and len(error[1]) < 400, (value, error)
     for data in (b"", b"\xc1", b"\x91" * 100_000, b"\xdd\xff\xff\xff\xff", with_stream(SAY, "")[:-1]):
         assert sent(peer, data)[:2] == (False, "bad_request")
+    for method in ("call", "stream"):
+        assert sent(peer, b"\x82\xa1x" + b"\x91" * 100_000 + b"\x90\xa4type\xa8GetStats", method)[1] == "bad_request"
     assert sent(peer, with_stream(SEND, stream_id))[0]
 
 

@@ -79,7 +79,7 @@ _SETTINGS = {
     "Limits": {
         "max_image_bytes": "Maximum size of an encoded image.",
         "max_image_pixels": "Maximum size of a decoded image.",
-        "max_images": "Maximum number of images per request.",
+        "max_images": "Maximum number of images per request, at most 256.",
         "max_request_pixels": "Maximum pixels of all images of a request.",
         "max_message_bytes": "Maximum size of a message.",
         "max_held_bytes": "Maximum bytes of buffered messages over all requests.",

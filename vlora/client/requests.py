@@ -8,11 +8,11 @@ import msgspec
 
 from vlora.client.values import Answer, FrameResults, HeadOutcome, HeadResult, Hello, StreamOptions
 from vlora.operations import Operation, OperatorCall, WaitS
-from vlora.types import MAX_ITEMS, SamplingParams
 from vlora.types.domain import Way
+from vlora.types.request import MAX_ITEMS, MAX_VISUALS, SamplingParams
 from vlora.types.video import Video
 
-Images = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_ITEMS)]
+Images = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_VISUALS)]
 """Encoded images. A message has bounds on its values; the limits of a server are below them."""
 
 
@@ -40,7 +40,7 @@ class Generate(CancellableCall, frozen=True, kw_only=True):
 
     result = Answer
     question: str
-    images: Annotated[tuple[bytes | Video[bytes], ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
+    images: Annotated[tuple[bytes | Video[bytes], ...], msgspec.Meta(max_length=MAX_VISUALS)] = ()
     adapter: str | None = None
     sampling: SamplingParams = SamplingParams()
     max_latency_s: float | None = None
@@ -83,7 +83,7 @@ class SendFrame(Operation, frozen=True):
     result = bool
     stream_id: str
     number: int
-    images: Annotated[tuple[bytes | tuple[bytes, int, int], ...], msgspec.Meta(max_length=MAX_ITEMS)]
+    images: Annotated[tuple[bytes | tuple[bytes, int, int], ...], msgspec.Meta(max_length=MAX_VISUALS)]
     wait_s: WaitS
 
 

@@ -13,7 +13,7 @@ from vlora.engine.host_resources import default_threads
 from vlora.errors import VLoraError
 from vlora.models.vision.images import Clip
 from vlora.server.active_requests import RequestClock
-from vlora.server.media.image_decoding import RawImage, decode_images
+from vlora.server.media.image_decoding import RawImage, check_number, decode_images
 from vlora.server.media.image_sources import ImageSources
 from vlora.server.prompts import Conversation, Image, PlainText, Prompt, PromptTokens, Visual, is_short
 from vlora.types.video import Video
@@ -102,11 +102,11 @@ class PromptEncoder:
         """All images, those of videos included."""
         images: list[Image] = []
         for visual in visuals:
+            images += visual.frames if isinstance(visual, Video) else (visual,)
+        check_number(images, self._config)
+        for visual in visuals:
             if isinstance(visual, Video):
                 visual.check()
-                images += visual.frames
-            else:
-                images.append(visual)
         return await self._sources.read(images)
 
     async def _read_and_process(self, visuals: Sequence[Visual]) -> ProcessedImages:

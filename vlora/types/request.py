@@ -26,6 +26,7 @@ MAX_PENALTY = 2.0  # OpenAI's range of frequency_penalty and presence_penalty
 MAX_LOGIT_BIAS = 100.0  # OpenAI's range
 MAX_BIASED_TOKENS = 1024
 MAX_ITEMS = 4096  # of a list in a message; other limits are lower
+MAX_VISUALS = 256  # images and videos of a request, and frames of a video: their product bounds a message
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -174,8 +175,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         if self.head is not None and self.adapter is None:
             raise BadRequest(f"head {self.head!r} needs an adapter; set the adapter that has this head")
         for field in ("max_latency_s", "max_ttft_s"):
-            bound = getattr(self, field)
-            if bound is not None and not bound > 0:
+            if (bound := getattr(self, field)) is not None and not bound > 0:
                 raise BadRequest(f"{field} is {bound}; it must be above 0")
         check_priority(self.priority)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Generic, NamedTuple, TypeVar
 import msgspec
 
 from vlora.errors import BadRequest
-from vlora.types.request import MAX_ITEMS
+from vlora.types.request import MAX_VISUALS
 
 Frame = TypeVar("Frame", covariant=True)
 
@@ -17,8 +17,8 @@ Frame = TypeVar("Frame", covariant=True)
 class Video(NamedTuple, Generic[Frame]):
     """frames: images of one size. times: of each frame, in seconds, not decreasing."""
 
-    frames: Annotated[Sequence[Frame], msgspec.Meta(max_length=MAX_ITEMS)]
-    times: Annotated[Sequence[float], msgspec.Meta(max_length=MAX_ITEMS)]
+    frames: Annotated[Sequence[Frame], msgspec.Meta(max_length=MAX_VISUALS)]
+    times: Annotated[Sequence[float], msgspec.Meta(max_length=MAX_VISUALS)]
 
     def check(self) -> None:
         """Raises BadRequest for a video without frames, or with times that do not fit them."""

@@ -76,7 +76,7 @@ class VLoraService(rpyc.Service):
         else:
             peer.restrict()
             loop.call_soon_threadsafe(loop.call_later, AUTHENTICATE_S, self._close_unauthenticated)
-        self._tasks: dict[int, asyncio.Task[Any]] = {}
+        self._tasks: dict[object, asyncio.Task[Any]] = {}  # by call id, or an object of its own for 0
         self._closed = False
 
     def on_disconnect(self, conn: rpyc.Connection) -> None:
@@ -103,7 +103,7 @@ class VLoraService(rpyc.Service):
                 call = BadRequest("only Generate is streamed; send other calls with `call`")
         except VLoraError as error:
             call = error
-        except (msgspec.MsgspecError, OverflowError, TypeError) as error:
+        except (msgspec.MsgspecError, OverflowError, TypeError, RecursionError) as error:
             call = BadRequest(msgspec_errors.described(error))
         # An accepted frame is held longer than its call runs.
         charge = self._peer.take_charge() if isinstance(call, SendFrame) else None
@@ -123,12 +123,12 @@ class VLoraService(rpyc.Service):
         except VLoraError as error:
             return failure(error)
         limit_s = self._front_end.config.request_timeout_s + 1  # the front end bounds requests already
-        number = 0
+        key: object = None
         try:
             if isinstance(call, VLoraError):
                 raise call
-            if isinstance(call, CancellableCall) and call.call_id:
-                number = self._register(call.call_id)
+            if isinstance(call, CancellableCall):
+                key = self._register(call.call_id)
             async with asyncio.timeout(limit_s):
                 return success(shown_to(await self._perform(call, caller, stream, charge), caller))
         except asyncio.CancelledError:
@@ -138,8 +138,8 @@ class VLoraService(rpyc.Service):
         except Exception as error:
             return failure(error_for(to_vlora_error(error), caller))
         finally:
-            if number:
-                del self._tasks[number]
+            if key is not None:
+                del self._tasks[key]
 
     async def _perform(
         self, call: Operation, caller: Token | None, stream: TextReply | None, charge: ByteCharge | None
@@ -214,13 +214,15 @@ class VLoraService(rpyc.Service):
         # A message has a call and a small overhead.
         return success(Hello(protocol=PROTOCOL_VERSION, model=self._model, max_message_bytes=limit - limit // 16))
 
-    def _register(self, number: int) -> int:
+    def _register(self, number: int) -> object:
+        self._check_open()  # the call may begin after the end of its connection
         if number in self._tasks:
             raise BadRequest(f"call id {number} is already in use")
         task = asyncio.current_task()
         assert task is not None
-        self._tasks[number] = task
-        return number
+        key = number or object()
+        self._tasks[key] = task
+        return key
 
     # -- the connection -----------------------------------------------------------------------------------------------
 
