@@ -17,7 +17,8 @@ from tests.server.running import png
 from tests.server.scripted import write_adapter
 from vlora.cli.adapters import replacing_served
 from vlora.client import Answer, AsyncClient, Client, TextQuestion
-from vlora.errors import BadConfig
+from vlora.errors import BadAdapter, BadConfig
+from vlora.types.composition import MAX_NAME
 
 BRIGHT = png(250)
 DIGITS = {"name": "digits", "question": "which digit is this ?", "head": "digits", "answer": "head"}
@@ -318,8 +319,16 @@ def test_replaced_adapters_are_loaded_before_those_that_lose_a_domain(api: Api, 
     assert loaded == ["fused-2", "fused-3", "fused-1"], "digits move from fused-1 to fused-2"
 
 
+def exchange(folder: Path, first: str, second: str) -> None:
+    """Write the adapters anew: "digits" and "others" change places."""
+    for name, domains in ((first, (OTHERS, LETTERS, SCENES)), (second, (DIGITS,))):
+        heads = {each["head"]: 1 for each in domains if "head" in each}
+        (Path(write_adapter(folder / name, heads, domains)) / "domains.json").write_text(
+            json.dumps({"domains": domains})
+        )
+
+
 def test_domains_that_two_adapters_exchange_have_an_adapter_at_any_moment(api: Api, tmp_path: Path) -> None:
-    contents = {"fused-1": (OTHERS, LETTERS, SCENES), "fused-2": (DIGITS,)}
     names: list[list[str]] = []
     with api.client() as client, pytest.MonkeyPatch.context() as patch:
         for change in (client.load_adapter, client.unload_adapter):
@@ -332,9 +341,39 @@ def test_domains_that_two_adapters_exchange_have_an_adapter_at_any_moment(api: A
 
             patch.setattr(client, change.__name__, changed)
         with replacing_served(client, tmp_path / "adapters"):
-            for name, domains in contents.items():
-                heads = {each["head"]: 1 for each in domains if "head" in each}
-                folder = Path(write_adapter(tmp_path / "adapters" / name, heads, domains))
-                (folder / "domains.json").write_text(json.dumps({"domains": domains}))
+            exchange(tmp_path / "adapters", "fused-1", "fused-2")
     assert [sum(name.endswith(".next") for name in each) for each in names] == [1, 1, 1, 0]
     assert {each["name"] for each in api.call("GET", "/v1/adapters")[1]["data"]} == {"fused-1", "fused-2"}
+
+
+def test_an_extra_adapter_that_a_failure_leaves_is_named_and_removed_by_the_next_run(
+    api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with api.client() as client:
+        names = lambda: {each.name for each in client.adapters()}  # noqa: E731
+        with pytest.MonkeyPatch.context() as patch:
+            loading = client.load_adapter
+
+            def failing(name: str, path: Any) -> Any:
+                if not name.endswith(".next"):
+                    raise BadAdapter(f"{path}: broken")
+                return loading(name, path)
+
+            patch.setattr(client, "load_adapter", failing)
+            with pytest.raises(BadAdapter), replacing_served(client, tmp_path / "adapters"):
+                exchange(tmp_path / "adapters", "fused-1", "fused-2")
+        (extra,) = names() - {"fused-1", "fused-2"}
+        assert f"left on the server: {extra}; run again, or unload them" in capsys.readouterr().err
+        with replacing_served(client, tmp_path / "adapters"):
+            pass
+        assert names() == {"fused-1", "fused-2"} and "left" not in capsys.readouterr().err
+
+
+def test_a_name_that_is_too_long_for_an_extra_adapter_is_replaced_without(api: Api, tmp_path: Path) -> None:
+    long = "n" * MAX_NAME
+    load(api, tmp_path, long, OTHERS)
+    with api.client() as client:
+        client.unload_adapter("fused-2")
+        with replacing_served(client, tmp_path / "adapters"):
+            exchange(tmp_path / "adapters", "fused-1", long)
+        assert {each.name for each in client.adapters()} == {"fused-1", long}

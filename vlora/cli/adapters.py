@@ -16,7 +16,9 @@ from vlora.adapter_files import CONFIG_FILE, DOMAINS_FILE, HEAD_FILES, content_h
 from vlora.cli.group import cli
 from vlora.cli.options import long_flag
 from vlora.cli.progress import waiting
-from vlora.cli.server_flags import json_option, print_json, server_option
+from vlora.cli.server_flags import print_json, server_options
+from vlora.errors import listed
+from vlora.types.composition import MAX_NAME
 
 if TYPE_CHECKING:
     from vlora.client import Client
@@ -24,8 +26,7 @@ if TYPE_CHECKING:
 
 
 @cli.group(invoke_without_command=True)
-@server_option
-@json_option
+@server_options
 @click.pass_context
 def adapters(context: click.Context, client: Client, as_json: bool) -> None:
     """List the adapters of a server with their domains and heads, or load, unload, pin and unpin one.
@@ -47,8 +48,7 @@ def adapters(context: click.Context, client: Client, as_json: bool) -> None:
 
 
 @adapters.command("list")
-@server_option
-@json_option
+@server_options
 def list_adapters(client: Client, as_json: bool) -> None:
     """List the adapters of a server with their domains and heads.
 
@@ -61,8 +61,7 @@ def list_adapters(client: Client, as_json: bool) -> None:
 @adapters.command()
 @click.argument("name")
 @click.argument("path")
-@server_option
-@json_option
+@server_options
 def load(name: str, path: str, client: Client, as_json: bool) -> None:
     """Load the adapter folder PATH as NAME, and wait until it is served.
 
@@ -80,8 +79,7 @@ def load(name: str, path: str, client: Client, as_json: bool) -> None:
 @adapters.command()
 @click.argument("name")
 @click.option("--drain", is_flag=True, help="Let its running requests finish instead of cancelling them.")
-@server_option
-@json_option
+@server_options
 def unload(name: str, drain: bool, client: Client, as_json: bool) -> None:
     """Unregister the adapter NAME; its files stay.
 
@@ -98,8 +96,7 @@ def unload(name: str, drain: bool, client: Client, as_json: bool) -> None:
 
 @adapters.command()
 @click.argument("name")
-@server_option
-@json_option
+@server_options
 def pin(name: str, client: Client, as_json: bool) -> None:
     """Load the adapter NAME onto the device and keep it resident.
 
@@ -113,8 +110,7 @@ def pin(name: str, client: Client, as_json: bool) -> None:
 
 @adapters.command()
 @click.argument("name")
-@server_option
-@json_option
+@server_options
 def unpin(name: str, client: Client, as_json: bool) -> None:
     """Allow the adapter NAME to be evicted from the device again.
 
@@ -145,26 +141,33 @@ def replacing_served(client: Client, folder: Path) -> Iterator[None]:
     new = _in(folder)
 
     lost = {name: {each.name for each in served[name].domains} - _domains(new[name]) for name in new.keys() & served}
-    order = sorted(
-        new, key=lambda name: len(lost.get(name, ()))
-    )  # those that domains move to, then those that lose them
-    extra: dict[str, str] = {}
-    for place, name in enumerate(order):
-        for later in order[place + 1 :]:
-            if later not in extra and lost.get(name, set()) & _domains(new[later]):  # domains move both ways
-                extra[later] = f"{later}.next"
-                client.load_adapter(extra[later], new[later].absolute())
-        path, status = new[name], served.get(name)
-        if status is not None and (former.get(name) or status.version) == content_hash(path):
-            continue
-        if status is not None and status.pinned:
-            client.pin_adapter(name, False)
-        client.load_adapter(name, path.absolute())
-        if status is not None and status.pinned:
-            client.pin_adapter(name)
-        click.echo(f"{name}  {'loaded' if status is None else 'replaced'}", err=True)
-    for name in extra.values():
-        client.unload_adapter(name, drain=True)
+    order = sorted(new, key=lambda name: len(lost.get(name, ())))  # those that lose domains follow the others
+    loaded: set[str] = set()
+    left = {f"{name}.next" for name in served.keys() & new} & (served.keys() - new.keys())  # by a run that failed
+    try:
+        for place, name in enumerate(order):
+            for later in order[place + 1 :]:
+                extra, moved = f"{later}.next", lost.get(name, set()) & _domains(new[later])
+                if moved and extra not in loaded | new.keys() and len(extra) <= MAX_NAME:  # domains move both ways
+                    client.load_adapter(extra, new[later].absolute())
+                    loaded.add(extra)
+                    left.add(extra)
+            path, status = new[name], served.get(name)
+            if status is not None and (former.get(name) or status.version) == content_hash(path):
+                continue
+            if status is not None and status.pinned:
+                client.pin_adapter(name, False)
+            client.load_adapter(name, path.absolute())
+            if status is not None and status.pinned:
+                client.pin_adapter(name)
+            click.echo(f"{name}  {'loaded' if status is None else 'replaced'}", err=True)
+        while left:
+            client.unload_adapter(min(left), drain=True)
+            left.remove(min(left))
+    except BaseException:
+        if left:
+            click.echo(f"left on the server: {listed(left)}; run again, or unload them", err=True)
+        raise
     for name in former.keys() - new.keys():
         client.unload_adapter(name, drain=True)
         click.echo(f"{name}  unloaded", err=True)

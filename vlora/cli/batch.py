@@ -18,7 +18,7 @@ from vlora.cli.group import cli
 from vlora.cli.interrupt import INTERRUPTED, stopping, until_stopped
 from vlora.cli.options import check_given_once
 from vlora.cli.progress import counting, waiting
-from vlora.cli.server_flags import answer_option, json_option, print_json, server_option, wait_option
+from vlora.cli.server_flags import answer_option, print_json, server_options, wait_option
 from vlora.errors import BadConfig, BadImage, BadRequest
 from vlora.run_folder import write_whole, writing
 
@@ -65,8 +65,7 @@ _IN_THE_PLAN = {"adapters": "--adapter", "heads": "--head", "questions": "--ques
     "--check", is_flag=True, help="Of a plan: validate it without a server, and print what it asks per second."
 )
 @wait_option
-@server_option
-@json_option
+@server_options
 @needs("video")
 @click.pass_context
 def stream(
@@ -163,8 +162,7 @@ def stream(
     help="File for the answers, as JSON lines; an existing file is replaced at the first answer.",
 )
 @click.option("--resume", is_flag=True, help="Keep the answers in --out to the same question; ask about the others.")
-@server_option
-@json_option
+@server_options
 def batch(
     images: tuple[Path, ...],
     question: str | None,
@@ -299,8 +297,7 @@ class AnswerFile:
 
 @cli.command()
 @wait_option
-@server_option
-@json_option
+@server_options
 def status(wait_s: float, client: Client, as_json: bool) -> None:
     """Show a server's requests, modes, memory and adapters.
 

@@ -8,7 +8,7 @@ import click
 
 from vlora.cli.group import cli
 from vlora.cli.progress import waiting
-from vlora.cli.server_flags import json_option, print_json, server_option
+from vlora.cli.server_flags import print_json, server_options
 from vlora.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ def cluster() -> None:
 
 @cluster.command()
 @click.option("--adapters", "of_adapters", is_flag=True, help="Show where each adapter is, and why it cannot be used.")
-@server_option
-@json_option
+@server_options
 def status(client: Client, of_adapters: bool, as_json: bool) -> None:
     """Show the replicas, their queue, and what happened to requests; or the adapters of each replica.
 
@@ -86,8 +85,7 @@ def status(client: Client, of_adapters: bool, as_json: bool) -> None:
 
 @cluster.command()
 @click.argument("name")
-@server_option
-@json_option
+@server_options
 def drain(name: str, client: Client, as_json: bool) -> None:
     """Move the requests of the replica NAME to others, and wait until it has none.
 
@@ -105,8 +103,7 @@ def drain(name: str, client: Client, as_json: bool) -> None:
 
 @cluster.command()
 @click.argument("name")
-@server_option
-@json_option
+@server_options
 def resume(name: str, client: Client, as_json: bool) -> None:
     """Send requests to the drained replica NAME again.
 
@@ -120,8 +117,7 @@ def resume(name: str, client: Client, as_json: bool) -> None:
 
 @cluster.command()
 @click.argument("number", type=_NumberOrAuto())
-@server_option
-@json_option
+@server_options
 def scale(number: int | Literal["auto"], client: Client, as_json: bool) -> None:
     """Have NUMBER replicas, at most --max-replicas of the server, or let the load decide.
 

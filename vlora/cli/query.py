@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from vlora.cli.group import cli
 from vlora.cli.progress import waiting
-from vlora.cli.server_flags import answer_option, how, json_option, print_json, server_option
+from vlora.cli.server_flags import answer_option, how, print_json, server_options
 from vlora.errors import BadImage, BadRequest, TooLarge
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ _OF_TEXT = ("answer", "max_tokens", "temperature", "stop", "max_ttft_s", "questi
 @click.option(
     "--priority", type=int, default=0, show_default=True, help="From -10 to 10; a higher priority is scheduled first."
 )
-@server_option
-@json_option
+@server_options
 @click.pass_context
 def query(
     context: click.Context,

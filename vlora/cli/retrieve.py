@@ -17,7 +17,7 @@ from vlora.cli.group import cli
 from vlora.cli.interrupt import until_stopped
 from vlora.cli.options import check_given_once
 from vlora.cli.progress import counting, waiting
-from vlora.cli.server_flags import json_option, print_json, server_option
+from vlora.cli.server_flags import print_json, server_options
 from vlora.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ _SETTINGS = ("adapters", "heads", "questions", "num_frames", "fps", "max_tokens"
 @click.option(
     "--max-side", type=click.IntRange(min=16), default=640, show_default=True, help="Pixels of a stored frame's side."
 )
-@server_option
-@json_option
+@server_options
 @click.pass_context
 @needs("video")
 def index(
@@ -189,8 +188,7 @@ def _update(
 @click.option(
     "--sheet", type=click.Path(dir_okay=False, path_type=Path), help="Contact sheet of the results to write, a PNG."
 )
-@server_option
-@json_option
+@server_options
 @needs("video")
 def retrieve(
     query: str,

@@ -74,6 +74,10 @@ def json_option(command: Any) -> Any:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")(command)
 
 
+def server_options(command: Any) -> Any:
+    return server_option(json_option(command))
+
+
 def client_of(
     server: str, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, *, flag: str = "--server"
 ) -> Client:

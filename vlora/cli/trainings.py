@@ -9,7 +9,7 @@ import click
 
 from vlora.cli.group import cli
 from vlora.cli.progress import waiting
-from vlora.cli.server_flags import json_option, print_json, server_option
+from vlora.cli.server_flags import print_json, server_options
 from vlora.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ def train() -> None:
 
 @train.command()
 @click.argument("plan")
-@server_option
-@json_option
+@server_options
 def submit(plan: str, client: Client, as_json: bool) -> None:
     """Begin or continue the trainings of the file PLAN.
 
@@ -52,8 +51,7 @@ def submit(plan: str, client: Client, as_json: bool) -> None:
 
 
 @train.command()
-@server_option
-@json_option
+@server_options
 def status(client: Client, as_json: bool) -> None:
     """List the trainings of a server with their progress.
 
@@ -70,8 +68,7 @@ def status(client: Client, as_json: bool) -> None:
 
 @train.command()
 @click.argument("name")
-@server_option
-@json_option
+@server_options
 def cancel(name: str, client: Client, as_json: bool) -> None:
     """End the training NAME; submitting its plan again continues it.
 
@@ -85,8 +82,7 @@ def cancel(name: str, client: Client, as_json: bool) -> None:
 
 @train.command()
 @click.argument("name")
-@server_option
-@json_option
+@server_options
 def versions(name: str, client: Client, as_json: bool) -> None:
     """List the versions of the learning adapter NAME, the newest first.
 
@@ -106,8 +102,7 @@ def versions(name: str, client: Client, as_json: bool) -> None:
 @click.option("--version", help="A version on disk; its first digits suffice. Default: the last one not promoted.")
 @click.option("--path", help="A folder in the file system of the server's machine, instead.")
 @click.option("--force", is_flag=True, help="Serve it at once, without evaluation.")
-@server_option
-@json_option
+@server_options
 def promote(name: str, version: str | None, path: str | None, force: bool, client: Client, as_json: bool) -> None:
     """Evaluate a version of the learning adapter NAME in the background, and serve it if it is better.
 
@@ -124,8 +119,7 @@ def promote(name: str, version: str | None, path: str | None, force: bool, clien
 @train.command()
 @click.argument("name")
 @click.option("--version", help="A version on disk; its first digits suffice. Default: the one before.")
-@server_option
-@json_option
+@server_options
 def rollback(name: str, version: str | None, client: Client, as_json: bool) -> None:
     """Serve an earlier version of the learning adapter NAME.
 
