@@ -36,6 +36,7 @@ from vlora.client.values import sampling_params
 from vlora.errors import BadRequest
 from vlora.server.http import protocol
 from vlora.server.http.chat_request import ChatRequest
+from vlora.server.http.operator_routes import ROWS
 from vlora.server.http.text_completions import CompletionRequest
 from vlora.wording import json_errors, msgspec_errors, pydantic_errors, yaml_errors
 from vlora.wording.shown import shown
@@ -551,6 +552,25 @@ def test_small_packets_are_sent_without_delay(monkeypatch: pytest.MonkeyPatch) -
     with running_api() as api:
         assert api.call("GET", "/health")[0] == 200
     assert options == [1]
+
+
+NAMES = (
+    *("adapters", "load_adapter", "unload_adapter", "pin_adapter", "unpin_adapter"),
+    *("trainings", "train", "cancel_training", "correct", "statuses", "promote", "roll_back"),
+    *("status", "scale", "drain", "resume"),
+)
+"""Of the operator's routes in the OpenAPI document, in the order of `ROWS`; clients are generated from them."""
+
+
+def test_operator_routes_keep_their_operation_ids_and_have_summaries_of_words(api: Api) -> None:
+    paths = api.call("GET", "/openapi.json")[1]["paths"]
+    for row, name in zip(ROWS, NAMES, strict=True):
+        described = paths[row.path][row.method.lower()]
+        place = re.sub(r"\W", "_", row.path)
+        assert described["operationId"] == f"{name}{place}_{row.method.lower()}"
+        assert described["summary"] == name.replace("_", " ").title() and described["description"].endswith(".")
+    assert paths["/v1/adapters/{name}/pin"]["delete"]["description"].startswith("Unpin")
+    assert "202" in paths["/v1/cluster/scale"]["put"]["description"]
 
 
 @pytest.mark.slow

@@ -51,7 +51,8 @@ class ScaleBody(StrictModel):
 
 
 class Row(NamedTuple):
-    """A route. status: of a success. fixed: fields of the operation. body: a model of the others."""
+    """A route. status: of a success. fixed: fields of the operation. body: a model of the others. name: for OpenAPI's
+    operation id, if it is not the operation's."""
 
     method: str
     path: str
@@ -59,39 +60,49 @@ class Row(NamedTuple):
     status: int = 200
     fixed: Mapping[str, Any] = {}
     body: type[BaseModel] | None = None
+    name: str = ""
 
 
 _PIN = ADAPTER_PATHS + "/{name}/pin"
 _DRAIN = CLUSTER_PATHS + "/replicas/{name}/drain"
 
 ROWS = (
-    Row("GET", ADAPTER_PATHS, op.GetAdapters),
+    Row("GET", ADAPTER_PATHS, op.GetAdapters, name="adapters"),
     Row("POST", ADAPTER_PATHS, op.LoadAdapter, 201),
     Row("DELETE", ADAPTER_PATHS + "/{name}", op.UnloadAdapter, 204),
     Row("PUT", _PIN, op.PinAdapter, fixed={"pinned": True}),
-    Row("DELETE", _PIN, op.PinAdapter, fixed={"pinned": False}),
-    Row("GET", TRAINING_PATHS, op.ListTrainings),
+    Row("DELETE", _PIN, op.PinAdapter, fixed={"pinned": False}, name="unpin_adapter"),
+    Row("GET", TRAINING_PATHS, op.ListTrainings, name="trainings"),
     Row("POST", TRAINING_PATHS, op.Train, 201),
     Row("DELETE", TRAINING_PATHS + "/{name}", op.CancelTraining),
     Row("POST", "/v1/corrections", op.Correct, body=CorrectionBody),
-    Row("GET", LEARNING_PATHS, op.GetLearning),
+    Row("GET", LEARNING_PATHS, op.GetLearning, name="statuses"),
     Row("POST", LEARNING_PATHS + "/{name}/promote", op.Promote),
     Row("POST", LEARNING_PATHS + "/{name}/rollback", op.RollBack),
-    Row("GET", CLUSTER_PATHS, op.GetCluster),
+    Row("GET", CLUSTER_PATHS, op.GetCluster, name="status"),
     Row("PUT", CLUSTER_PATHS + "/scale", op.Scale, body=ScaleBody),
-    Row("PUT", _DRAIN, op.DrainReplica),
-    Row("DELETE", _DRAIN, op.ResumeReplica),
+    Row("PUT", _DRAIN, op.DrainReplica, name="drain"),
+    Row("DELETE", _DRAIN, op.ResumeReplica, name="resume"),
 )
+
+_TEXTS = {
+    "adapters": f"{op.GetAdapters.__doc__} A server with replicas adds where each adapter is.",
+    "unpin_adapter": "Unpin an adapter, so that it can be evicted.",
+    "scale": "Have another number of replicas, or let the load decide; 202 while it is not done.",
+    "drain": "Move a replica's requests to others, and send it no further ones; 202 while it still has requests.",
+}
+"""Where the route differs from the operation."""
 
 
 def add_operator_routes(app: FastAPI, front_end: FrontEnd) -> None:
     for row in ROWS:
+        name = row.name or re.sub("(?<=[a-z])(?=[A-Z])", "_", row.operation.__name__).lower()
         app.add_api_route(
             row.path,
             _endpoint(front_end, row),
             methods=[row.method],
-            name=row.operation.__name__,
-            description=row.operation.__doc__,
+            name=name,
+            description=_TEXTS.get(name, row.operation.__doc__),
             status_code=row.status,
             response_model=None,
         )
