@@ -22,11 +22,11 @@ def attributes(package: str, **modules: str) -> Callable[[str], Any]:
 
 @contextlib.contextmanager
 def hidden(*packages: str) -> Iterator[None]:
-    """Context in which packages are as if not installed: transformers imports each optional one that it finds."""
+    """Packages as if not installed: transformers imports each that it finds. No other thread may import them then."""
     names = [name for name in packages if name not in sys.modules]
     sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None makes an import fail
     try:
         yield
     finally:
-        for name in names:
+        for name in [each for each in names if sys.modules.get(each, each) is None]:
             del sys.modules[name]

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import types
 import venv
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from tests.server.running import Running
 from vlora.cli.extras import EXTRAS
+from vlora.lazy import hidden
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -150,6 +152,15 @@ def test_the_server_imports_nothing_of_the_other_extras() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout == "hidden\n", done.stderr
+
+
+def test_a_hidden_package_that_was_imported_nevertheless_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("hidden_1")
+    monkeypatch.setitem(sys.modules, "hidden_1", module)  # restores its absence
+    del sys.modules["hidden_1"]
+    with hidden("hidden_1", "hidden_2"):
+        sys.modules["hidden_1"] = module
+    assert sys.modules["hidden_1"] is module and "hidden_2" not in sys.modules
 
 
 def test_a_front_end_loads_its_tokenizer_and_image_processor_without_torch() -> None:

@@ -56,8 +56,23 @@ def test_both_clients_have_the_same_calls_with_signatures_and_docstrings() -> No
         signature = inspect.signature(blocking)
         assert next(iter(signature.parameters)) == "self"
         assert signature.parameters == inspect.signature(awaited).parameters
+        returned = {"stream": "TextStream", "open_stream": "FrameStream"}
+        assert signature.return_annotation == returned.get(name, inspect.signature(awaited).return_annotation)
         assert blocking.__doc__ and awaited.__doc__
         assert inspect.iscoroutinefunction(awaited) or (name == "stream" and inspect.isasyncgenfunction(awaited))
+
+
+def test_a_stream_may_be_collected_while_its_connection_is_locked(client: Client) -> None:
+    streams = [client.stream("forever", max_tokens=90_000)]
+
+    def collect() -> None:
+        with client.connection()._lock:  # noqa: SLF001
+            streams.clear()
+
+    collecting = threading.Thread(target=collect, daemon=True)
+    collecting.start()
+    collecting.join(PATIENCE_S)
+    assert not collecting.is_alive()
 
 
 def test_images_are_bytes_or_paths(client: Client, tmp_path: Path) -> None:

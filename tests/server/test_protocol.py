@@ -26,7 +26,7 @@ from tests.server.wires import WIRES, InProcess, Wire
 from vlora.client import AsyncClient, Client
 from vlora.cluster import members
 from vlora.cluster.cluster import Cluster
-from vlora.config import EngineConfig, ServerConfig
+from vlora.config import EngineConfig, ServerConfig, Token
 from vlora.errors import (
     Aborted,
     BadAdapter,
@@ -44,6 +44,7 @@ from vlora.routing import Router
 from vlora.server.frontend import FrontEnd
 from vlora.server.http.routes import make_app
 from vlora.server.security.access import Access
+from vlora.server.security.public_errors import shown_to
 from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput
 from vlora.types.replicas import DOWN, AdapterPlace, ClusterStatus, ReplicaStatus
 from vlora.types.visibility import HIDDEN
@@ -528,6 +529,17 @@ PLACE = AdapterPlace(
 
 async def places() -> tuple[AdapterPlace, ...]:
     return (PLACE,)
+
+
+def test_values_that_not_every_caller_may_see_are_in_tuples_only() -> None:
+    class Listed(msgspec.Struct):
+        replicas: list[ReplicaStatus]
+
+    user = Token(name="user", secret="s" * 16)
+    assert shown_to((LOST,), user) == (hidden(LOST),)
+    for value in ([LOST], {"a": LOST}, {LOST}, Listed([LOST])):
+        with pytest.raises(AssertionError, match="use a tuple"):
+            shown_to(value, user)
 
 
 NONE: dict[str, Any] = dict.fromkeys(("num_waiting", "num_deaths", "num_resubmitted", "num_moves"), 0)

@@ -46,7 +46,7 @@ class ServerConnection:
         self._address = f"{host}:{port}"
         self._max_message_bytes = 0  # of any size until the server has told
         self._pending: set[Future[Any]] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a stream may be collected while it is held
         self._call_ids = itertools.count(1)
         try:
             self._stream = _open_stream(host, port, tls)

@@ -23,7 +23,6 @@ Visual = Image | Video[Image]
 FrameImage = Image | tuple[bytes, int, int] | Any
 """An image of a frame: an Image; or (RGB bytes, height, width); or an array of bytes [height, width, 3], RGB."""
 
-
 Adapter = str | Mapping[str, float]
 """The name of an adapter or a domain, a composition as text (`a+b`, `0.7*a+0.3*b`), or the weights of one by name."""
 

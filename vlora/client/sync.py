@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -10,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from vlora.client.aio import AsyncClient
 from vlora.client.calling import Blocking, Caller, TextParts, run
-from vlora.client.frame_stream import AsyncFrameStream, FrameStream
+from vlora.client.frame_stream import FrameStream
 from vlora.client.inputs import text_request
 from vlora.client.values import Answer
 from vlora.errors import Disconnected, EngineDead
@@ -32,16 +33,16 @@ def _streamed(method: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenat
     def call(self: Client, *args: P.args, **kwargs: P.kwargs) -> TextStream:
         return TextStream(run(self._begin(text_request(*args, **kwargs))))  # type: ignore[arg-type]
 
+    call.__signature__ = inspect.signature(method).replace(return_annotation="TextStream")  # type: ignore[attr-defined]
     return call
 
 
-def _opened(
-    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, AsyncFrameStream]],
-) -> Callable[Concatenate[Client, P], FrameStream]:
+def _opened(method: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate[Client, P], FrameStream]:
     @functools.wraps(method)
     def call(self: Client, *args: P.args, **kwargs: P.kwargs) -> FrameStream:
         return FrameStream(run(method(self, *args, **kwargs)))
 
+    call.__signature__ = inspect.signature(method).replace(return_annotation="FrameStream")  # type: ignore[attr-defined]
     return call
 
 
@@ -74,7 +75,8 @@ class TextStream(Iterator[str]):
 
 
 class Client(Caller):
-    """Client of `vlora serve` over RPyC. Connects at the first call, and reconnects after a connection broke.
+    """Client of `vlora serve` over RPyC. Connects at the first call, and reconnects after a connection broke. Many
+    threads may share one; their requests run concurrently.
 
     ::
 

@@ -183,6 +183,8 @@ async def _start(
     try:
         front_end = FrontEnd(engine, await loading, server_config, model, supervisor=engine)
         engine.on_change.append(front_end.engine_changed)
+        if learn is not None:
+            await asyncio.to_thread(importlib.import_module, "vlora.learning.learning")  # imports torch
         learned = {} if learn is None else front_end.learn(*learn, adapters)
         await front_end.adapters.register({**adapters, **learned})
         if state is not None and isinstance(engine, SupervisedEngine):  # a cluster keeps its state itself

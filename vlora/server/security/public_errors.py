@@ -97,6 +97,8 @@ def _public(value: Any) -> Any:
     if isinstance(value, ErrorValue):
         return value_for(value, ANYONE)
     if not isinstance(value, msgspec.Struct):
+        if isinstance(value, list | dict | set | frozenset):
+            raise AssertionError(f"a {type(value).__name__} of values that not every caller may see; use a tuple")
         return value
     changes = {name: change(found) for name, change in _changes(type(value)).items() if (found := getattr(value, name))}
     return msgspec.structs.replace(value, **changes) if changes else value
