@@ -27,7 +27,6 @@ from vlora.memory.huge_pages import in_huge_pages
 from vlora.models.attention import StepAttention, paged_attention
 from vlora.models.families import Family, family_of
 from vlora.models.fused_layers import convert_patch_embeddings, fuse_gates, fuse_norms, fuse_rotations
-from vlora.models.stored_quantized import stored_format
 from vlora.models.supported import max_positions
 from vlora.models.vision.flash_tower import register_vision_attention
 from vlora.models.vision.stepwise_tower import pace
@@ -58,7 +57,6 @@ class HFModel:
         self.config = model.config
         self.text_config = model.config.text_config
         self.family: Family = family_of(model.config)
-        stored_format(model.config)  # refuses a model that transformers has quantized
         self.inner = model.model
         self.text_model = self.inner.language_model
         self.lm_head: StoredLinear = model.get_output_embeddings()
