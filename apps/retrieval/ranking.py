@@ -35,7 +35,7 @@ _TO_TWELVE = "zero one two three four five six seven eight nine ten eleven twelv
 _FIGURES = {name: str(number) for number, name in enumerate(re.findall(r"\w+", _TO_TWELVE))}
 _NAMES = {figures: name for name, figures in _FIGURES.items()}
 _GRAMMAR = frozenset(re.findall(r"\w+", "a an and are at in is it of on or that the there to with"))
-_DOUBTS = 0.1, 0.01, 0.0001  # of words, heads and the model: values that differ less are about equal
+_DOUBTS = 0.05, 0.05, 0.01  # of words, heads and the model: values that differ less are about equal
 _LONGEST_RUN = 3  # words
 
 
@@ -242,17 +242,18 @@ def combine(words: Sequence[float], heads: Sequence[float], yes: Sequence[float 
     """The probability that each clip fits, from signals between 0 and 1 about all clips; None where one is unknown.
 
     Bayes' rule, with the index as its own reference: the log odds of a clip are those of the mean of the signals that
-    are not 0 everywhere, and for each signal its log odds less those of its mean, times its largest value. A model that
-    affirms nothing may know nothing: its small probabilities differ as much as where it knows the answer. _DOUBTS
-    bounds the odds.
+    are not 0 everywhere, and for each signal its log odds less those of its mean. Those of `yes` count times its
+    largest value: a model that affirms nothing may know nothing, and its small probabilities differ as much as where it
+    knows the answer. _DOUBTS bounds the odds.
     """
     known = [[value for value in signal if value is not None] or [0.0] for signal in (words, heads, yes)]
     means = [sum(values) / len(values) for values in known]
     prior = _log_odds(sum(means) / (sum(mean > 0 for mean in means) or 1), _DOUBTS[0])
+    weights = 1.0, 1.0, max(known[2])
     added = [
         sum(
-            max(values) * (_log_odds(value, doubt) - _log_odds(mean, doubt))
-            for value, values, mean, doubt in zip(of_clip, known, means, _DOUBTS, strict=True)
+            weight * (_log_odds(value, doubt) - _log_odds(mean, doubt))
+            for value, weight, mean, doubt in zip(of_clip, weights, means, _DOUBTS, strict=True)
             if value is not None
         )
         for of_clip in zip(words, heads, yes, strict=True)

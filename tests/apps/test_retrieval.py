@@ -396,15 +396,15 @@ def test_signals_are_combined_as_written_down() -> None:
     heads *= draws.random(50) < 0.1
     unread = draws.random(50) < 0.5
     means, posterior = [words.mean(), heads.mean(), yes[~unread].mean()], np.ones(50)
-    for value, mean, doubt in zip((words, heads, yes), means, (0.1, 0.01, 0.0001), strict=True):
+    for value, mean, doubt in zip((words, heads, yes), means, (0.05, 0.05, 0.01), strict=True):
         seen = ~unread if value is yes else np.ones(50, bool)
         ratio = (value + doubt) / (1 + doubt - value) / ((mean + doubt) / (1 + doubt - mean))
-        posterior *= np.where(seen, ratio ** value[seen].max(), 1.0)
-    posterior *= (np.mean(means) + 0.1) / (1.1 - np.mean(means))
+        posterior *= np.where(seen, ratio ** (value[seen].max() if value is yes else 1), 1.0)
+    posterior *= (np.mean(means) + 0.05) / (1.05 - np.mean(means))
     given = [None if skipped else float(one) for one, skipped in zip(yes, unread, strict=True)]
     assert combine(words.tolist(), heads.tolist(), given) == pytest.approx(posterior / (1 + posterior), rel=1e-9)
-    assert combine([1.0, 0.0], [0.0, 0.0], [None, None]) == pytest.approx([1.1 / 1.2, 0.1 / 1.2]), "one signal, alone"
-    assert combine([0.0], [0.0], [None]) == pytest.approx([0.1 / 1.2])
+    assert combine([1.0, 0.0], [0.0, 0.0], [None, None]) == pytest.approx([1.05 / 1.1, 0.05 / 1.1]), "one signal, alone"
+    assert combine([0.0], [0.0], [None]) == pytest.approx([0.05 / 1.1])
     doubtful, sure = combine([0.0] * 2, [0.0] * 2, [1e-4, 0.02]), combine([0.0] * 2, [0.0] * 2, [1e-4, 0.98])
     assert max(doubtful) < 0.2 and sure[1] > 0.95 and sure[0] < 0.2, "a model that says no to all has found nothing"
 
