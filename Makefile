@@ -53,7 +53,7 @@ test-gpu-sim: install $(KERNELS)
 # The tests that only these two run, of the packages that differ from the last full run (tests/touched.py), as many as
 # begin within LIMIT_S seconds of the first. Exit code 5 of pytest: there are none. Files begin in the given order, and
 # tests of one file stay in theirs: some need what earlier ones have made.
-LIMIT_S ?= 150
+LIMIT_S ?= 100
 test-touched: install $(KERNELS)
 	@set -e; folders=$$($(VENV)/bin/python -m tests.touched); echo "touched: $${folders:-nothing}"; \
 	if [ -n "$$folders" ]; then \
