@@ -32,7 +32,7 @@ $(KERNELS): $(STAMP) $(wildcard atmm/cpu/*.*)
 	$(VENV)/bin/python -c "import atmm; atmm.load_kernels()"
 	touch $@
 
-# One worker process per core (tests/conftest.py); `make test WORKERS=0` runs all in one process.
+# One more worker process than cores (tests/conftest.py); `make test WORKERS=0` runs all in one process.
 WORKERS ?= auto
 # Bytecode is cached even where the environment turns that off: otherwise each worker, and each process that a test
 # starts, compiles the project again.

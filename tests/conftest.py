@@ -63,13 +63,13 @@ for name in ("VLORA_TOKEN", "VLORA_ADMIN_TOKEN"):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """`-n auto`: one worker per usable core, limited by memory; 0, which is one process, for a single core.
+    """`-n auto`: one more worker than usable cores, as workers often wait for processes; limited by memory.
 
     pytest-xdist counts the machine's physical cores, which is wrong in a container and on virtual processors.
     """
     if requested := os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
         return int(requested)
-    workers = min(_cores(), psutil.virtual_memory().available // _WORKER_BYTES)
+    workers = min(_cores() + 1, psutil.virtual_memory().available // _WORKER_BYTES)
     return workers if workers > 1 else 0
 
 
