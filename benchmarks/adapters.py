@@ -1,10 +1,8 @@
-"""Kinds of adapters on the embedded model, an adapter for each domain. A seed determines data, batches and initial
-factors, for every method the same.
+"""`vlora bench bd`: block-diagonal LoRA against LoRA with as many parameters (BD-LoRA section 5.1), an adapter for each
+domain on the embedded model; and the trainers of other benchmarks.
 
-`vlora bench bd`: block-diagonal LoRA against LoRA with as many parameters (BD-LoRA section 5.1). Scaling is
-rsLoRA's, as in the paper, with an alpha that gives LoRA the scaling of the demonstration's plan.
-
-`vlora bench activated`: activated adapters (aLoRA) against ordinary ones, on the domains of the small plan.
+A seed determines data, batches and initial factors, for every method the same. Scaling is rsLoRA's, as in the paper,
+with an alpha that gives LoRA the scaling of the demonstration's plan.
 """
 
 from __future__ import annotations
@@ -12,20 +10,17 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import mean, pstdev, stdev
 from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-import fusion
 from fusion.block_diagonal.blocks import num_parameters
 from fusion.data.samples import Splits
 from fusion.embedded import checkpoint_path
-from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan, read_plan_file
+from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
 from fusion.synthetic.sources import load_source
-from fusion.training.activation import invocation_tokens
 from fusion.training.frozen_base import Domain, FrozenBase
 from fusion.training.trainer import LoraTrainer
 from vlora.bench.harness import Bench, Measured, Results
@@ -55,15 +50,14 @@ def cut(splits: Splits, train: int, validation: int, test: int) -> Splits:
     )
 
 
-def base_of(lora: LoraPlan | None = None, features: Path | None = None) -> FrozenBase:
-    """The embedded model. features: a folder for what it computes of pictures."""
+def base_of() -> FrozenBase:
+    """The embedded model."""
     disable_progress_bar()
     warnings.simplefilter("ignore")  # deprecation notes of third-party libraries
     path = checkpoint_path()
     processor = InputProcessor.from_pretrained(path)
     model = load_model(EngineConfig(model=path, dtype="float32"))
-    invocation = invocation_tokens(lora or LoraPlan(), processor)
-    return FrozenBase(model, processor, features=features, invocation=invocation)
+    return FrozenBase(model, processor)
 
 
 def trainer_of(plan: Plan, base: FrozenBase, splits: Mapping[str, Splits]) -> LoraTrainer:
@@ -92,12 +86,12 @@ def matched_rank(numbers: Callable[[LoraPlan], int], blocks: int) -> int:
     return min(ranks, key=lambda rank: abs(numbers(LoraPlan(rank=rank, blocks=blocks)) - wanted))
 
 
-def bd_cases(quick: bool, seeds: int = 3) -> dict[str, tuple[int, int, bool]]:
+def cases(quick: bool, seeds: int = 3) -> dict[str, tuple[int, int, bool]]:
     """Blocks and seed; quick: one seed, few samples and steps: scores mean nothing."""
     return {f"{blocks}-{seed}": (blocks, seed, quick) for seed in range(1 if quick else seeds) for blocks in BLOCKS}
 
 
-def measure_bd(case: tuple[int, int, bool]) -> Measured:
+def measure(case: tuple[int, int, bool]) -> Measured:
     blocks, seed, quick = case
     torch.set_num_threads(1)
     base = base_of()
@@ -127,7 +121,7 @@ def _means(runs: Sequence[Mapping[str, Any]], blocks: int) -> list[float]:
     return [mean(run["test"].values()) for run in runs if run["blocks"] == blocks]
 
 
-def combine_bd(results: Results) -> Measured:
+def combine(results: Results) -> Measured:
     """Mean and spread (one standard deviation) over seeds; and the difference to LoRA per seed: its mean and standard
     error."""
     runs = [each.found for each in results.values()]
@@ -150,72 +144,4 @@ def combine_bd(results: Results) -> Measured:
     return Measured(rows, {"runs": runs}, bounds)
 
 
-BD = Bench(name="bd", cases=bd_cases, measure=measure_bd, combine=combine_bd, options=frozenset({"seeds"}), same=())
-
-# -- activated adapters -----------------------------------------------------------------------------------------------
-
-METHODS: dict[str, dict[str, Any]] = {
-    "ordinary": {},
-    "activated at the question": {"activated": True, "invocation": "what"},  # all four begin with this word
-    "activated at the answer": {"activated": True},
-}
-"""Settings of `lora` by method."""
-
-_PLAN = Path(fusion.__file__).parent / "plans" / "small.yaml"
-
-
-def activated_cases(quick: bool) -> dict[str, tuple[str, str, bool]]:
-    """Domain and method; quick: few samples and steps."""
-    return {
-        f"{domain.name}-{number}": (domain.name, method, quick)
-        for domain in read_plan_file(_PLAN).plan.domains
-        for number, method in enumerate(METHODS)
-    }
-
-
-def measure_activated(case: tuple[str, str, bool]) -> Measured:
-    """Train one adapter and score it on test data."""
-    name, method, quick = case
-    torch.set_num_threads(1)
-    small = read_plan_file(_PLAN).plan
-    lora = LoraPlan(rank=small.lora.rank, alpha=small.lora.alpha, **METHODS[method])
-    training = TrainingPlan(steps=4 if quick else 60, batch_size=16)
-    (own,) = (domain for domain in small.domains if domain.name == name)
-    assert own.source is not None, "all domains of the small plan are built in"
-    plan = small.model_copy(update={"lora": lora, "training": training, "domains": (own,)})
-    splits = cut(load_source(own.source, plan.seed), *((40, 20, 20) if quick else (600, 300, 300)))
-    trainer = trainer_of(plan, base_of(lora), {name: splits})
-    trainer.adapter.reset()
-    trainer.train(name, ())
-    domain = trainer.domains[name]
-    first = domain.test[0]
-    found = {
-        "domain": name,
-        "method": method,
-        "test": trainer.evaluator.score(name, domain.test),
-        "in words": trainer.evaluator.accuracy_in_words(name, domain.test),
-        "num_test": len(domain.test),
-        "prompt tokens": len(first.ids),
-        "adapted tokens": len(first.ids) - (first.start or 0),
-        "steps": training.steps,
-    }
-    return Measured([], found)
-
-
-def combine_activated(results: Results) -> Measured:
-    """Test accuracy of heads and of words by domain, and their means."""
-    runs = [each.found for each in results.values()]
-    rows = []
-    for method in METHODS:
-        own = [run for run in runs if run["method"] == method]
-        row: dict[str, Any] = {"method": method}
-        for run in own:
-            row |= {run["domain"]: run["test"], f"{run['domain']} in words": run["in words"]}
-        row |= {"mean": mean(run["test"] for run in own), "mean in words": mean(run["in words"] for run in own)}
-        rows.append(row)
-    return Measured(rows, {"runs": runs})
-
-
-ACTIVATED = Bench(
-    name="activated", cases=activated_cases, measure=measure_activated, combine=combine_activated, same=()
-)
+BENCH = Bench(name="bd", cases=cases, measure=measure, combine=combine, options=frozenset({"seeds"}), same=())

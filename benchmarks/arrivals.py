@@ -48,10 +48,7 @@ class ThreadClock:
         return time.thread_time() + self._skipped_s
 
     def skip_to(self, when_s: float) -> None:
-        self.skip(max(0.0, when_s - self()))
-
-    def skip(self, seconds: float) -> None:
-        self._skipped_s += seconds
+        self._skipped_s += max(0.0, when_s - self())
 
 
 def poisson(rate: float, number: int, seed: int = 0) -> list[float]:

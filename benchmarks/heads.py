@@ -1,5 +1,4 @@
-"""Savings of a task head: one pass over a prompt against generated text for the same prompt, and the change in
-accuracy.
+"""Savings of a task head: one pass over a prompt against generated text for the same prompt.
 
 V-LoRA section 4.2.2 and figure 19: 41 to 63 % less latency. The saving depends on three settings, which the report
 states. The answer length: text of n tokens takes n - 1 steps more than a head; the paper's action recognition takes 5,
@@ -32,15 +31,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
-from benchmarks.adapters import base_of, plan_of, trainer_of
 from fusion.embedded import checkpoint_path
 from fusion.synthetic.road_signs import ACTIONS
-from fusion.synthetic.sources import load_source
-from fusion.training.frozen_base import Domain
-from fusion.training.objectives import answer_in_words
-from heads import expected_calibration_error, load_heads
 from vlora.bench.dummy import (
     dummy_picture,
     half_billion_config,
@@ -56,22 +49,15 @@ from vlora.bench.step import product_dtype
 from vlora.bench.timed_engine import TimedEngine
 from vlora.bench.timing import interleaved, median_ms, median_ratio
 from vlora.config import EngineConfig
-from vlora.engine import LocalEngine
 from vlora.models import InputProcessor
 from vlora.models.loading import dummy_model
-from vlora.types import HeadAnswer, Request, RequestOutput, SamplingParams
+from vlora.types import RequestOutput
 
 _SIDE = 16  # patches per side of a frame; four patches make a token
 _QUESTION = 16  # tokens
 _PAPER_ANSWER = 5  # tokens; figure 11's head saves 4 rounds
 _ADAPTER = "actions"
 _GOALS = {1: 0.59, 8: 0.8}
-
-_DOMAINS = {
-    "drawn-signs": "what sign is shown ?",
-    "drawn-actions": "what happens in the video ?",
-}
-_LONGEST_ANSWER = 8  # tokens
 
 """By batch size: the paper's smallest saving, and what is left of it where decoding steps share their weights."""
 _LIMIT_S = 180  # of each tower and shape: eight requests of four frames take a minute a call where products are slow
@@ -80,17 +66,16 @@ _NOISE = 1.05  # of the ratio of two calls of up to a minute each, on a shared m
 
 
 def measure(quick: bool) -> Measured:
-    """Latency of a 0.5 B-parameter model in bfloat16, one thread, CPU time; accuracy of the embedded model. quick: the
-    model's first eight layers, fewer shapes and rounds, less training.
+    """Latency of a 0.5 B-parameter model in bfloat16, one thread, CPU time. quick: the model's first eight layers,
+    fewer shapes and rounds.
     """
     torch.set_num_threads(1)
     answers = {"own domain of actions, median": median_answer_tokens(), "paper, figure 11": _PAPER_ANSWER}
-    rows = latency_rows(quick, _LIMIT_S, with_floor=True)
-    return Measured(rows, {"answer_tokens": answers, "accuracy": compare(quick)})
+    return Measured(latency_rows(quick, _LIMIT_S, with_floor=True), {"answer_tokens": answers})
 
 
 def goals(measured: Measured) -> list[Goal]:
-    latencies = [
+    return [
         Goal(
             f"head / words of 5 tokens, {row['tower']}, batch {row['batch']}, {row['frames']} frames (floor "
             f"{row['floor']:.2f})",
@@ -100,16 +85,6 @@ def goals(measured: Measured) -> list[Goal]:
         )
         for row in measured.rows
         if row["answer tokens"] == _PAPER_ANSWER
-    ]
-    return latencies + [
-        Goal(
-            f"{found['domain']}, {found['test samples']} test samples: accuracy of the head ({found['head']:.3f}) "
-            f"less that in words ({found['words']:.3f})",
-            found["head"] - found["words"],
-            -0.02,
-            False,
-        )
-        for found in measured.found["accuracy"]
     ]
 
 
@@ -300,80 +275,3 @@ def _weights(model: torch.nn.Module, last_layer: int) -> list[tuple[str, torch.T
             part = "language" if "language_model" in name else "merger" if "merger" in name else "tower"
             found.append((part, layer.weight.detach().to(product_dtype())))
     return found
-
-
-# Accuracy of one adapter through its head, and as generated text, on the same test samples by the same engine.
-#
-# Adapters are trained as in `vlora fuse`, with the text loss next to the head's loss, so both outputs are trained.
-
-
-def compare(quick: bool) -> list[dict[str, Any]]:
-    """Accuracy of heads and of generated text on the embedded model's domains."""
-    sources = list(_DOMAINS.items())[: 1 if quick else None]
-    plan = plan_of({source: (source, question) for source, question in sources}, 0, 40 if quick else 120, 32)
-    trainer = trainer_of(plan, base_of(), {source: load_source(source, plan.seed) for source, _ in sources})
-    config = EngineConfig(model=checkpoint_path(), dtype="float32")
-    processor = InputProcessor.from_pretrained(checkpoint_path())
-    found = []
-    for name, domain in trainer.domains.items():
-        trainer.adapter.reset()
-        trainer.train(name, ())
-        with tempfile.TemporaryDirectory() as folder:
-            trainer.save(Path(folder) / name, trainer.adapter.snapshot())
-            found.append(_measure_accuracy(config, processor, domain, Path(folder) / name))
-    return found
-
-
-def _measure_accuracy(config: EngineConfig, processor: InputProcessor, domain: Domain, adapter: Path) -> dict[str, Any]:
-    engine = LocalEngine(config)
-    name = domain.plan.name
-    engine.engine.load_adapter(name, str(adapter))
-    samples = domain.splits.test
-    requests = []
-    for number, sample in enumerate(samples):
-        prompt = processor.chat(domain.plan.question, len(sample.frames))
-        encoded = processor.encode(prompt, [Image.fromarray(frame) for frame in sample.frames])
-        requests += [
-            Request(
-                request_id=f"{number} {head}",
-                prompt_ids=encoded.prompt_ids,
-                vision=encoded.vision,
-                adapter=name,
-                head=head,
-                sampling=SamplingParams(max_tokens=_LONGEST_ANSWER),
-            )
-            for head in (name, None)
-        ]
-    outputs = engine.run(requests)
-    answers: list[HeadAnswer] = []
-    num_right_texts, lengths = 0, 0
-    for number, sample in enumerate(samples):
-        answer = outputs[f"{number} {name}"][-1].head
-        assert answer is not None
-        answers.append(answer)
-        tokens = [token for output in outputs[f"{number} None"] for token in output.token_ids]
-        num_right_texts += processor.decode(tokens).strip() == answer_in_words(domain.splits, sample)
-        lengths += len(tokens)
-    right = [answer.label_id == sample.target for answer, sample in zip(answers, samples, strict=True)]
-    temperature = load_heads(adapter)[name].task.parameters["temperature"]
-    return {
-        "domain": name,
-        "test samples": len(samples),
-        "head": sum(right) / len(samples),
-        "words": num_right_texts / len(samples),
-        "tokens in words": lengths / len(samples),
-        "temperature": temperature,
-        "calibration error": expected_calibration_error([answer.confidence for answer in answers], right),
-        "calibration error before": expected_calibration_error(
-            [_uncalibrated(answer, temperature) for answer in answers], right
-        ),
-    }
-
-
-def _uncalibrated(answer: HeadAnswer, temperature: float) -> float:
-    """The head's confidence at temperature 1: its probabilities to the power of the temperature, normalised to a sum
-    of 1.
-    """
-    assert answer.label_id is not None
-    powers = [score**temperature for score in answer.scores]
-    return powers[answer.label_id] / sum(powers)

@@ -3,24 +3,17 @@
 Times are processor seconds of the engine's thread, to which the gaps are added in which it has nothing to do, so that
 other load on the machine hardly counts: an idle engine without training skips to the next arrival. The ways run by
 turns with the same arrivals.
-
-A training in a process of its own competes for the processor, so it is compared in wall time, with the engine and that
-process on one core: run this part on an otherwise idle machine.
-
-Its batches are of 2 x 64 tokens; in reports before 2026-11-29 they were ragged ones of 4 x 16 to 64.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
-import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +21,7 @@ import torch
 import yaml
 from transformers import Qwen2VLForConditionalGeneration
 
-from benchmarks.arrivals import Clock, ThreadClock, WallClock, poisson, steps
-from benchmarks.split.processes import Process, run_together, running, training
-from benchmarks.split.rows import TRAIN, write_checkpoint
+from benchmarks.arrivals import ThreadClock, poisson, steps
 from fusion.embedded import checkpoint_path
 from vlora.bench.dummy import ranks_config
 from vlora.bench.harness import Bench, Measured
@@ -74,17 +65,8 @@ class Served:
 def measure(quick: bool) -> Measured:
     """Serve each load in all ways."""
     size = QUICK if quick else FULL
-    with threads(1):
-        rows = in_one_engine(size)
-        with one_core():
-            rows += in_processes(size)
-    return Measured(rows)
-
-
-def in_one_engine(size: Size) -> list[dict[str, Any]]:
-    """The rows in processor seconds."""
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with threads(1), tempfile.TemporaryDirectory() as folder:
         clock = ThreadClock()
         engine = start(Path(folder), size.layers, clock)
         capacity = measure_capacity(engine, clock)
@@ -94,62 +76,12 @@ def in_one_engine(size: Size) -> list[dict[str, Any]]:
                 gaps = poisson(load * capacity, size.requests, seed=number)
                 for way, slowdown in WAYS.items():
                     serve(engine, clock, gaps, slowdown, found[way])
-            rows += rows_of("processor", load, load * capacity, found)
+            rows += rows_of(load, load * capacity, found)
         engine.close()
-    return rows
+    return Measured(rows)
 
 
-def in_processes(size: Size) -> list[dict[str, Any]]:
-    """The rows in wall time: no training, one in the engine with the promise, and one in a process of each class."""
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder, clock = Path(name), WallClock()
-        engine = start(folder, size.layers, clock)
-        with trainer_processes(folder, size.layers) as processes:
-            capacity = measure_capacity(engine, clock)
-            for load in size.loads:
-                found = {way: Served() for way in ("alone", "beside", *processes)}
-                for number in range(size.rounds):
-                    gaps = poisson(load * capacity, size.requests, seed=number)
-                    serve(engine, clock, gaps, None, found["alone"])
-                    serve(engine, clock, gaps, SLOWDOWN, found["beside"])
-                    for kind, process in processes.items():
-                        with training(process, folder / "stop") as answer:
-                            serve(engine, clock, gaps, None, found[kind])
-                        found[kind].num_tokens += round(answer["in time"])
-                rows += rows_of("wall", load, load * capacity, found)
-        engine.close()
-    return rows
-
-
-@contextlib.contextmanager
-def trainer_processes(folder: Path, num_layers: int) -> Iterator[dict[str, Process]]:
-    """Plain PEFT on other copies of the model: with the engine's priority, with niceness 19, and in SCHED_IDLE.
-
-    They run on the cores of the thread that starts them. The first step warms up.
-    """
-    checkpoint = str(write_checkpoint(folder, num_layers))
-    flags: dict[str, Sequence[str]] = {"process": (), "nice process": ("--nice", "19"), "idle process": ()}
-    with running(*(Process("worker", checkpoint, *own) for own in flags.values())) as workers:
-        processes = dict(zip(flags, workers, strict=True))
-        run_together(workers, [TRAIN] * len(workers))
-        # Threads that exist by now keep their own priority; with one thread there is none that computes.
-        os.sched_setscheduler(processes["idle process"].pid, os.SCHED_IDLE, os.sched_param(0))
-        yield processes
-
-
-@contextlib.contextmanager
-def one_core() -> Iterator[None]:
-    """Run this thread, and processes that it starts, on one core until the end of the block."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(before)})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-def start(folder: Path, num_layers: int, clock: Clock) -> Engine:
+def start(folder: Path, num_layers: int, clock: ThreadClock) -> Engine:
     """An engine with random weights and one training that does not end."""
     words = random.Random(0)
     records = [
@@ -178,7 +110,7 @@ def request(number: int) -> Request:
     return Request(request_id=str(number), prompt_ids=ids, sampling=sampling)
 
 
-def measure_capacity(engine: Engine, clock: Clock) -> float:
+def measure_capacity(engine: Engine, clock: ThreadClock) -> float:
     """Requests per second with a queue that is never empty."""
     num_requests = 64
     for warm in (True, False):
@@ -187,7 +119,7 @@ def measure_capacity(engine: Engine, clock: Clock) -> float:
     return num_requests / found.seconds
 
 
-def serve(engine: Engine, clock: Clock, times: Sequence[float], slowdown: float | None, found: Served) -> None:
+def serve(engine: Engine, clock: ThreadClock, times: Sequence[float], slowdown: float | None, found: Served) -> None:
     """Serve requests that arrive at these times after now. slowdown: the promise; None: no training."""
     trainings = engine.parts.trainings
     trainings.promise.slowdown = slowdown or SLOWDOWN
@@ -213,12 +145,11 @@ def serve(engine: Engine, clock: Clock, times: Sequence[float], slowdown: float 
     found.num_tokens += trainings.statuses()[0].num_tokens - tokens_before
 
 
-def rows_of(seconds: str, load: float, rate: float, found: dict[str, Served]) -> list[dict[str, Any]]:
-    """One row for each way. seconds: "processor" or "wall"."""
+def rows_of(load: float, rate: float, found: dict[str, Served]) -> list[dict[str, Any]]:
+    """One row for each way."""
     alone = found["alone"]
     return [
         {
-            "seconds": seconds,
             "load": load,
             "requests a second": rate,
             "way": way,
@@ -232,18 +163,20 @@ def rows_of(seconds: str, load: float, rate: float, found: dict[str, Served]) ->
 
 
 def goals_of(measured: Measured) -> list[Goal]:
-    """The promise at each load, with some progress, in processor seconds."""
-    goals = []
-    rows = [row for row in measured.rows if row["seconds"] == "processor"]
-    for row in rows:
-        if row["way"] == "beside":
-            goals.append(
-                Goal(f"p99 over that alone at {row['load']} of capacity", row["p99 over alone"], SLOWDOWN, True)
-            )
-    first = next(row for row in rows if row["way"] == "beside")
-    what = f"trained tokens a second at {first['load']} of capacity"
-    goals.append(Goal(what, first["trained tokens a second"], 10.0, False))
-    return goals
+    """The promise at each load, with some progress."""
+    rows = [row for row in measured.rows if row["way"] == "beside"]
+    return [
+        *(
+            Goal(f"p99 over that alone at {row['load']} of capacity", row["p99 over alone"], SLOWDOWN, True)
+            for row in rows
+        ),
+        Goal(
+            f"trained tokens a second at {rows[0]['load']} of capacity",
+            rows[0]["trained tokens a second"],
+            10.0,
+            False,
+        ),
+    ]
 
 
 BENCH = Bench(name="training", measure=measure, goals=goals_of)

@@ -135,7 +135,7 @@ BUDGETS = (
     Budget("vlora/simulator", 2_280, 1_500),
     Budget("vlora/cli", 4_020, 2_600),
     Budget("vlora/bench", 4_960, 2_500),
-    Budget("benchmarks", 12_140, 6_500),
+    Budget("benchmarks", 9_300, 6_500),
     Budget("fusion", 10_060, 6_200),
     Budget("tools", 940, 800),
     Budget("atmm apps heads", 13_280, 10_500),

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from benchmarks.fusion.domains import FAMILIES
-from benchmarks.fusion.measuring import ALL, ALONE, CONFIDENCE, DEFAULT, OPTIMUM, curve, growth, table
+from benchmarks.fusion.measuring import ALL, ALONE, CONFIDENCE, DEFAULT, OPTIMUM, table
 from fusion.packing.guided import BUDGET
 from vlora.bench.harness import Bench, Measured, Results, Store
 from vlora.bench.plots import Plot
@@ -16,35 +15,20 @@ from vlora.bench.report import Goal, Row
 _SEEDS = (0, 1, 2)
 _THRESHOLDS = "(threshold)"
 
-Case = tuple[str, int, bool]
-"""The kind of a measurement ("table", "growth", or the family of domains that a curve is of), the seed, quick."""
+
+def cases(quick: bool) -> dict[str, tuple[int, bool]]:
+    """quick: one seed, few samples and steps: scores mean nothing."""
+    return {f"table-{seed}": (seed, quick) for seed in (_SEEDS[:1] if quick else _SEEDS)}
 
 
-def cases(quick: bool) -> dict[str, Case]:
-    """Tables first, since they take longest. quick: one seed, few samples and steps: scores mean nothing."""
-    seeds = _SEEDS[:1] if quick else _SEEDS
-    every = [*(("table", seed) for seed in seeds), ("growth", seeds[0])]
-    every += [(family, seed) for family in FAMILIES for seed in seeds]
-    return {f"{kind}-{seed}": (kind, seed, quick) for kind, seed in every}
-
-
-def measure(case: Case, store: Store) -> Measured:
-    kind, seed, quick = case
-    folder = store.folder / f"{kind}-{seed}"
-    if kind == "table":
-        return Measured([], {"tables": table(seed, quick, folder)})
-    if kind == "growth":
-        return Measured([], {"growth": growth(seed, quick, folder)})
-    return Measured([], {"curves": curve(kind, seed, quick, folder)})
+def measure(case: tuple[int, bool], store: Store) -> Measured:
+    seed, quick = case
+    return Measured([], {"tables": table(seed, quick, store.folder / f"table-{seed}")})
 
 
 def combine(results: Results) -> Measured:
-    found: dict[str, list[Any]] = {
-        kind: [each.found[kind] for each in results.values() if kind in each.found]
-        for kind in ("tables", "curves", "growth")
-    }
-    found["growth"] = found["growth"][0]["rows"]
-    return Measured(list(_rows(found["tables"])), found)
+    tables = [each.found["tables"] for each in results.values()]
+    return Measured(list(_rows(tables)), {"tables": tables})
 
 
 def _rows(tables: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -69,7 +53,7 @@ def _rows(tables: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def goals(measured: Measured) -> list[Goal]:
     """Domains that miss their thresholds even alone do not count."""
-    tables, parts = measured.found["tables"], measured.found["growth"]
+    tables = measured.found["tables"]
 
     def counted(found: dict[str, Any]) -> list[str]:
         return [name for name in found["thresholds"] if name not in found["missed alone"]]
@@ -84,13 +68,11 @@ def goals(measured: Measured) -> list[Goal]:
     own = [found["methods"][DEFAULT] for found in tables]
     number = sum(len(counted(found)) for found in tables)
     of_all = [made["adapters"] - fewest(found) for made, found in zip(own, tables, strict=True)]
-    of_parts = [part["adapters"] - (part["optimum"] or part["lower bound"]) for part in parts]
     costs = [made["trainings"] / len(found["thresholds"]) for made, found in zip(own, tables, strict=True)]
-    costs += [part["trainings"] / len(part["domains"]) for part in parts]
     missed = sum(broken(found, DEFAULT) for found in tables)
     allowed = (1 - CONFIDENCE) * number
     return [
-        Goal("adapters more than the optimum or its lower bound, worst", max(*of_all, *of_parts), 1, True),
+        Goal("adapters more than the optimum or its lower bound, worst", max(of_all), 1, True),
         Goal("trainings per domain, worst", max(costs), BUDGET, True),
         Goal(f"thresholds missed on test data, of {number} at {CONFIDENCE:g}", missed, allowed, True),
         Goal("thresholds that all in one misses, fewest of a seed", min(broken(f, ALL) for f in tables), 1, False),

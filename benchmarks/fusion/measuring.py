@@ -1,10 +1,9 @@
-"""The measurements, each for one seed in one process: the table of packings, its growth with the number of domains, and
-the curves of one task type."""
+"""The measurement of one seed, in one process: a table of packings."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from benchmarks.adapters import base_of, trainer_of
-from benchmarks.fusion.domains import FAMILIES, QUICK, SUITE, BenchDomain, Sizes, suspected
+from benchmarks.fusion.domains import QUICK, SUITE, BenchDomain, Sizes, suspected
 from fusion.data.samples import Sample, Splits
 from fusion.packing.algorithm import (
     Adapter,
@@ -207,11 +206,10 @@ class Training:
         sizes: Sizes,
         steps: int,
         folder: Path,
-        lora: LoraPlan = _DEMO,
     ) -> None:
         self.plan = Plan(
             seed=seed,
-            lora=lora,
+            lora=_DEMO,
             training=TrainingPlan(steps=steps, batch_size=16, rehearsal=_REHEARSAL),
             packing="first_fit",
             order=("hardest_first",),
@@ -250,28 +248,17 @@ class Training:
         return found
 
 
-def extent(quick: bool) -> tuple[tuple[BenchDomain, ...], Sizes, int]:
-    """The domains of the table, their samples, and the steps of a training."""
-    return (QUICK, Sizes(120, 60, 60), 6) if quick else (SUITE, Sizes(1000, 640, 500), _DEMO_STEPS)
-
-
-def small_scores(splits: Mapping[str, Splits]) -> dict[str, SmallScores]:
-    """By domain: those of a small model that is trained on it."""
-    return {name: score_small_model(own, METRICS[own.task][0]) for name, own in splits.items()}
-
-
-def thresholds_of(small: Mapping[str, SmallScores]) -> dict[str, float]:
-    """By domain: the small model's validation score, minus ten points."""
-    return {name: max(0.0, score.validation - _MINUS) for name, score in small.items()}
-
-
 def table(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
-    """Adapters, costs and test scores per method of creating adapters."""
-    made, sizes, steps = extent(quick)
+    """Adapters, costs and test scores per method of creating adapters.
+
+    A domain's threshold is the validation score of a small model that is trained on it, minus ten points.
+    """
+    made, sizes, steps = (QUICK, Sizes(120, 60, 60), 6) if quick else (SUITE, Sizes(1000, 640, 500), _DEMO_STEPS)
     bench = Training(made, seed, sizes, steps, folder)
     names = tuple(bench.domains)
-    small = small_scores(bench.splits)  # before any adapter is trained
-    thresholds = thresholds_of(small)
+    # Before any adapter is trained.
+    small = {name: score_small_model(own, METRICS[own.task][0]) for name, own in bench.splits.items()}
+    thresholds = {name: max(0.0, score.validation - _MINUS) for name, score in small.items()}
     methods: dict[str, dict[str, Any]] = {}
 
     def measure(method: str, adapters: Collection[Collection[str]], tested: dict[str, float], meter: Meter) -> None:
@@ -321,52 +308,3 @@ def table(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
         "lower bound": bound.adapters,
         "conflicts": [list(pair) for pair in bound.conflicts],
     }
-
-
-def curve(family: str, seed: int, quick: bool, folder: Path) -> dict[str, Any]:
-    """Fuse domains of one kind of task in sequence: test scores of all fused domains after each, and of each alone."""
-    made = FAMILIES[family][: 2 if quick else None]
-    sizes, steps = (Sizes(60, 20, 60), 4) if quick else (Sizes(500, 20, 500), 50)
-    bench = Training(made, seed, sizes, steps, folder, LoraPlan(rank=8, alpha=16))
-    order = at_random(tuple(bench.domains), seed)
-    alone, fused = {}, []
-    for place, name in enumerate(order):
-        bench.rehearsing((name,))
-        alone[name] = bench.tested(bench.rehearsing.state_of(History((name,)), (name,)), (name,))[name]
-        adapter: Adapter = order[: place + 1]
-        bench.rehearsing(adapter)
-        fused.append(bench.tested(bench.rehearsing.state_of(History.in_sequence(adapter), adapter), adapter))
-    return {"family": family, "seed": seed, "alone": alone, "fused": fused}
-
-
-def growth(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
-    """Pack parts of the suite's domains and all of them, by their number; each part contains the smaller ones."""
-    made, sizes, steps = extent(quick)
-    numbers = (2, 3) if quick else (3, 6, 9, len(made))
-    bench = Training(made, seed, sizes, steps, folder)
-    thresholds = thresholds_of(small_scores(bench.splits))
-    order = at_random(tuple(bench.domains), seed)
-    rows = []
-    for number in numbers:
-        names = order[:number]
-        own = {name: thresholds[name] for name in names}
-        alone = Meter(bench.rehearsing)
-        for name in names:
-            alone((name,))
-        meter = Meter(bench.rehearsing)
-        packing = pack_guided(names, own, meter)
-        oracle = Oracle(names, own, bench.rehearsing.together)
-        bound = oracle.bound(suspected(made))
-        optimum = oracle.optimum_of_few()
-        rows.append(
-            {
-                "domains": list(names),
-                "adapters": len(packing.adapters),
-                "lower bound": bound.adapters,
-                "optimum": None if optimum is None else len(optimum.adapters),
-                "trainings": meter.trainings,
-                "training s": meter.seconds,
-                "alone s": alone.seconds,
-            }
-        )
-    return {"seed": seed, "rows": rows}

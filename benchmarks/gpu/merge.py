@@ -5,27 +5,31 @@ weights and, in bfloat16, against torch's `baddbmm`; the way back; and the drift
 from __future__ import annotations
 
 import functools
+import random
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import atmm
 from atmm.fp8 import CAPABILITY, Fp8
 from atmm.quantized import Allocate, quantized_empty
-from benchmarks.merge import MergeableModel, drift_in_place
+from benchmarks.mergeable_model import MergeableModel
+from vlora.bench.dummy import half_billion_config
 from vlora.bench.gpu import models
 from vlora.bench.gpu.context import Context, copy_speed, device_seconds, elapsed, repeats
 from vlora.bench.report import Goal
+from vlora.lora.base_weights import CopiedBaseWeights
 from vlora.lora.merge import merge_runs
-from vlora.lora.merge_in_place import MAX_DRIFT
+from vlora.lora.merge_in_place import MAX_DRIFT, InPlaceSwitcher
 from vlora.lora.merge_shadow import ShadowSwitcher
 from vlora.memory.huge_pages import empty
 
 _RANKS = (16, 64)
 ARENA_BYTES, _SMALL_ARENA_BYTES = 2 * 2**30, 2**27
 SWITCHES, _SMALL_SWITCHES = 300, 5
+_DRIFT_RANKS = (8, 16, 32, 64)
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -123,3 +127,48 @@ def _baddbmm(model: MergeableModel, key: str) -> Callable[[], None]:
             torch.baddbmm(base, bt.transpose(1, 2), a, out=out)
 
     return call
+
+
+class Drift(NamedTuple):
+    """The worst layer's relative root mean square drift at any time, by method, and after a restore."""
+
+    subtracting: float
+    rewriting: float
+    restored: float
+
+
+def drift_in_place(num_switches: int, device: torch.device) -> Drift:
+    """Drift over random switches among W0 and 32 adapters of four ranks, with deltas of a tenth of the weights."""
+    config: Any = half_billion_config(1, vision="none")
+    config.text_config.intermediate_size, config.text_config.vocab_size = 896, 512
+    model = MergeableModel(config, device)
+    keys = model.load(_DRIFT_RANKS * 8)
+    base = [slab.clone() for slab in model.slabs.base]
+    base_weights = CopiedBaseWeights(model.slabs)
+    worst: dict[bool, float] = {}
+    restored = 0.0
+    with torch.no_grad():
+        for subtracting in (False, True):
+            switcher = InPlaceSwitcher(model.slabs, model.pool, base_weights, subtracting=subtracting)
+            draw, worst[subtracting] = random.Random(0), 0.0
+            for _ in range(num_switches):
+                switcher.switch(draw.choice([*keys, None]))
+                worst[subtracting] = max(worst[subtracting], _distance(model, base, switcher.merged_key))
+            switcher.switch(keys[0])
+            switcher.forget(keys[0])
+            restored = max(restored, _distance(model, base, None))
+    return Drift(worst[True], worst[False], restored)
+
+
+def _distance(model: MergeableModel, base: Sequence[torch.Tensor], key: str | None) -> float:
+    """The worst layer's |weights - wanted| / |wanted|, with wanted = W0, or W0 + delta rounded once."""
+    wanted = [slab.clone() for slab in base]
+    if key is not None:
+        for run in merge_runs(model.slabs, model.pool.shapes(key)):
+            rows = wanted[run.slab][run.first : run.last]
+            atmm.merge(rows, rows, *model.pool.stacked(key, run.names))
+    worst = 0.0
+    for slab, right in zip(model.slabs.base, wanted, strict=True):
+        error = (slab.float() - right.float()).flatten(1).norm(dim=1)
+        worst = max(worst, float((error / right.float().flatten(1).norm(dim=1)).max()))
+    return worst

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from benchmarks import adapters as block_diagonal
 from benchmarks import heads
-from benchmarks.adapters import BD, base_of, cut, plan_of, trainer_of
+from benchmarks.adapters import base_of, cut, plan_of, trainer_of
 from benchmarks.paper import simulations, steps
 from benchmarks.paper.measuring import QUICK_MODEL, Measuring
 from benchmarks.rivals import RIVALS, SmallModel, export
@@ -108,7 +109,8 @@ def ranks(measuring: Measuring, answer: int) -> list[Row]:
 def trade_off(measuring: Measuring, rows: Sequence[Row]) -> list[Row]:
     """Those of `ranks` of single requests without an added delay, and mean test accuracy of one seed of `bd`."""
     found = measuring.once(
-        "block-diagonal-scores", lambda: [row["mean"] for row in measured(BD, measuring.setting.quick, seeds=1).rows]
+        "block-diagonal-scores",
+        lambda: [row["mean"] for row in measured(block_diagonal.BENCH, measuring.setting.quick, seeds=1).rows],
     )
     accuracy = dict(zip((_KINDS["slora"], _KINDS["bd"]), found[:2], strict=True))
     return [

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 
 from atmm.tuning.search import Shape
-from benchmarks.merge import MergeableModel
+from benchmarks.mergeable_model import MergeableModel
 from benchmarks.paper.measuring import RANK, Measuring, Setting
 from benchmarks.paper.operators import EINSUM, OURS, medians, operator_seconds
-from benchmarks.policy import full_batch_capacity
 from benchmarks.policy_workers import NUM_ADAPTERS, Worker, average_token_latency_ms, drive
 from vlora.bench.costs import costs_as_dict, fit
 from vlora.bench.dummy import random_peft
 from vlora.bench.report import Row
 from vlora.bench.timing import interleaved, median_ms, work_seconds
+from vlora.config import EngineConfig
 from vlora.lora.merge_shadow import ShadowSwitcher
 from vlora.models.loading import dummy_model
 from vlora.orchestrator import Costs
@@ -152,6 +152,16 @@ def systems(measuring: Measuring) -> dict[str, System]:
             "unmerged_only", slow._replace(merge_s=costs.merge_s, back_s=costs.back_s)
         ),
     }
+
+
+def full_batch_capacity(costs: Costs, prompt: int, answer: int, shares: Sequence[float]) -> float:
+    """Requests per second of unmerged-only with full batches; prompts run in separate steps."""
+    size = EngineConfig.max_batch_size
+    different = sum(1 - (1 - share) ** size for share in shares)
+    prompts_a_step = max(1.0, EngineConfig.max_step_tokens / prompt)
+    prompt_s = costs.merged_s(prompt, 0, 1 / prompts_a_step) + costs.lanes_s(prompt)
+    step_s = costs.merged_s(size, size * (prompt + answer / 2)) + costs.lanes_s(size, different)
+    return 1 / (prompt_s + answer * step_s / size)
 
 
 # -- traffic ----------------------------------------------------------------------------------------------------------

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.split.rows import TRAIN
 from vlora.bench.harness import module_command
 
 # One thread, and freed memory of tensors returns to the system.
@@ -30,10 +28,6 @@ class Process:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment | _ENVIRONMENT
         )
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def read(self) -> str:
         """The next line. Raises RuntimeError when the process has ended."""
         assert self._process.stdout is not None
@@ -46,12 +40,8 @@ class Process:
         """The answer to a message, a line."""
         return json.loads(self.read())
 
-    def ask(self, message: Any) -> Any:
-        self.send(message)
-        return self.answer()
-
     def send(self, message: Any) -> None:
-        """Send a client a command, or an engine times of arrival; it answers with one line."""
+        """Send a client a command; it answers with one line."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(message) + "\n")
         self._process.stdin.flush()
@@ -77,25 +67,6 @@ class Process:
         names = ("RssAnon:", "RssShmem:") if shared else ("RssAnon:",)
         lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith(names)) / 1024
-
-
-@contextlib.contextmanager
-def training(client: Process, stop: Path) -> Iterator[dict[str, Any]]:
-    """Train until the end of the block, whose value is the answer then; "in time": tokens of passes that had ended.
-
-    stop: a file that ends it.
-    """
-    command = {name: value for name, value in TRAIN.items() if name != "steps"}
-    stop.unlink(missing_ok=True)
-    client.send(command | {"do": "finetune", "begin": time.monotonic(), "until": str(stop)})
-    answer: dict[str, Any] = {}
-    try:
-        yield answer
-    finally:
-        ended_s = time.monotonic()
-        stop.touch()
-    answer |= client.answer()
-    answer["in time"] = sum(tokens for _, _, end_s, tokens in answer["events"] if end_s <= ended_s)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 Memory is the proportional set size (PSS) of all processes, after one further training step of every client. Speed is
 the processor time of a token, of the client and of the executor together, in turns, so that other load on the machine
 cancels out. Table 5 and figures 22 and 23 of the paper are in wall time: run them on an otherwise idle machine. Clients
-and executors are processes with one thread each. The part "engine" measures a serving engine that serves its weights.
+and executors are processes with one thread each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.split import engine, mixed
+from benchmarks.split import mixed
 from benchmarks.split.base_process import POLICIES
 from benchmarks.split.processes import Process, run_together, running
 from benchmarks.split.rows import FULL, QUICK, TRAIN, Size, row, write_checkpoint
@@ -195,7 +195,6 @@ PARTS: Mapping[str, Callable[[Path, Size], list[dict[str, Any]]]] = {
     "speed": speed,
     "table5": table_5,
     "mixed": mixed.measure,
-    "engine": engine.measure,
 }
 """Parts of the bench, in their order."""
 
@@ -233,7 +232,6 @@ def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
         *_speed_goals(rows),
         *_table_5_goals(rows),
         *mixed.goals_of(rows),
-        *engine.goals_of(rows),
     ]
 
 

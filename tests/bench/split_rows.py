@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.split import engine, mixed
+from benchmarks.split import mixed
 from benchmarks.split.base_process import POLICIES
 from benchmarks.split.mixed import Event, Window
 from benchmarks.split.rows import Mix, row
@@ -34,20 +34,6 @@ def of_all_parts(clients: int, ratio: float, mib: float, latency: float) -> list
     rows += [row("table 5", policy, clients=4, **table) for policy in POLICIES]
     rows[-len(POLICIES)]["latency ms"] = latency
     return rows
-
-
-def of_an_engine(share: float, ratio: float) -> list[dict[str, Any]]:
-    """Rows of the part of a serving engine."""
-    rows = []
-    for dtype in engine.DTYPES:
-        for way, mib in ((engine.BOTH, 100.0), (engine.OWN, 100.0 * share)):
-            rows.append(row(f"{engine.MEMORY}, {dtype}", way, clients=1, **{"executor MiB": mib}))
-    for what, first, second in (
-        (engine.TRAINING, engine.BOTH, engine.OWN),
-        (engine.SERVING, engine.ALONE, engine.BESIDE),
-    ):
-        rows += [row(what, first, ratio=1.0), row(what, second, ratio=ratio)]
-    return [each | {"CPU ms a token": None} for each in rows]
 
 
 def windows(latencies: Mapping[str, Sequence[float]], trained: int) -> dict[str, list[Window]]:

@@ -23,7 +23,6 @@ from vlora.bench.report import Goal, Report, environment, page
 from vlora.errors import BadConfig
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-WITHOUT_GOALS = {"teachers", "activated"}
 OF_STORED = {"fusion", "bd", "retrieve", "paper"}
 """Their goals are checked on stored measurements, in `tests/fusion`, `tests/apps` and `test_paper.py`."""
 
@@ -212,7 +211,7 @@ def test_goals_hold_for_measurements_that_meet_them_and_for_no_others(name: str)
     """An inverted ratio, or a goal that cannot fail, is noticed."""
     bench = bench_named(name)
     assert bench.name == name
-    if name in OF_STORED | WITHOUT_GOALS:
+    if name in OF_STORED:
         return
     met, missed = (report_of(name, slow) for slow in (1.0, 100.0))
     assert met.goals and met.bench == name
@@ -240,5 +239,5 @@ def test_a_quick_run_ends_with_a_line_of_json(name: str, tmp_path: Path) -> None
 def test_an_installation_without_a_checkout_names_its_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "modules", lambda: harness.BENCHES)
     with pytest.raises(BadConfig, match=r"choose one of step, costs, serve, tp or all; a checkout .* has more"):
-        bench_named("merge")
-    assert set(MAKERS) <= set(modules()) - WITHOUT_GOALS
+        bench_named("reuse")
+    assert set(MAKERS) <= set(modules()) - OF_STORED

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import itertools
-import os
 import random
 import statistics
 import time
@@ -14,10 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
@@ -25,20 +21,14 @@ from transformers import DynamicCache
 from atmm import longest_short_lane, thin_batches
 from atmm.tuning.search import Case, Shape
 from benchmarks import atmm as operator_bench
-from benchmarks import cluster, heads, learning, packed, teachers
+from benchmarks import cluster, heads, packed
 from benchmarks import training as beside
 from benchmarks.arrivals import ThreadClock, poisson
-from benchmarks.cluster_simulation import simulate
 from benchmarks.gpu.prefill import prefill_flops
-from benchmarks.split.processes import training
-from benchmarks.teachers import ALONE, DOMAINS, METHODS, SMALL
 from benchmarks.training import Served
-from tests.bench.reports import PROTECTED, learned
 from tests.families import build_model
 from vlora.bench.costs import StepSample, fit, fit_costs, patch_cost
 from vlora.bench.dummy import BenchModel, language_shapes, small_config
-from vlora.bench.harness import Measured
-from vlora.bench.plots import draw
 from vlora.bench.step import DecodeWork, FloorTimes, StepWork
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
@@ -296,30 +286,6 @@ def test_shapes_after_one_that_takes_too_long_are_left_out(
     assert [row["floor"] for row in rows] == [1.0 if has_products else None] * len(rows)
 
 
-def test_the_table_of_teachers_has_means_and_spreads_over_seeds(tmp_path: Path) -> None:
-    results: dict[str, Measured] = {}
-    for seed, (place, method) in itertools.product((0, 1), enumerate(METHODS)):
-        found: dict[str, Any] = {"metric": dict.fromkeys(DOMAINS, "f1"), "num_test": dict.fromkeys(DOMAINS, 400)}
-        found["test"] = {
-            name: (place + number) / 20 + seed * (0.02 if number else 0.2) for number, name in enumerate(DOMAINS)
-        }
-        found["standard error"] = dict.fromkeys(DOMAINS, 0.03 + 0.01 * seed)
-        results[f"{method}, seed {seed}"] = Measured([], {"seed": seed, **found})
-    latencies = {name: {"small model": 1.0, "adapter unmerged": 20.0} for name in DOMAINS}
-    switching = [{"what": "small model: load", "median ms": 5.0}]
-    results["times"] = Measured([], {"latencies": latencies, "switching": switching})
-    report = teachers.combine(results)
-    assert [row["domain"] for row in report.rows] == list(DOMAINS)
-    row = report.rows[1]
-    assert row[SMALL] == pytest.approx(1 / 20 + 0.01) and row[ALONE] == pytest.approx(2 / 20 + 0.01)
-    assert row[f"{SMALL} +-"] == pytest.approx(0.025)  # of the mean of two values with 0.03 and 0.04
-    assert report.rows[0][f"{SMALL} +-"] == pytest.approx(0.1)  # of the mean of two seeds that differ by 0.2
-    assert row["adapter unmerged ms"] == 20 and report.found["switching"] == switching
-    assert len(report.found["runs"]) == 2 and set(report.found["runs"][1]["test"]) == set(METHODS)
-    draw(teachers.BENCH.plots, report.rows, tmp_path)
-    assert {path.stem for path in tmp_path.iterdir()} == {"ranking", "latency"}
-
-
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -359,39 +325,6 @@ def test_every_way_serves_all_requests_and_only_training_trains(tmp_path: Path) 
     assert found["alone"].num_tokens == 0 < found["beside, no promise"].num_tokens
 
 
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_training_processes_have_their_class_and_count_what_ends_in_time(tmp_path: Path) -> None:
-    cores = os.sched_getaffinity(0)
-    with beside.one_core(), beside.trainer_processes(tmp_path, 1) as processes:
-        pids = [process.pid for process in processes.values()]
-        assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in pids][:2] == [0, 19]
-        assert [os.sched_getscheduler(pid) for pid in pids] == [os.SCHED_OTHER, os.SCHED_OTHER, os.SCHED_IDLE]
-        assert all(len(os.sched_getaffinity(pid)) == 1 for pid in pids)
-        with training(processes["process"], tmp_path / "stop") as answer:
-            time.sleep(2.0)
-        assert 0 < answer["in time"] <= answer["tokens"]
-        with training(processes["process"], tmp_path / "stop") as answer:
-            pass
-        assert answer["in time"] == 0
-    assert os.sched_getaffinity(0) == cores
-
-
-def test_rows_of_learning_have_the_phases_answers_and_events() -> None:
-    rows = learning.rows_of(learned(True, *PROTECTED))
-    assert [(row["phase"], row["accuracy"], row["from, s"], row["to, s"]) for row in rows[:2]] == [
-        ("usual", 1.0, 0.0, 9.0),
-        ("changed", 0.4, 10.0, 19.0),
-    ]
-    assert rows[1]["events"] == [[12.5, "training", ""], [15.5, "promoted", "it is better"]] and not rows[0]["events"]
-    assert rows[1]["answers"][3:5] == [[13.0, 1], [14.0, 0]] and rows[1]["version at its end"] == "version-"
-    usual, inverted = (
-        np.asarray(Image.open(io.BytesIO(learning.picture("stop", np.random.default_rng(0), inverted=one))), int)
-        for one in (False, True)
-    )
-    assert usual.shape == (96, 96, 3) and (usual + inverted == 255).all()
-
-
 # -- clusters ---------------------------------------------------------------------------------------------------------
 
 
@@ -415,8 +348,3 @@ def test_the_rate_rises_and_falls_and_popularity_drifts() -> None:
         names = [arrival.adapter for arrival in period]
         hottest.add(max(set(names), key=names.count))
     assert 1 < len(hottest) < 5
-
-
-def test_a_process_of_its_own_reports_its_memory() -> None:
-    found = simulate(4, 200, "placed")
-    assert found["case"] == "200 requests" and found["N"] == 4 and found["MiB"] > 10 and found["CPU s"] > 0

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import atmm, cluster, learning, streams
-from benchmarks.cluster_decisions import DECISIONS
-from benchmarks.cluster_simulation import row
+from benchmarks import atmm, cluster, policy, streams
+from benchmarks.policy import FLOOR, EnginePoint
 from benchmarks.split import split
-from tests.bench.reports import PROTECTED, UNPROTECTED, learned
 from tests.bench.split_rows import drawable
 from vlora.bench.plots import draw
+from vlora.orchestrator import POLICIES
 from vlora.routing import RULES
 
 pytestmark = pytest.mark.slow
@@ -34,17 +33,20 @@ def cells(chosen: Sequence[str], others: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def cluster_rows() -> list[dict[str, Any]]:
-    values = {"req_per_s": 2.0, "loads": 30, "ttft_p99_s": 0.5, "latency_s": 3.0, "p50_us": 9.0, "p99_us": 20.0}
-    samples = [[0, 3], [2, 4], [1, 0]] * 4
-    rows = [row(cluster.HOUR, cluster.HOUR_MAIN, rule=rule, samples=samples) for rule in RULES]
-    rows += [row(cluster.DRIFT, cluster.DRIFT_MAIN, rule=rule, **values) for rule in RULES]
-    rows += [row(cluster.VARIANTS, f"{cluster.DRIFT_MAIN}; no plan", rule="placed", **values)]
-    rows += [row(cluster.WORKERS, "", rule="placed", N=number, **values) for number in (1, 2, 4)]
-    rows += [row(cluster.ADAPTERS, f"{n} adapters", rule="placed", **values) for n in (20, 2000)]
-    return rows + [row(DECISIONS, "1000 waiting", rule="placed", N=n, **values) for n in (2, 16)]
+    rows = [
+        cluster.row(part=cluster.HOUR, case=cluster.HOUR_MAIN, rule=rule, samples=[[0, 3], [2, 4], [1, 0]] * 4)
+        for rule in RULES
+    ]
+    late = {"loads": 30, "ttft p99 s": 0.5}
+    rows += [cluster.row(part=cluster.DRIFT, case=cluster.DRIFT_MAIN, rule=rule, **late) for rule in RULES]
+    spent = {"p50 us": 9.0, "p99 us": 20.0}
+    return rows + [cluster.row(part=cluster.DECISIONS, rule="placed", N=number, **spent) for number in (2, 16)]
 
 
-CLUSTER = {"hour", "placement", "variants", "workers", "growing", "decisions"}
+POLICY_POINTS = [
+    EnginePoint("retrieval", skew, 1, 2.0, {name: (9.0,) for name in (*POLICIES, FLOOR)}, (0.9,), ()).row()
+    for skew in (0.6, 0.8)
+]
 CAMERAS = [
     {"threads": threads, "tasks": tasks, "adapters": kind, "fps": fps, "cameras": round(40 / fps / tasks)}
     for threads, tasks, kind, fps in itertools.product((2, 1), (1, 2), ("ordinary", "activated"), (1.0, 5.0))
@@ -54,7 +56,6 @@ CPU = cells(
     ("gather and bmm", "padded einsum", "plain loop", "PEFT layer"),
 )
 GPU = cells(("tiled", "tiled m16 n128 k128 s4 p3", "grouped m64 n64 k32 s5"), ("bgmv", "sgmv", "vllm"))
-LEARNED = [*learning.rows_of(learned(True, *PROTECTED)), *learning.rows_of(learned(False, *UNPROTECTED))]
 
 
 @pytest.mark.parametrize(
@@ -62,8 +63,8 @@ LEARNED = [*learning.rows_of(learned(True, *PROTECTED)), *learning.rows_of(learn
     (
         pytest.param(atmm, CPU, {"chosen", "latency"}, id="atmm"),
         pytest.param(atmm, GPU, {"chosen", "latency"}, id="atmm on a GPU", marks=pytest.mark.exhaustive),
-        pytest.param(cluster, cluster_rows(), CLUSTER, id="cluster"),
-        pytest.param(learning, LEARNED, {"accuracy"}, id="learning"),
+        pytest.param(cluster, cluster_rows(), {"hour", "placement", "decisions"}, id="cluster"),
+        pytest.param(policy, POLICY_POINTS, {"latency"}, id="policy"),
         pytest.param(streams, CAMERAS, {"cameras"}, id="streams"),
         pytest.param(split, drawable(), {"figures22-23", "memory", "table5"}, id="split"),
         pytest.param(split, [each for each in drawable() if each["what"] == "table 5"], {"table5"}, id="part of split"),

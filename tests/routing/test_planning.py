@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.cluster_decisions import makespan, reactive_exact
 from tests.example_counts import scaled
+from tests.routing.optimum import makespan, reactive_exact
 from vlora.routing import Group, MoveCosts, Need, Room, Router, proactive, reactive
 from vlora.routing.router import Advice
 from vlora.routing.scaling import (

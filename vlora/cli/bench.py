@@ -286,7 +286,7 @@ _FLAGS = {"latencies_us": "latency-us", "figures": "figure", "parts": "part", **
     "--part",
     "parts",
     multiple=True,
-    type=click.Choice(["memory", "peaks", "speed", "table5", "mixed", "engine"]),
+    type=click.Choice(["memory", "peaks", "speed", "table5", "mixed"]),
     help="Of `split`: only this part; may be repeated.",
 )
 @click.option(
@@ -321,9 +321,9 @@ def bench(name: str, quick: bool, out: Path | None, as_json: bool, **options: An
         vlora bench paper --out figures      # the papers' figures beside ours; resumes
         vlora bench paper --out figures --figure v-lora:fig14 --quick
 
-    `step`, `costs`, `serve` and `tp` are installed; a checkout has all others. `teachers` (small models beside
-    adapters), `fusion`, `bd` (block-diagonal adapters), `activated` (aLoRA) and `retrieve` (recall of `vlora retrieve`)
-    train models: they take long, and run last in `all`. `paper` is not part of `all`.
+    `step`, `costs`, `serve` and `tp` are installed; a checkout has all others. `fusion`, `bd` (block-diagonal adapters)
+    and `retrieve` (recall of `vlora retrieve`) train models: they take long, and run last in `all`. `paper` is not part
+    of `all`.
     """
     given = {option: value for option, value in options.items() if value not in (None, ())}
     for option in given:

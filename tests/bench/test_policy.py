@@ -1,4 +1,4 @@
-"""The engine's side of `vlora bench policy`, on a model of five million parameters."""
+"""`vlora bench policy` on a model of five million parameters."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import policy_engine
-from benchmarks.policy_engine import FLOOR, EnginePoint, measure_policies, retrieval, video
+from benchmarks import policy
+from benchmarks.policy import FLOOR, EnginePoint, measure_policies, retrieval, video
 from benchmarks.policy_workers import WorkClock, average_token_latency_ms, capacity, drive
 from vlora.bench.dummy import BenchModel, dummy_picture, small_config
 from vlora.bench.timing import threads
@@ -64,7 +64,7 @@ def test_capacity_is_that_of_a_full_batch() -> None:
     """With a clock that counts steps: a request keeps its place for as many steps as its answer has tokens, sixteen in
     the median, for any order in which the policy serves waiting requests.
     """
-    worker = policy_engine.PolicyEngines(PAIR, 4, CPU, RETRIEVAL).workers["unmerged_only"]
+    worker = policy.PolicyEngines(PAIR, 4, CPU, RETRIEVAL).workers["unmerged_only"]
     num_steps = 0
     run = worker.engine.step
 
@@ -86,7 +86,7 @@ def test_parallel_engines_are_at_the_same_arrivals() -> None:
     """A tenfold slowdown of the machine for a second affects every engine: with a clock in which every step takes its
     turn's time, no engine is ahead of another by more than a step, and each skips its own idle time.
     """
-    workers = policy_engine.PolicyEngines(PAIR, 4, CPU, RETRIEVAL).workers
+    workers = policy.PolicyEngines(PAIR, 4, CPU, RETRIEVAL).workers
     now = 0.0
     elapsed: dict[str, float] = dict.fromkeys(workers, 0.0)
     for name, worker in workers.items():
@@ -123,7 +123,7 @@ def test_the_simulated_engine_has_the_same_history() -> None:
         short_lane=8,
     )
     arrivals = RETRIEVAL.make(40, 5.0, 1)
-    twin = policy_engine.SimulatedEngine(costs, "cost_based", RETRIEVAL.make(32, 1e6, 0))
+    twin = policy.SimulatedEngine(costs, "cost_based", RETRIEVAL.make(32, 1e6, 0))
     first, second = twin.latency_ms(arrivals), twin.latency_ms(arrivals)
     assert twin.learned_costs.merged_s(32, 0) == pytest.approx(0.132, rel=0.02)
     assert second == pytest.approx(first, rel=0.2)
