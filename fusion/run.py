@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -37,20 +37,17 @@ from fusion.packing.joint import pack_jointly
 from fusion.packing.oracle import Oracle
 from fusion.packing.training_counts import max_trainings, min_trainings, trained_alone
 from fusion.plan.check import check_plan
-from fusion.plan.estimate import estimate
 from fusion.plan.schema import Order, Plan, PlanFile, RelativeThreshold, read_plan_file
 from fusion.progress import Progress, duration
-from fusion.report.build import report_run
 from fusion.report.report import FusionReport, OracleReport
-from fusion.training.checkpoint import NotStored
-from fusion.training.fingerprint import ALL
-from fusion.training.frozen_base import Domain, load_frozen_base
-from fusion.training.parallel_jobs import RunAhead
-from fusion.training.run_cache import RunCache
-from fusion.training.scoring import score_before_training
-from fusion.training.session import Session, prepare_data, training_session
 from vlora.errors import BadConfig
 from vlora.run_folder import lock_folder, writing
+
+if TYPE_CHECKING:
+    from fusion.training.frozen_base import Domain
+    from fusion.training.parallel_jobs import RunAhead
+    from fusion.training.run_cache import RunCache
+    from fusion.training.session import Session
 
 
 def fuse(
@@ -99,6 +96,10 @@ def fuse(
     hint = resume_hint or ResumeHint(out, restart=restart)
     with Progress(console) as progress, writing(out, only_disks=True):
         checked = check_plan(file, progress)
+        from fusion.report.build import report_run  # errors in the plan need no torch
+        from fusion.training.scoring import score_before_training
+        from fusion.training.session import prepare_data, training_session
+
         for name, own in checked.data.items():
             for note in own.notes:
                 progress.say(f"{name}: {note}")
@@ -139,6 +140,11 @@ def preview(
     refuse_foreign(out)
     with Progress(console or Console()) as progress:
         checked = check_plan(read_plan_file(given), progress)
+        from fusion.plan.estimate import estimate
+        from fusion.training.fingerprint import ALL
+        from fusion.training.frozen_base import load_frozen_base
+        from fusion.training.session import prepare_data, training_session
+
         plan, alone = checked.plan, trained_alone(checked.plan, checked.teacher_scores)
         with lock_folder(out):
             data = prepare_data(checked, out, progress, device=device, encode=False)
@@ -257,6 +263,8 @@ def pack_domains(session: Session, thresholds: Mapping[str, float]) -> Packing:
     After an earlier run with another plan, `guided` begins with that run's adapters, unless stored trainings suffice
     to pack from the beginning.
     """
+    from fusion.training.checkpoint import NotStored
+
     data, cache, say = session.data, session.cache, session.progress.say
     pack = partial(packing_of, data.plan, data.domains, thresholds, cache)
     alone = trained_alone(data.plan, data.teacher_scores)

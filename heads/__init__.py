@@ -1,24 +1,32 @@
 """Task heads: trainable linear layers that answer a vision task in one forward pass, stored with their adapter."""
 
-from heads.boxes import Box
-from heads.calibration import expected_calibration_error
-from heads.spec import HeadSpec, TaskHead
-from heads.storage import load_heads, save_heads
-from heads.task import LESS_IS_BETTER, Answer, Grid, Task, Value
-from heads.tasks import TASKS, make_task
+from __future__ import annotations
 
-__all__ = [
-    "LESS_IS_BETTER",
-    "TASKS",
-    "Answer",
-    "Box",
-    "Grid",
-    "HeadSpec",
-    "Task",
-    "TaskHead",
-    "Value",
-    "expected_calibration_error",
-    "load_heads",
-    "make_task",
-    "save_heads",
-]
+from typing import TYPE_CHECKING
+
+from vlora.lazy import attributes
+
+if TYPE_CHECKING:
+    from heads.answer import Answer, Grid, Value
+    from heads.boxes import Box
+    from heads.spec import HeadSpec, TaskHead
+    from heads.storage import load_heads, save_heads
+    from heads.task import Task
+    from heads.tasks import TASKS
+
+__all__ = ["TASKS", "Answer", "Box", "Grid", "HeadSpec", "Task", "TaskHead", "Value", "load_heads", "save_heads"]
+
+# Readers of training data use boxes and answers without torch.
+__getattr__ = attributes(
+    __name__,
+    TASKS="heads.tasks",
+    Answer="heads.answer",
+    Box="heads.boxes",
+    Grid="heads.answer",
+    HeadSpec="heads.spec",
+    Task="heads.task",
+    TaskHead="heads.spec",
+    Value="heads.answer",
+    load_heads="heads.storage",
+    save_heads="heads.storage",
+)

@@ -6,7 +6,7 @@ softmax and sigmoid is convex in the inverse temperature, so that its slope has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -50,12 +50,3 @@ def _zero(slope: Callable[[float], float], num_samples: int) -> float:
         else:
             low = middle
     return (low * high) ** 0.5
-
-
-def expected_calibration_error(confidences: Sequence[float], right: Sequence[bool], num_bins: int = 10) -> float:
-    """Mean distance of confidence and accuracy over bins of equal width, weighted by their number of answers."""
-    bins: dict[int, list[tuple[float, bool]]] = {}
-    for confidence, hit in zip(confidences, right, strict=True):
-        bins.setdefault(min(num_bins - 1, int(confidence * num_bins)), []).append((confidence, hit))
-    gaps = [abs(sum(confidence - hit for confidence, hit in members)) for members in bins.values()]
-    return sum(gaps) / max(1, len(confidences))

@@ -9,15 +9,13 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 
+from heads.answer import Answer, Grid, Value
 from heads.calibration import sigmoid_temperature, softmax_temperature
 from heads.f1 import F1Counts, f1_of
 from heads.task import (
-    Answer,
-    Grid,
     Grids,
     Logits,
     Task,
-    Value,
     check_labels,
     check_positive,
     check_share,

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 
-from heads.task import Answer, Grid, Grids, Logits, Task, Value, check_labels, check_positive
+from heads.answer import Answer, Grid, Value
+from heads.task import Grids, Logits, Task, check_labels, check_positive
 
 _TOLERANCE = 0.25  # default tolerance, as a fraction of the standard deviation of the training values
 

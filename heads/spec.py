@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from heads.task import Answer, Grid, Task
+from heads.answer import Answer, Grid
+from heads.task import Task
 from heads.tasks import make_task
 
 

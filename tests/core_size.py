@@ -83,6 +83,7 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
     ),
     "construction, once before the first step": (
         "vlora.config",
+        "vlora.lazy",
         "vlora.threads",
         "vlora.engine.build",
         "vlora.engine.device_runtime",

@@ -33,7 +33,8 @@ LEVEL_2 = LEVEL_1 | own("lora memory")
 LEVEL_3 = LEVEL_2 | own("orchestrator models")
 _SHELL = own("engine learning routing server simulator split client training tune")
 MAY_IMPORT: dict[str, set[str]] = {
-    **{each: set() for each in {"atmm", "heads"} | own("errors wording confidence threads")},
+    **{each: set() for each in {"atmm"} | own("errors wording confidence threads")},
+    "heads": own("lazy"),
     **{each: set() for each in own("adapter_files lazy logging_format")},
     **dict.fromkeys(own("plan_files opencv config auth_rate_limit parallel"), BASE),
     **dict.fromkeys(own("types run_folder"), own("errors")),
@@ -216,8 +217,7 @@ PUBLIC = {
     "vlora.models": "EncodedPrompt InputProcessor Region",
     "vlora.training": "LoraSettings Loss MicroStep PackedTrainer Sample TrainableLora Update",
     "vlora.lora": "AdapterRegistry HostAdapter HostFactors Registration SiteShape aligned carve",
-    "heads": "LESS_IS_BETTER TASKS Answer Box Grid HeadSpec Task TaskHead Value expected_calibration_error load_heads "
-    "make_task save_heads",
+    "heads": "TASKS Answer Box Grid HeadSpec Task TaskHead Value load_heads save_heads",
 }
 
 

@@ -35,9 +35,8 @@ from fusion.plan.data_formats import (
     Voc,
     Yolo,
 )
-from fusion.plan.image_heads import trains_by_itself
 from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold
-from fusion.plan.tasks import HEADS, METRICS, MIN_LABELS, WORDS
+from fusion.plan.tasks import HEADS, METRICS, MIN_LABELS, WORDS, trains_by_itself
 from fusion.progress import Progress
 from fusion.teachers import TeacherResult
 from fusion.training.text_metrics import box_of_words

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from fusion.data.items import Answer, Item, NamedBox
-from fusion.data.samples import Target
-from fusion.plan.tasks import MIN_LABELS
+from fusion.data.samples import Sample, Splits, Target
+from fusion.plan.tasks import HEADS, MIN_LABELS, WORDS
 from heads import Box
 from vlora.plan_files.errors import PlanErrors
 
@@ -140,3 +140,13 @@ def _index(label: str, index: dict[str, int]) -> int:
     if label not in index:
         raise ValueError(f"the label {label!r} is unknown; known: {', '.join(index) or 'none'}")
     return index[label]
+
+
+def answer_in_words(splits: Splits, sample: Sample) -> str:
+    """The target answer of the language model; empty if the target has no words."""
+    target = sample.target
+    if splits.task == "multi_label" and isinstance(target, tuple):
+        return " , ".join(splits.labels[each] for each in target if isinstance(each, int)) or "none"
+    if isinstance(target, int) and HEADS[splits.task][0] != WORDS:
+        return splits.labels[target] if target < len(splits.labels) else str(target)
+    return target if isinstance(target, str) else ""

@@ -1,4 +1,4 @@
-"""Time estimate of a plan's run on this machine, from a few real training steps."""
+"""What a run takes: the size of its adapters, from shapes alone, and its time, from a few real training steps."""
 
 from __future__ import annotations
 
@@ -8,22 +8,89 @@ import math
 import resource
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from transformers import AutoConfig
 
+from fusion.block_diagonal.blocks import num_parameters, undivided
 from fusion.data.load import DomainData
+from fusion.embedded import checkpoint_path
 from fusion.packing.training_counts import max_trainings, min_trainings, trained_alone
-from fusion.plan.image_heads import HEAD_SAMPLES, HEAD_STEPS
 from fusion.plan.schema import Plan
+from fusion.plan.tasks import HEAD_SAMPLES, HEAD_STEPS, READ_IMAGES
 from fusion.training.frozen_base import Domain, FrozenBase
 from fusion.training.scoring import MAX_SAMPLES, answers_before_training
 from fusion.training.trainer import LoraTrainer, StepTime
+from vlora.models.hf_model import HFModel
+from vlora.models.loading import dummy_model
+from vlora.models.pretrained import from_pretrained
+from vlora.models.vision.token_grids import why_no_grid
+from vlora.plan_files.errors import PlanErrors
 
+_BYTES = 4  # adapters are trained and stored in float32
 _BUDGET_S = 4.0  # for measured steps of a whole batch
 _MOST_STEPS = 8
 _TRIES = 3  # steps of few samples; the fastest counts, since other processes may slow one down
 _HEAD_TRIES, _MOST_HEAD_SAMPLES = 4, 128  # measured steps of a head that trains by itself, and samples in each
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSize:
+    """layers: linear layers with a delta."""
+
+    layers: int
+    parameters: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.parameters * _BYTES
+
+
+def shapes_of(plan: Plan, errors: PlanErrors) -> HFModel | None:
+    """The plan's base model without weights, on the meta device.
+
+    Returns None and reports an error if the model cannot be loaded or its family is not supported.
+    """
+    base = checkpoint_path() if plan.base == "embedded" else plan.base
+    try:
+        config = from_pretrained(AutoConfig, base)
+        model = dummy_model(config, "float32", torch.device("meta"), seed=0)
+    except Exception as error:  # libraries raise arbitrary errors for a broken config
+        errors.add(f'{plan.base!r} is neither "embedded" nor a model that can be loaded: {error}', "base")
+        return None
+    return HFModel(model)
+
+
+def lora_size(plan: Plan, hf_model: HFModel, errors: PlanErrors) -> LoraSize | None:
+    """Size of the plan's adapters for a base model, of which only shapes are read.
+
+    Returns None and reports an error for targets or blocks that the model does not support.
+    """
+    known = sorted({name.rpartition(".")[2] for name in hf_model.language_linears})
+    wanted = plan.lora.targets or known
+    language = {name: each for name, each in hf_model.language_linears.items() if name.rpartition(".")[2] in wanted}
+    unknown = [target for target in wanted if target not in known]
+    if unknown:
+        errors.add(f"the model has no {', '.join(unknown)}; it has {', '.join(known)}", "lora", "targets")
+        return None
+    if wrong := undivided(plan.lora, language):
+        errors.add(wrong, "lora", "blocks")
+        return None
+    layers = {**language, **(hf_model.vision_linears if plan.lora.vision else {})}
+    return LoraSize(len(layers), sum(num_parameters(plan.lora, name, layer) for name, layer in layers.items()))
+
+
+def refuse_heads(plan: Plan, data: Mapping[str, DomainData], config: Any, errors: PlanErrors) -> None:
+    """Report each domain with a head that needs a grid of image tokens, if those of this base model form no grid."""
+    why = why_no_grid(config)
+    for place, domain in enumerate(plan.domains):
+        task = data[domain.name].splits.task
+        if why is not None and task in READ_IMAGES:
+            errors.inside("domains", place).add(
+                f"{task} cannot be trained on {plan.base}: its head reads image tokens as a grid, but {why}; "
+                "choose another base, or another task"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

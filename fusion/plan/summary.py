@@ -8,24 +8,22 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
 
 from fusion.data.load import DomainData
 from fusion.data.samples import Sample
-from fusion.data.targets import labels_shown
+from fusion.data.targets import answer_in_words, labels_shown
 from fusion.packing.training_counts import max_trainings, trained_alone
 from fusion.plan.check import PlanChecked, check_plan
-from fusion.plan.estimate import Estimate, estimate
-from fusion.plan.image_heads import head_training, trains_by_itself
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, PlanFile, RelativeThreshold, read_plan_file
-from fusion.plan.tasks import HEADS, MEANS, METRIC_DESCRIPTIONS, METRICS, WORDS
+from fusion.plan.tasks import HEADS, MEANS, METRIC_DESCRIPTIONS, METRICS, WORDS, head_training, trains_by_itself
 from fusion.progress import Progress, duration
-from fusion.report.examples import contact_sheet
-from fusion.training.frozen_base import load_frozen_base
-from fusion.training.objectives import answer_in_words
-from heads import TASKS
+
+if TYPE_CHECKING:
+    from fusion.plan.estimate import Estimate
 
 _MAX_CLASSES = 12
 _BETTER = 0.05  # what an adapter exceeds an absolute threshold by, for the number of samples
@@ -91,6 +89,10 @@ def explain(
     """
     with Progress(Console(stderr=True)) as progress:
         checked = check_plan(read_plan_file(plan), progress)
+        from fusion.plan.estimate import estimate  # errors in the plan need no torch
+        from fusion.report.examples import contact_sheet
+        from fusion.training.frozen_base import load_frozen_base
+
         if sheet is not None:
             try:
                 contact_sheet({name: data.splits for name, data in checked.data.items()}).save(sheet)
@@ -248,7 +250,8 @@ def _domain(domain: DomainPlan, plan: Plan, data: DomainData) -> DomainSummary:
         answers=len({str(sample.target) for sample in splits.train}),
         frames=splits.num_frames,
         teacher=None if data.teacher_result is None else dataclasses.asdict(data.teacher_result),
-        also_in_words=splits.task in TASKS and any(answer_in_words(splits, sample) for sample in splits.train),
+        also_in_words=HEADS[splits.task][0] != WORDS
+        and any(answer_in_words(splits, sample) for sample in splits.train),
         notes=data.notes,
     )
 

@@ -14,6 +14,7 @@ import cv2
 import msgspec
 
 from fusion.data.samples import Splits
+from fusion.data.targets import answer_in_words
 from fusion.folder import former_adapters, replace_results
 from fusion.packing.algorithm import Adapter, Packing, names_of
 from fusion.plan.schema import Plan
@@ -30,7 +31,7 @@ from fusion.report.report import (
     model_card,
 )
 from fusion.synthetic.sources import STREAMS
-from fusion.training.objectives import HeadObjective, answer_in_words
+from fusion.training.objectives import HeadObjective
 from fusion.training.session import RunData, Session
 from vlora.adapter_files import DOMAINS_FILE
 from vlora.types.domain import DomainSummary

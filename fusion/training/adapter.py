@@ -13,8 +13,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from fusion.block_diagonal.blocks import block_config, scaled_alpha, undivided
-from fusion.plan.image_heads import trains_by_itself
 from fusion.plan.schema import Plan
+from fusion.plan.tasks import trains_by_itself
 from fusion.training.activation import pass_offsets
 from fusion.training.checkpoint import State
 from fusion.training.collator import EncodedSample, forward_samples, without_language_model

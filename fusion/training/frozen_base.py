@@ -14,6 +14,7 @@ from PIL import Image
 from atmm.formats import FORMATS
 from atmm.quantized import BLOCK
 from fusion.data.samples import Sample, Splits, held_back
+from fusion.data.targets import answer_in_words
 from fusion.embedded import checkpoint_path
 from fusion.plan.schema import DomainPlan, Plan
 from fusion.progress import Progress
@@ -21,7 +22,7 @@ from fusion.training.activation import OFFSETS, invocation_tokens
 from fusion.training.collator import EncodedSample, TextInput, batch_arguments, embed, features_of_tokens
 from fusion.training.features import FeatureCache, Features, InMemory
 from fusion.training.fingerprint import hash_of_weights
-from fusion.training.objectives import answer_in_words, objective_of
+from fusion.training.objectives import objective_of
 from heads.boxes import Window
 from vlora.config import EngineConfig, Quantize
 from vlora.errors import BadConfig, BadPlan, BadRequest

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusion.data.samples import Sample, Splits, Target
+from fusion.data.samples import Splits, Target
 from fusion.plan.tasks import METRICS
 from fusion.training.text_metrics import overlap, token_f1
 from heads import TASKS, Grid, HeadSpec, Task, TaskHead
@@ -211,13 +211,3 @@ def metric_of_some(objective: Objective, answers: Sequence[object], targets: Seq
         return 0.0
     given, wanted = zip(*pairs, strict=True)
     return objective.metric(given, wanted) * len(pairs) / len(targets)
-
-
-def answer_in_words(splits: Splits, sample: Sample) -> str:
-    """The target answer of the language model; empty if the target has no words."""
-    target = sample.target
-    if splits.task == "multi_label" and isinstance(target, tuple):
-        return " , ".join(splits.labels[each] for each in target if isinstance(each, int)) or "none"
-    if isinstance(target, int) and splits.task in TASKS:
-        return splits.labels[target] if target < len(splits.labels) else str(target)
-    return target if isinstance(target, str) else ""

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from fusion.data.samples import Splits, Target
-from fusion.data.targets import reader
+from fusion.data.targets import answer_in_words, reader
 from fusion.packing.algorithm import Adapter, Score
 from fusion.plan.tasks import MEANS
 from fusion.progress import Progress, ProgressCallback
 from fusion.training.adapter import TrainableAdapter
 from fusion.training.collator import EncodedSample
 from fusion.training.frozen_base import Domain
-from fusion.training.objectives import ForwardOutputs, Objective, answer_in_words, metric_of_some, objective_of
+from fusion.training.objectives import ForwardOutputs, Objective, metric_of_some, objective_of
 from fusion.training.steps import halving
 from heads.f1 import F1Counts, f1_of
 from vlora.confidence import lower_bound

@@ -184,23 +184,36 @@ def test_a_front_end_loads_its_tokenizer_and_image_processor_without_torch() -> 
         ("query --help", set(), "Usage: vlora query"),
         ("fuse {plan} --check", set(), "error: {plan}, line 1, field `domians`: is not a known field"),
         ("fuse {plan} --out out", set(), "error: {plan}, line 1, field `domians`: is not a known field"),
+        (
+            "fuse {data} --check",
+            {"numpy", "cv2"},
+            "error: {data}, line 1, field `domains[0].data.path`: {table}",
+        ),
+        ("fuse {data} --out {out}", {"numpy", "cv2"}, "error: {data}, line 1, field `domains[0].data.path`: {table}"),
+        ("fuse {data} --out {out} --dry-run", {"numpy", "cv2"}, "error: {data}, line 1, field `domains[0].data.path`"),
     ],
 )
-def test_queries_help_and_errors_in_a_plan_load_nothing_heavy(
+def test_queries_help_and_errors_in_a_plan_or_its_data_load_nothing_heavy(
     address: str, image: str, tmp_path: Path, command: str, light: set[str], shown: str
 ) -> None:
     (plan := tmp_path / "plan.yaml").write_text(
         "domians: []\ndomains: [{name: a, source: lfw-faces, question: what, threshold: 0.5}]\n"
     )
-    names = {"address": address, "image": image, "plan": plan}
+    (table := tmp_path / "table.csv").write_text("image,answer\nmissing.png,cat\n")
+    (data := tmp_path / "data.yaml").write_text(
+        f"domains: [{{name: a, question: what, threshold: 0.5, data: {{format: questions, path: {table}}}}}]\n"
+    )
+    files = {"plan": plan, "table": table, "data": data, "out": tmp_path / "out"}
+    names = {"address": address, "image": image, **files}
     heavy = {"torch", "numpy", "transformers", "cv2", "zmq", "scipy", "rpyc", "fastapi"} - light
+    tops = ("vlora", "fusion", "apps", "heads", "atmm")
     code = (
         f"import sys, vlora.cli; sys.argv = ['vlora', *{command.format(**names).split()}]\n"
         "try: vlora.cli.main()\n"
         "except SystemExit: pass\n"
         f"heavy = {heavy} & set(sys.modules); assert not heavy, heavy\n"
-        "own = [name for name in sys.modules if name.partition('.')[0] in ('vlora', 'fusion', 'apps')]\n"
-        "assert len(own) <= 80, own"
+        f"own = [name for name in sys.modules if name.partition('.')[0] in {tops}]\n"
+        "assert len(own) <= 100, own"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and (done.stdout + done.stderr).startswith(shown.format(**names)), done.stderr

@@ -12,7 +12,8 @@ import cv2
 import numpy as np
 
 from fusion.data.samples import Splits, Target
-from fusion.training.objectives import answer_in_words, objective_of
+from fusion.data.targets import answer_in_words
+from fusion.training.objectives import objective_of
 from heads import Box
 from tests.fusion.made import load_plan
 from tests.processors import write_checkpoint

@@ -22,7 +22,7 @@ from transformers import AutoModelForImageTextToText
 
 from fusion.block_diagonal.blocks import block_side, scaled_alpha
 from fusion.block_diagonal.convert import convert, nearest_blocks
-from fusion.plan.check import lora_size, shapes_of
+from fusion.plan.estimate import lora_size, shapes_of
 from fusion.plan.schema import LoraPlan, read_plan_file
 from fusion.training.trainer import LoraTrainer
 from heads import TASKS, HeadSpec, TaskHead, save_heads

@@ -10,7 +10,7 @@ import pytest
 from fusion.data.load import DomainData
 from fusion.data.samples import Splits
 from fusion.plan.estimate import Estimate, estimate
-from fusion.plan.image_heads import HEAD_SAMPLES, HEAD_STEPS
+from fusion.plan.tasks import HEAD_SAMPLES, HEAD_STEPS
 from fusion.progress import Progress
 from fusion.training.frozen_base import FrozenBase, load_frozen_base
 from fusion.training.trainer import LoraTrainer, StepTime

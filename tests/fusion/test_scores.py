@@ -19,19 +19,21 @@ from rich.console import Console
 from scipy.stats import binom
 from torch import nn
 
+import heads
 from fusion.data.load import DomainData
 from fusion.data.samples import Sample, Splits, Target
+from fusion.data.targets import answer_in_words
 from fusion.embedded.object_names import NUMBERS
-from fusion.plan.check import LoraSize, PlanChecked
-from fusion.plan.estimate import Estimate
+from fusion.plan.check import PlanChecked
+from fusion.plan.estimate import Estimate, LoraSize
 from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold
 from fusion.plan.summary import POWER, print_summary, samples_needed
-from fusion.plan.tasks import MEANS, METRICS, TASKS
+from fusion.plan.tasks import HEADS, MEANS, METRICS, READ_IMAGES, TASKS, WORDS
 from fusion.synthetic.streets import KINDS, ask_traffic, count_vehicles, find_things
 from fusion.teachers.labelling import TeacherResult
 from fusion.training.collator import TextInput
 from fusion.training.frozen_base import Prompt, greedy
-from fusion.training.objectives import ForwardOutputs, answer_in_words, objective_of
+from fusion.training.objectives import ForwardOutputs, objective_of
 from fusion.training.scoring import score_texts, score_with_bound
 from fusion.training.text_metrics import token_f1
 from heads import Box, detection
@@ -77,6 +79,12 @@ def test_the_plans_metric_is_used(task: str, name: str) -> None:
     assert objective.metric(answers, targets) == pytest.approx(scores[name])  # type: ignore[arg-type]
     assert objective.metric(targets, targets) == 1.0  # type: ignore[arg-type]
     assert objective_of(splits).metric_name == METRICS[task][0]
+
+
+def test_the_plans_tasks_are_those_of_the_heads() -> None:
+    with_heads = {task for task, names in HEADS.items() if names[0] != WORDS}
+    assert with_heads == heads.TASKS.keys()
+    assert {kind for kind, task in heads.TASKS.items() if task.reads_images} == READ_IMAGES
 
 
 @given(st.lists(st.sampled_from("abcd")), st.lists(st.sampled_from("abcd")), st.randoms())

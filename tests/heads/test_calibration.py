@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 
-from heads import Box, Value, expected_calibration_error, make_task
+from heads import Box, Value
 from heads.calibration import sigmoid_temperature, softmax_temperature
+from heads.tasks import make_task
 from tests.example_counts import scaled
+
+
+def expected_calibration_error(confidences: Sequence[float], right: Sequence[bool], num_bins: int = 10) -> float:
+    """Mean distance of confidence and accuracy over bins of equal width, weighted by their number of answers."""
+    bins: dict[int, list[tuple[float, bool]]] = {}
+    for confidence, hit in zip(confidences, right, strict=True):
+        bins.setdefault(min(num_bins - 1, int(confidence * num_bins)), []).append((confidence, hit))
+    gaps = [abs(sum(confidence - hit for confidence, hit in members)) for members in bins.values()]
+    return sum(gaps) / max(1, len(confidences))
 
 
 def drawn(seed: int, num: int, classes: int, sure: float) -> tuple[torch.Tensor, torch.Tensor]:

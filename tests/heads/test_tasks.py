@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import f1_score
 
-from heads import LESS_IS_BETTER, TASKS, Box, Grid, Task, Value, make_task
+from heads import TASKS, Box, Grid, Task, Value
 from heads.regression import Regression
+from heads.task import LESS_IS_BETTER
+from heads.tasks import make_task
 
 pytestmark = pytest.mark.slow
 

@@ -80,8 +80,7 @@ def fuse(
     path = _plan_file(plan)
     file = read_plan_file(path)  # an error is reported before torch loads
     if check:
-        with _loading():
-            from fusion.plan import summary
+        from fusion.plan import summary
 
         sheet = path.with_name(f"{path.stem}-data.png") if path == plan else None  # none of a packaged plan
         summary.explain(file, device=device, json_out=as_json, sheet=sheet)
@@ -91,8 +90,7 @@ def fuse(
         why = "--restart reuses nothing; --check estimates a run from nothing" if restart else "it prints lines"
         raise click.UsageError(f"--dry-run excludes {'--restart' if restart else '--json'}: {why}")
     elif dry_run:
-        with _loading():
-            from fusion import run
+        from fusion import run
 
         run.preview(file, out, device=device)
     elif resume and restart:
@@ -110,8 +108,7 @@ def fuse(
             server.adapters()  # an error is reported before the run
             replacing = functools.partial(replacing_served, server)
         with ends_with(lambda: f"{resume_hint}; resume with: {same_command(sys.argv, resume_hint.option)}"):
-            with _loading():  # an interrupt during the imports is handled in the same way
-                from fusion import run
+            from fusion import run  # an interrupt during the imports is handled in the same way
 
             report = run.fuse(
                 file,
