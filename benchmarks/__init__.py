@@ -1,10 +1,11 @@
 """Benchmarks of this project against baselines, run from a checkout: `vlora bench NAME`."""
 
 BENCHES = {
-    **{name: f"benchmarks.{name}" for name in ("atmm", "policy", "loading", "reuse", "cluster", "heads", "gateway")},
+    **{name: f"benchmarks.{name}" for name in ("atmm", "policy", "loading", "reuse", "cluster", "gateway")},
     **{name: f"benchmarks.{name}" for name in ("soak", "streams")},
     "split": "benchmarks.split.split",
-    **{name: f"benchmarks.{name}" for name in ("packed", "training", "fusion")},
+    **{name: f"benchmarks.{name}" for name in ("packed", "training")},
+    "fusion": "benchmarks.fusion.packing",
     "bd": "benchmarks.adapters",
     "retrieve": "benchmarks.retrieve",
     "paper": "benchmarks.paper",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +41,6 @@ _ROUNDS, _QUICK_ROUNDS = 9, 5
 _TURNS_PER_ROUND = 3  # strategies are close to one another, and the report contains the worst of many cells
 _ENOUGH_S = 0.15  # of each strategy in a cell, after which fewer turns suffice
 _FAR = 1.1  # times the best strategy's time; a chosen strategy slower than this is timed again
-_DRAWS = 200  # resamples of all cells, to estimate the error of a spread over them
 _MOST_GATHERED_BYTES = 2**30  # memory limit of gathering factors per token; larger cells omit that baseline
 
 
@@ -220,39 +218,23 @@ def with_cold_caches(
 
 
 class Spread(NamedTuple):
-    """p95 / p50 of the chosen strategy and of the others, over the calls of all cells, and the standard error of the
-    ratio of the two.
-    """
+    """p95 / p50 of the chosen strategy and of the others, over the calls of all cells."""
 
     chosen: float
     others: float
-    error: float
 
     @classmethod
     def of(cls, cells: Sequence[Mapping[str, Sequence[float]]]) -> Spread:
         """Each call relative to the median of its cell: the 95th percentile of the few calls of one cell would be its
-        maximum. The error is estimated by resampling the cells.
+        maximum.
         """
-        shares = [_shares(cell) for cell in cells]
-        draw = random.Random(0)
-        drawn = [_sides(draw.choices(shares, k=len(shares))) for _ in range(_DRAWS)]
-        return cls(*_sides(shares), statistics.stdev(chosen / others for chosen, others in drawn))
-
-
-def _sides(shares: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[float, float]:
-    """p95 / p50 of the chosen strategy, and of the others."""
-    chosen, others = (list(itertools.chain.from_iterable(side)) for side in zip(*shares, strict=True))
-    return _p95_over_p50(chosen), _p95_over_p50(others)
-
-
-def _shares(cell: Mapping[str, Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Relative times of the chosen strategy, and of the others."""
-    own: list[float] = []
-    theirs: list[float] = []
-    for name, seconds in cell.items():
-        median = statistics.median(seconds)
-        (own if name == "chosen" else theirs).extend(taken / median for taken in seconds)
-    return own, theirs
+        chosen: list[float] = []
+        others: list[float] = []
+        for cell in cells:
+            for name, seconds in cell.items():
+                median = statistics.median(seconds)
+                (chosen if name == "chosen" else others).extend(taken / median for taken in seconds)
+        return cls(_p95_over_p50(chosen), _p95_over_p50(others))
 
 
 def _p95_over_p50(values: Sequence[float]) -> float:

@@ -5,7 +5,7 @@ their popularity drifts (dLoRA's placement), and decisions cost little CPU time.
 papers' descriptions.
 
 Columns: N: replicas. active: replicas with requests, on average; batch: the requests of one of these. ttft: time to
-first token. us: CPU time of a decision. share: of all replicas' time that is idle for at least a minute.
+first token. us: CPU time of a decision.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from vlora.orchestrator import Costs
 from vlora.routing import RULES, Need, Report, Room, Router
 from vlora.simulator import Arrival, ClusterConfig, Measures, ReplicaConfig, replay
 from vlora.simulator.arrivals import adapter_name
-from vlora.simulator.measures import Sample
 from vlora.simulator.popularity import power_law
 
 GPU = Costs(
@@ -46,7 +45,7 @@ _COLUMNS = ("part", "case", "rule", "N", "req/s", "active", "batch", "loads", "t
 
 
 def row(**values: Any) -> Row:
-    return dict.fromkeys((*_COLUMNS, "p50 us", "p99 us", "share", "CPU s")) | {"samples": []} | values
+    return dict.fromkeys((*_COLUMNS, "p50 us", "p99 us", "CPU s")) | {"samples": []} | values
 
 
 def simulated(
@@ -79,7 +78,7 @@ HOUR = "figure 13"
 HOUR_MAIN = "20/s at the peak"
 _HOUR_REPLICAS = 16
 _SAMPLE_S = 10.0
-_IDLE_SAMPLES = 6  # a minute, after which a replica could be released
+_A_MINUTE = 6  # samples
 
 
 def rising_and_falling(peak: float, duration_s: float, seed: int = 0) -> Iterator[Arrival]:
@@ -110,24 +109,10 @@ def hour(quick: bool) -> list[Row]:
         case = f"{peak:g}/s at the peak" + ", consolidation every 10 s" * bool(consolidate_s)
         made, measures = simulated(HOUR, case, rising_and_falling(peak, 900.0 if quick else 3600.0), cluster)
         made["batch"] = statistics.fmean(size for sample in measures.samples for size in sample.sizes.values() if size)
-        made["share"] = idle_share(measures.samples)
         if case == HOUR_MAIN:  # the plots' case
             made["samples"] = [list(sample.sizes.values()) for sample in measures.samples]
         found.append(made)
     return found
-
-
-def idle_share(samples: Sequence[Sample]) -> float:
-    """The share of all replicas' time in idle periods of at least a minute, after which they could be released."""
-    idle = total = 0
-    for name in samples[0].sizes:
-        run = 0
-        for busy in [*(sample.sizes[name] > 0 for sample in samples), True]:
-            if busy:
-                idle += run if run >= _IDLE_SAMPLES else 0
-            run = 0 if busy else run + 1
-        total += len(samples)
-    return idle / total
 
 
 def hour_goals(found: Sequence[Row]) -> list[Goal]:
@@ -283,8 +268,8 @@ def _over_the_hour(rows: Sequence[Row]) -> list[Row]:
     made = []
     for one in rows:
         samples = one["samples"]
-        for place in range(_IDLE_SAMPLES - 1, len(samples)):
-            window = samples[place - _IDLE_SAMPLES + 1 : place + 1]
+        for place in range(_A_MINUTE - 1, len(samples)):
+            window = samples[place - _A_MINUTE + 1 : place + 1]
             active = sum(size > 0 for sizes in window for size in sizes) / len(window)
             batch = sum(map(sum, window)) / len(window) / max(1.0, active)
             at = {"rule": one["rule"], "minutes": _SAMPLE_S * place / 60}

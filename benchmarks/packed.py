@@ -30,7 +30,7 @@ from vlora.training import LoraSettings, PackedTrainer, Sample
 SETTINGS = LoraSettings(rank=8, alpha=16, learning_rate=1e-3)
 """Rank 8 on q, k, v and o: LoRA 3 of the Symbiosis paper's table 2."""
 
-PLAIN, RECOMPUTED = "plain PEFT", "packed, recomputed"
+PLAIN = "plain PEFT"
 COMPARED = 4
 """Adapters of the goals."""
 
@@ -136,9 +136,9 @@ class PackedTraining:
         self.pieces: list[float] = []
         """Processor seconds of the pieces of the last step."""
 
-    def step(self, batches: Sequence[Batch], *, recompute: bool = False) -> list[float]:
+    def step(self, batches: Sequence[Batch]) -> list[float]:
         samples = {str(place): [Sample(one, one) for one in batch] for place, batch in enumerate(batches)}
-        step = self.trainer.micro_step(samples, recompute=recompute)
+        step = self.trainer.micro_step(samples)
         self.pieces = []
         complete = False
         while not complete:
@@ -161,17 +161,16 @@ def measure(name: str, plain: PlainTraining, packed: PackedTraining, size: Size)
     tokens = [sum(map(len, batch)) for batch in batches]
     longest: list[float] = []
 
-    def together(adapters: int, *, recompute: bool) -> None:
-        packed.step(batches[:adapters], recompute=recompute)
-        if adapters == COMPARED and not recompute:
+    def together(adapters: int) -> None:
+        packed.step(batches[:adapters])
+        if adapters == COMPARED:
             longest.append(max(packed.pieces))
 
     ways: dict[tuple[str, int], Callable[[], object]] = {
         (PLAIN, COMPARED): lambda: [plain.step(batch) for batch in batches[:COMPARED]]
     }
     for adapters in size.adapters:
-        ways["packed", adapters] = functools.partial(together, adapters, recompute=False)
-    ways[RECOMPUTED, COMPARED] = functools.partial(together, COMPARED, recompute=True)
+        ways["packed", adapters] = functools.partial(together, adapters)
     labels = {f"{way} {adapters}": (way, adapters) for way, adapters in ways}
     seconds = interleaved({label: ways[key] for label, key in labels.items()}, size.rounds, warmup=1)
     per_token = {key: [each / sum(tokens[: key[1]]) for each in seconds[label]] for label, key in labels.items()}

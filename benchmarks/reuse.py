@@ -1,8 +1,7 @@
 """The cost of ten questions about one picture, to one model or to ten adapters, in units of one question.
 
 The floor is tokens: the prefix before the questions once, then each question and the block in which it begins. All
-engines encode a picture once for all of its questions, so only the language model's part differs. In sequence, each
-question is a separate step that reads all weights for its few tokens: the report includes this case without a goal.
+engines encode a picture once for all of its questions, so only the language model's part differs.
 
 Each of ten adapters asks its own question about one picture. Ordinary ones have KV of their own for the whole prompt.
 Activated ones (aLoRA) share the KV of the 960 tokens before their invocation, of 1,024.
@@ -30,7 +29,7 @@ from vlora.models.loading import dummy_model
 _NUM_QUESTIONS = 10
 _QUESTION = 32  # tokens
 _SIDE = 64  # patches per side of a picture; four patches make a token
-_AT_ONCE, _IN_TURN, _WITHOUT = "ten at once", "ten in turn", "ten at once, no cache"
+_AT_ONCE, _WITHOUT = "ten at once", "ten at once, no cache"
 _RANK = 16
 _INVOCATION = (1001, 1002, 1003)
 _OWN = 64  # tokens from the invocation on
@@ -50,7 +49,6 @@ def measure(quick: bool) -> Measured:
         {
             "one": lambda: plain.ask(1),
             _AT_ONCE: lambda: cached.ask(_NUM_QUESTIONS),
-            _IN_TURN: lambda: cached.ask(_NUM_QUESTIONS, in_turn=True),
             _WITHOUT: lambda: plain.ask(_NUM_QUESTIONS),
         },
         rounds,
@@ -138,14 +136,12 @@ class _QuestionEngine:
         self._before = (*self._words(num_before), config.vision_start_token_id, *shown, config.vision_end_token_id)
         self._prompt_len = len(self._before) + question
 
-    def ask(self, num_questions: int, *, in_turn: bool = False) -> _Asked:
-        """Answer with one token each; `in_turn`: one question after another, instead of all at once."""
+    def ask(self, num_questions: int) -> _Asked:
+        """Answer all at once, with one token each."""
         before, picture = self._engine.engine.stats(), unseen(self._picture)
         for adapter in self._adapters[:num_questions]:
             words = (*self._before, *self._begin, *self._words(self._num_words))
             self._engine.add(words, 1, adapter, vision=(picture,))
-            if in_turn:
-                self._engine.finish()
         self._engine.finish()
         after = self._engine.engine.stats()
         return _Asked(

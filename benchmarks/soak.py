@@ -21,14 +21,13 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from PIL import Image
 
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
 from vlora.bench.serve.http_client import HttpConnection, connected
-from vlora.bench.serve.server_process import ADAPTERS, HEAD, ServerProcess, embedded_model_server, resident_mib
+from vlora.bench.serve.server_process import ADAPTERS, HEAD, ServerProcess, embedded_model_server
 from vlora.bench.timing import percentile
 from vlora.client import AsyncClient
 from vlora.errors import VLoraError
@@ -88,7 +87,6 @@ def measure(quick: bool) -> Measured:
         "dropped frames": soak.num_dropped,
         "cut off at the end": soak.num_cut,
         "questions compared": soak.num_asks,
-        "cores": {name: round(value, 3) for name, value in soak.cores.items()},
         "arena filled": soak.filled,
     }
     return Measured(rows, found, goals)
@@ -118,7 +116,6 @@ class SoakResult:
     num_dropped: int = 0  # frames that newer ones replaced
     num_cut: int = 0  # clients cancelled at the deadline
     num_asks: int = 0  # questions with answers to compare
-    cores: dict[str, float] = dataclasses.field(default_factory=dict)  # load of each process; 1 is one full core
     filled: float = 0.0  # fraction of the preparation's tokens put into the arena
 
     @property
@@ -175,7 +172,7 @@ async def _run_clients(server: ServerProcess, seconds: float, num_phases: int) -
             filled=min(1.0, filled / _FILLING_TOKENS),
         )
         async with AsyncClient(port=server.rpyc_port, timeout_s=120.0) as cameras:
-            work: list[Coroutine[Any, Any, None]] = [_record_usage(soak, server), _disconnect_early(soak, port)]
+            work: list[Coroutine[Any, Any, None]] = [_record_memory(soak, server), _disconnect_early(soak, port)]
             work += [_ask_repeatedly(soak, port, expected, number) for number in range(_NUM_STREAMS)]
             work += [_read_slowly(soak, port) for _ in range(_NUM_SLOW)]
             work += [_send_frames(soak, cameras, number) for number in range(_NUM_CAMERAS)]
@@ -347,24 +344,10 @@ async def _read_slowly(soak: SoakResult, port: int) -> None:
         soak.num_slow += 1
 
 
-async def _record_usage(soak: SoakResult, server: ServerProcess) -> None:
-    """Record the memory of the server's processes, and the processor time of all processes including the bench."""
-    processes = server.processes
-    all_processes = {**processes, "bench": psutil.Process()}
+async def _record_memory(soak: SoakResult, server: ServerProcess) -> None:
     loop = asyncio.get_running_loop()
-    before: dict[str, float] = {}
-    began = 0.0
     while not soak.ended:
-        now = loop.time()
-        for name, process in processes.items():
-            soak.memory_mib.setdefault(name, []).append((now, resident_mib(process)))
-        if not before and now >= soak.warm_s:
-            before, began = {name: _cpu_s(each) for name, each in all_processes.items()}, now
+        for name, process in server.processes.items():
+            mib = process.memory_info().rss / 2**20
+            soak.memory_mib.setdefault(name, []).append((loop.time(), mib))
         await asyncio.sleep(_SAMPLE_S)
-    elapsed = loop.time() - began
-    soak.cores = {name: (_cpu_s(each) - before[name]) / elapsed for name, each in all_processes.items()}
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)

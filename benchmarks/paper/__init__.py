@@ -2,7 +2,8 @@
 numbers.
 
 Reading order: `figures.yaml` (all figures), `figure.py` (what its rows mean), `drawing.py` (the kinds of plot),
-`measuring.py` (the setting); then the measurements: `benches.py`, `operators.py`, `steps.py`, `simulations.py`.
+`measuring.py` (the setting); then the measurements: `benches.py`, `heads.py`, `operators.py`, `steps.py`,
+`simulations.py`.
 """
 
 from __future__ import annotations

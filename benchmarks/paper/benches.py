@@ -1,4 +1,4 @@
-"""Figures from the rows of other benchmarks (`heads`, `tp`, `bd`, `split`), from trainings on the embedded model, and
+"""Figures from the rows of other benchmarks (`tp`, `bd`, `split`), from trainings on the embedded model, and
 from configurations.
 """
 
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from benchmarks import adapters as block_diagonal
-from benchmarks import heads
 from benchmarks.adapters import base_of, cut, plan_of, trainer_of
 from benchmarks.paper import simulations, steps
 from benchmarks.paper.measuring import QUICK_MODEL, Measuring
@@ -52,13 +51,6 @@ def models(_: Measuring) -> list[Row]:
             }
         )
     return rows
-
-
-def head_latency(measuring: Measuring, limit_s: float) -> list[Row]:
-    """Of `vlora bench heads`, with fewer rounds; `answer`: whether it is the shorter or the longer one."""
-    rows = heads.latency_rows(measuring.setting.quick, limit_s, with_floor=False)
-    longest = max(row["answer tokens"] for row in rows)
-    return [{**row, "answer": "longer" if row["answer tokens"] == longest else "shorter"} for row in rows]
 
 
 def slots(measuring: Measuring, cases: Sequence[Mapping[str, Any]], rounds: int) -> list[Row]:

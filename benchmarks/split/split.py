@@ -1,9 +1,8 @@
 """`vlora bench split`: what a base executor costs and saves, beside own copies of the model.
 
-Memory is the proportional set size (PSS) of all processes, after one further training step of every client. Speed is
-the processor time of a token, of the client and of the executor together, in turns, so that other load on the machine
-cancels out. Table 5 and figures 22 and 23 of the paper are in wall time: run them on an otherwise idle machine. Clients
-and executors are processes with one thread each.
+Memory is the proportional set size (PSS) of all processes, after one further training step of every client. Table 5 and
+figures 22 and 23 of the paper are in wall time: run them on an otherwise idle machine. Clients and executors are
+processes with one thread each.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from benchmarks.split.rows import FULL, QUICK, TRAIN, Size, row, write_checkpoin
 from vlora.bench.harness import Bench, Measured, Results
 from vlora.bench.plots import Plot
 from vlora.bench.report import Goal
-from vlora.bench.timing import by_turns
 
 WAYS = {
     "executor and clients, float32": ("float32", True),
@@ -88,65 +86,6 @@ def _private(workers: Sequence[Process], executors: Sequence[Process]) -> list[f
     ]
 
 
-NUM_DECODERS = 4
-
-
-def speed(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
-    """Processor time of a token: an own copy, one client of an executor, and several that decode at once."""
-    address = f"unix:{checkpoint.parent}/speed.sock"
-    with (
-        running(Process("base_process", str(checkpoint), address)) as (base,),
-        running(*(Process("worker", str(checkpoint), "--base", address) for _ in range(NUM_DECODERS))) as clients,
-        running(Process("worker", str(checkpoint))) as own,
-    ):
-
-        def cpu_ms(workers: Sequence[Process], command: dict[str, Any]) -> float:
-            before = base.cpu_s()
-            answers = run_together(workers, [command] * len(workers))
-            total = base.cpu_s() - before + sum(answer["cpu_s"] for answer in answers)
-            return 1e3 * total / sum(answer["tokens"] for answer in answers)
-
-        prefill, decode = {"do": "prefill", "rows": 1, "length": 32}, {"do": "decode", "tokens": size.tokens}
-        for workers in (own, clients):
-            run_together(workers, [prefill] * len(workers))
-        return [
-            *_compared(
-                "training, 128 tokens a step",
-                {"own copy": lambda: cpu_ms(own, TRAIN), "one client": lambda: cpu_ms(clients[:1], TRAIN)},
-                size.rounds,
-            ),
-            *_compared(
-                "decoding, one row",
-                {"own copy": lambda: cpu_ms(own, decode), "one client": lambda: cpu_ms(clients[:1], decode)},
-                size.rounds,
-            ),
-            *_compared(
-                "decoding, one row each",
-                {
-                    "one client": lambda: cpu_ms(clients[:1], decode),
-                    f"{NUM_DECODERS} clients": lambda: cpu_ms(clients, decode),
-                },
-                size.rounds,
-            ),
-        ]
-
-
-def _compared(what: str, ways: dict[str, Callable[[], float]], rounds: int) -> list[dict[str, Any]]:
-    """Milliseconds of each way, and the median of the ratios to the first, by turns; one round does not count."""
-    found = by_turns(ways, rounds)
-    first = next(iter(found.values()))
-    return [
-        row(
-            what,
-            way,
-            clients=NUM_DECODERS if way.startswith(str(NUM_DECODERS)) else 1,
-            ratio=statistics.median(a / b for a, b in zip(values, first, strict=True)),
-            **{"CPU ms a token": statistics.median(values)},
-        )
-        for way, values in found.items()
-    ]
-
-
 def table_5(checkpoint: Path, size: Size) -> list[dict[str, Any]]:
     """The paper's table 5 in shape: decoding clients of different batch sizes under three ways to batch."""
     addresses = [f"unix:{checkpoint.parent}/policy{place}.sock" for place in range(len(POLICIES))]
@@ -192,7 +131,6 @@ def _calls_a_product(printed: str) -> float:
 PARTS: Mapping[str, Callable[[Path, Size], list[dict[str, Any]]]] = {
     "memory": memory,
     "peaks": lambda checkpoint, _: peaks(checkpoint),
-    "speed": speed,
     "table5": table_5,
     "mixed": mixed.measure,
 }
@@ -229,7 +167,6 @@ def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
     """The goals of the parts that the rows are of."""
     return [
         *_memory_goals(rows),
-        *_speed_goals(rows),
         *_table_5_goals(rows),
         *mixed.goals_of(rows),
     ]
@@ -242,21 +179,6 @@ def _memory_goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
     whole = {each["way"]: each["all MiB"] for each in rows if each["what"] == "memory" and each["clients"] == most}
     share = whole["executor and clients, bfloat16"] / whole["copies that cannot share, bfloat16"]
     return [Goal(f"memory of {most} clients beside copies that cannot share", share, 1.0, True)]
-
-
-def _speed_goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
-    ratios = {(each["what"], each["way"]): each["ratio"] for each in rows if each["CPU ms a token"] is not None}
-    wanted = (
-        ("training, 128 tokens a step", "one client", "training of 128 tokens, CPU time beside an own copy", 1.1),
-        ("decoding, one row", "one client", "decoding one row, CPU time beside an own copy", 1.5),
-        (
-            "decoding, one row each",
-            f"{NUM_DECODERS} clients",
-            f"{NUM_DECODERS} decoding clients, CPU time a token beside one",
-            0.8,
-        ),
-    )
-    return [Goal(name, ratios[what, way], goal, True) for what, way, name, goal in wanted if (what, way) in ratios]
 
 
 def _table_5_goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:

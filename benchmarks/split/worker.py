@@ -115,12 +115,11 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         client, name = clients[command.pop("client", 0)], command.pop("do")
-        cpu, wall = time.process_time(), time.perf_counter()
+        started = time.perf_counter()
         client.events = []
         getattr(client, name)(**command)
-        answer = {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}
-        tokens = sum(tokens for *_, tokens in client.events)
-        print(json.dumps(answer | {"tokens": tokens, "events": client.events}), flush=True)
+        answer = {"wall_s": time.perf_counter() - started, "events": client.events}
+        print(json.dumps(answer | {"tokens": sum(tokens for *_, tokens in client.events)}), flush=True)
 
 
 if __name__ == "__main__":

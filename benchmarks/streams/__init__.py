@@ -77,7 +77,6 @@ def measure_all(quick: bool) -> Measured:
     """Cameras by frame rate, heads per frame, and kind of adapters, on all cores and on one thread; some ten minutes.
     quick: one frame rate, and all cores only.
     """
-    began, load = time.monotonic(), os.getloadavg()
     every = default_threads()
     rows: list[dict[str, Any]] = []
     totals = Observed()
@@ -96,9 +95,7 @@ def measure_all(quick: bool) -> Measured:
         "answered": totals.answered,
         "dropped": totals.dropped,
         "unanswered when cameras were stopped": totals.unanswered,
-        "seconds": round(time.monotonic() - began),
-        "load average at the start": [round(each, 2) for each in load],
-        "load average at the end": [round(each, 2) for each in os.getloadavg()],
+        "load average": [round(each, 2) for each in os.getloadavg()],
     }
     return Measured(rows, found, goals)
 

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from benchmarks import atmm, cluster, gateway, heads, loading, packed, policy, reuse, soak, streams
+from benchmarks import atmm, cluster, gateway, loading, packed, policy, reuse, soak, streams
 from benchmarks import training as beside
 from benchmarks.gateway import RequestTimes
 from benchmarks.split import mixed, split
@@ -124,12 +124,6 @@ def _cluster(patch: Patch, slow: float) -> Report:
     return measured(cluster.BENCH, True)
 
 
-def _heads(patch: Patch, slow: float) -> Report:
-    row = {"tower": "ViT", "frames": 1, "floor": 0.25, "ratio": 0.5 * slow, "answer tokens": 5}
-    patch(heads, latency_rows=lambda *_, **__: [{"batch": batch, **row} for batch in (1, 8)])
-    return measured(heads.BENCH, True)
-
-
 def _gateway(patch: Patch, slow: float) -> Report:
     pair = RequestTimes(0.1, 1.0), RequestTimes(0.1 + 1e-3 * slow, 1.0 + 1e-3 * slow), 0.2
     patch(gateway, "launched_server", "_DirectEngine", "Client", "BlockingHttpClient", "InputProcessor")
@@ -148,7 +142,7 @@ def _serve(patch: Patch, slow: float) -> Report:
 
 
 def _soak(patch: Patch, slow: float) -> Report:
-    result = MagicMock(wrong=["lost"] if slow > 1 else [], memory_mib={"engine": [(0.0, 1.0)]}, frame_s=[1.0], cores={})
+    result = MagicMock(wrong=["lost"] if slow > 1 else [], memory_mib={"engine": [(0.0, 1.0)]}, frame_s=[1.0])
     result.latencies = lambda bad: [slow if bad else 1.0]
     result.growth = lambda name: slow
 
@@ -169,12 +163,10 @@ def _streams(patch: Patch, slow: float) -> Report:
 
 
 def _tp(patch: Patch, slow: float) -> Report:
-    rank = MagicMock(memory=RankMemory(1, 1, {}), measure=lambda: [None], record_collectives=lambda: [{}] * 11)
     ranks = MagicMock()
-    ranks.return_value.__enter__.return_value = rank
+    ranks.return_value.__enter__.return_value = MagicMock(memory=RankMemory(1, 1, {}), measure=lambda: [None])
     row = {"phase": "decode", "batch": 1, "auto / other": slow}
-    patch(tp, "hidden_dtype", run_ranks=ranks, _write_adapters=lambda *_: {}, rows_of=lambda *_: [row])
-    patch(tp, _names=lambda: [None] * 10, formula=lambda *_: {}, differs=lambda *_: slow > 1)
+    patch(tp, run_ranks=ranks, _write_adapters=lambda *_: {}, rows_of=lambda *_: [row])
     return measured(tp.BENCH, True)
 
 
@@ -187,7 +179,7 @@ def _split(patch: Patch, slow: float) -> Report:
             each._replace(events=[each.events[0]._replace(tokens=1), *each.events[1:]]) for each in fewer
         ]
     parts = {
-        "memory": of_all_parts(8, 0.7 * slow, 80.0 * slow, 9.0 * slow),
+        "memory": of_all_parts(8, 80.0 * slow, 9.0 * slow),
         "mixed": mixed.rows_of(shown, MIX),
     }
     patch(split, "write_checkpoint", PARTS={name: lambda *_, rows=rows: rows for name, rows in parts.items()})
@@ -222,7 +214,6 @@ MAKERS: dict[str, Callable[[Patch, float], Report]] = {
     "loading": _loading,
     "reuse": _reuse,
     "cluster": _cluster,
-    "heads": _heads,
     "gateway": _gateway,
     "serve": _serve,
     "soak": _soak,

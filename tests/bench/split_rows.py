@@ -20,16 +20,12 @@ LATENCIES = {
 }
 
 
-def of_all_parts(clients: int, ratio: float, mib: float, latency: float) -> list[dict[str, Any]]:
+def of_all_parts(clients: int, mib: float, latency: float) -> list[dict[str, Any]]:
     """Rows of all parts but mixed."""
     rows = [row("memory", way, clients=clients, **{"all MiB": 100.0, "clients MiB": 100.0}) for way in WAYS]
     for each in rows:
         each["executor MiB"] = 40.0 if each["way"].startswith("executor") else 0
     rows[2]["all MiB"], rows[2]["clients MiB"] = mib, mib - 40.0
-    for what in ("training, 128 tokens a step", "decoding, one row"):
-        rows += [row(what, "own copy", ratio=1.0, **{"CPU ms a token": 1.0})]
-        rows += [row(what, "one client", ratio=ratio, **{"CPU ms a token": ratio})]
-    rows.append(row("decoding, one row each", "4 clients", ratio=ratio, **{"CPU ms a token": ratio}))
     table = {"latency ms": 10.0, "tokens a second": 5.0, "calls a product": 2.0}
     rows += [row("table 5", policy, clients=4, **table) for policy in POLICIES]
     rows[-len(POLICIES)]["latency ms"] = latency
@@ -50,6 +46,6 @@ def windows(latencies: Mapping[str, Sequence[float]], trained: int) -> dict[str,
 
 
 def drawable() -> list[dict[str, Any]]:
-    rows = of_all_parts(2, 0.9, 80.0, 9.0) + mixed.rows_of(windows(LATENCIES, trained=3), MIX)
+    rows = of_all_parts(2, 80.0, 9.0) + mixed.rows_of(windows(LATENCIES, trained=3), MIX)
     sizes = {"executor MiB": 3.0, "clients MiB": 20.0, "all MiB": 23.0}
     return [*rows, *(row("peak of training steps", way, clients=1, **sizes) for way in ("own copy", "one client"))]

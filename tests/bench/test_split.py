@@ -50,8 +50,8 @@ def test_lockstep_waits_for_every_client() -> None:
 
 
 def test_parts_that_were_not_measured_have_no_goals() -> None:
-    assert len(split.goals_of(of_all_parts(8, 0.7, 80.0, 9.0))) == 5
-    assert len(split.goals_of(of_all_parts(2, 0.7, 120.0, 9.0))) == 4, "memory of few clients is no goal"
+    assert len(split.goals_of(of_all_parts(8, 80.0, 9.0))) == 2
+    assert len(split.goals_of(of_all_parts(2, 120.0, 9.0))) == 1, "memory of few clients is no goal"
     assert split.goals_of([]) == []
 
 
@@ -163,7 +163,7 @@ def test_figures_of_the_paper_are_drawn_beside_its_numbers(
     if figure.number == "fig10":
         assert list(figure.here(found).values()) == [None], "two copies are not compared with the paper's"
         # Eight copies take 100 MiB; an executor of 40 leaves room for twelve clients of 5.
-        of_eight = {"rows": executor_rows(of_all_parts(8, 0.9, 80.0, 9.0), 8)}
+        of_eight = {"rows": executor_rows(of_all_parts(8, 80.0, 9.0), 8)}
         assert list(figure.here(of_eight).values()) == [pytest.approx(1.5)]
     if figure.number == "table5":
         assert figure.here(found)["latency to lockstep's"] == pytest.approx(0.9)

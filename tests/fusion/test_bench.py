@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-import benchmarks.fusion as packing_bench
 from benchmarks import adapters, retrieve
+from benchmarks.fusion import packing as packing_bench
 from benchmarks.fusion.domains import SUITE, BenchDomain, Sizes, suspected
-from benchmarks.fusion.measuring import (
+from benchmarks.fusion.packing import (
     ALL,
     ALONE,
     DEFAULT,
@@ -213,6 +213,6 @@ def test_a_prepared_collection_is_read_as_it_was_made(tmp_path: Path, monkeypatc
     monkeypatch.setattr(retrieve, "serving", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(retrieve, "measure_recall", measure)
     Store(tmp_path, {}).write("prepared-0", found._asdict())
-    recall = retrieve.measure(True, Store(tmp_path, {}))
+    recall = retrieve.measure(("recall", True), Store(tmp_path, {}))
     assert asked == [Path("videos"), own] and recall.rows == [{"method": "adapter"}]
     assert recall.found == {"adapter": {"test scores": {"x": 0.5}, "training CPU s": 2.0}}

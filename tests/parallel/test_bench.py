@@ -44,16 +44,10 @@ def test_injected_latency_is_paid_for_each_collective(tmp_path: Path) -> None:
         },
         context=20,
         cells=[StepCell("decode", 3, 3, LATENCY_S, adapters, 2), StepCell("prefill", 1, 24, LATENCY_S, adapters, 1)],
-        ledgers=[((adapter,), 3) for adapter in adapters] + [(("slora-16", None), 3)],
     )
     with run_ranks(setup, str(tmp_path / "nccl")) as rank:
-        ledgers = rank.record_collectives()
         decode, prefill = rank.measure()
         memory = rank.memory
-    for (names, batch), entries in zip(setup.ledgers, ledgers, strict=True):
-        totals = tp.collective_totals(entries)
-        expected = tp.formula(names, batch, 2, NUM_LAYERS, 256, torch.float32, torch.float32)
-        assert not tp.differs(totals, expected) and tp.differs({**totals, ("all_reduce", "slora"): (1, 1)}, expected)
     for measured in (decode, prefill):
         fastest = {name: min(seconds) for name, seconds in measured.seconds.items()}
         # Two collectives per layer for the base model, four more for split factors.

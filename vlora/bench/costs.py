@@ -77,22 +77,19 @@ def costs_as_dict(found: Fit, model: str) -> dict[str, Any]:
 
 
 class RecordingCostModel(CostModel):
-    """Records the sizes of steps and the number of encoded patches. All may be reset from outside.
+    """Records the sizes of steps and the number of encoded patches. Both may be reset from outside.
 
     Attributes:
-        last_step: Size of the last step that computed tokens; None before the first.
         sizes: Sizes of all steps that computed tokens.
         num_patches: Patches encoded so far.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.last_step: StepSize | None = None
         self.sizes: list[StepSize] = []
         self.num_patches = 0.0
 
     def observe_step(self, size: StepSize, seconds: float) -> None:
-        self.last_step = size
         self.sizes.append(size)
         super().observe_step(size, seconds)
 

@@ -31,12 +31,10 @@ from vlora.models.loading import device_of, load_model
 from vlora.models.sharding import shard
 from vlora.parallel import ProcessGroup, RankSockets, connect
 from vlora.parallel.adapter_sharding import ShardingKind
-from vlora.parallel.process_group import Cause, Entry
+from vlora.parallel.process_group import Cause
 from vlora.types import Batch, BatchItem, Mode, Request, SamplingParams
 
 _SLEEP_OVERRUN_S = 1e-4
-
-Ledger = dict[tuple[str, Cause], Entry]
 
 
 class RankAdapter(NamedTuple):
@@ -79,7 +77,6 @@ class RankSetup(NamedTuple):
     adapters: Mapping[str, RankAdapter]
     context: int  # tokens of a decoding request
     cells: Sequence[StepCell]
-    ledgers: Sequence[tuple[tuple[str | None, ...], int]]  # steps with recorded collectives: adapters by turns, batch
 
 
 class DelayedGroup(ProcessGroup):
@@ -134,7 +131,7 @@ class Rank:
             adapters={name: self._load(name, adapter) for name, adapter in setup.adapters.items()},
         )
         self._blocks = iter(range(-(-self._next_page // pages), layout.limits.num_pages // pages))
-        most = max(*(cell.batch for cell in setup.cells), *(batch for _, batch in setup.ledgers))
+        most = max(cell.batch for cell in setup.cells)
         self._tables = {name: self._add(name, setup.context) for name in (f"decode-{i}" for i in range(most))}
         self._tables["prefill"] = self._add("prefill", max(cell.num_tokens for cell in setup.cells))
 
@@ -172,17 +169,6 @@ class Rank:
                         seconds[adapter].append(taken)
             yield CellTimes(cell, seconds)
 
-    def record_collectives(self) -> list[Ledger]:
-        """The recorded collectives of each step of the setup's `ledgers`."""
-        self._group.latency_s = 0.0
-        found = []
-        for adapters, batch in self._setup.ledgers:
-            items = tuple(self._decode(i, adapters[i % len(adapters)]) for i in range(batch))
-            self._group.ledger.take()
-            self._step(Batch(mode=Mode.UNMERGED, merged_adapter=None, items=items))
-            found.append(self._group.ledger.take())
-        return found
-
     def _batch(self, cell: StepCell, adapter: str | None) -> Batch:
         if cell.phase == "decode":
             items = tuple(self._decode(i, adapter) for i in range(cell.batch))
@@ -210,17 +196,13 @@ class Rank:
 
 def _run_worker(setup: RankSetup, rank: int, ends: RankSockets, store_file: str) -> None:
     worker = Rank(setup, rank, ends, store_file)
-    worker.record_collectives()
     for _ in worker.measure():
         pass
 
 
 @contextlib.contextmanager
 def run_ranks(setup: RankSetup, store_file: str) -> Iterator[Rank]:
-    """Run rank 0 in this process and the others in processes of their own until the end of the block.
-
-    Call `record_collectives` first, then iterate over `measure`.
-    """
+    """Run rank 0 in this process and the others in processes of their own until the end of the block."""
     context = fork_server()
     mine, *theirs = connect(setup.config.tensor_parallel)
     others = [

@@ -12,19 +12,15 @@ All cores and one thread are measured alternately in wall time: run the bench on
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache
 
-import atmm
-from atmm import matmul
 from atmm.processor import multiplies_bfloat16
 from vlora.bench.dummy import half_billion_config, language_shapes, random_peft, write_adapter
 from vlora.bench.harness import Bench, Measured
@@ -87,11 +83,6 @@ def measure(case: tuple[bool, Quantize]) -> Measured:
             works = {"unmerged": work(16, [rank] * 16), "merged": work(16)}
             bench.compare(f"unmerged, 16 adapters of rank {rank} in 16", steps, works)
         _compare_mixed_ranks(bench, adapters, second, work, context)
-        if atmm.load_kernels() and not quick:
-            with _without_compiled_kernels():
-                names = [f"r8-{i}" for i in range(16)]
-                steps = {"unmerged, plain": second.begin(names), "merged, plain": merged}
-                bench.compare("unmerged, 16 adapters of rank 8 in 16, plain kernels", steps)
         if not quick:
             # Last, because PEFT modifies the given model.
             steps = {
@@ -248,26 +239,6 @@ def _with_threads(threads: int, step: Step) -> Step:
         step()
 
     return call
-
-
-@contextmanager
-def _without_compiled_kernels() -> Iterator[None]:
-    """As on a machine without a compiler."""
-    before = os.environ.get("ATMM_COMPILED")
-    os.environ["ATMM_COMPILED"] = "0"
-    atmm.load_kernels.cache_clear()
-    chosen = dict(matmul.measured)
-    matmul.measured.clear()  # cached measurements may name the kernels
-    matmul.forget_choices()
-    try:
-        yield
-    finally:
-        matmul.measured.update(chosen)
-        matmul.forget_choices()
-        os.environ.pop("ATMM_COMPILED")
-        if before is not None:
-            os.environ["ATMM_COMPILED"] = before
-        atmm.load_kernels.cache_clear()
 
 
 def _timed_engine(

@@ -11,7 +11,6 @@ trained or converted to this form: the report shows its step next to the replica
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,11 +18,10 @@ from typing import Any
 
 import torch
 
-from atmm.shrink_expand import hidden_dtype
 from vlora.bench.dummy import language_shapes, ranks_config, write_adapter
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.plots import Plot
-from vlora.bench.rank import CellTimes, Ledger, RankAdapter, RankMemory, RankSetup, StepCell, run_ranks
+from vlora.bench.rank import CellTimes, RankAdapter, RankMemory, RankSetup, StepCell, run_ranks
 from vlora.bench.report import Goal, Row
 from vlora.bench.timing import median_ms, median_ratio
 from vlora.config import EngineConfig
@@ -41,8 +39,6 @@ _CONTEXT, _PROMPT = 64, 256  # tokens
 _WITHIN = 1.05  # relative to the faster layout, for `auto`
 
 Shapes = Mapping[str, tuple[int, int]]
-Totals = Mapping[tuple[str, str], tuple[int, int]]
-"""Calls and bytes of a step's collectives, by kind and cause."""
 
 
 def cases(quick: bool, latencies_us: Sequence[int] = ()) -> dict[str, tuple[bool, Sequence[int]]]:
@@ -79,36 +75,16 @@ def measure(case: tuple[bool, Sequence[int]]) -> Measured:
             adapters=_write_adapters(Path(folder), shapes, size),
             context=_CONTEXT,
             cells=_cells(latencies, quick),
-            ledgers=[((name,), 8) for name in _names()] + [(("slora-16", "slora-64", "slora-256", None), 8)],
         )
         with run_ranks(setup, f"{folder}/nccl") as rank:
-            ledgers = rank.record_collectives()
-            measured = list(rank.measure())
+            rows = [row for each in rank.measure() for row in rows_of(each, rank.memory)]
             memory = rank.memory
-    rows = [row for each in measured for row in rows_of(each, memory)]
-    hidden, dtype = model_config.text_config.hidden_size, getattr(torch, _DTYPE)
-    totals = [
-        (adapters, batch, collective_totals(entries))
-        for (adapters, batch), entries in zip(setup.ledgers, ledgers, strict=True)
-    ]
-    wrong = []
-    for adapters, batch, found_totals in totals:
-        travels = hidden_dtype(batch, rank.device, dtype)
-        wanted = formula(adapters, batch, size, _NUM_LAYERS, hidden, dtype, travels)
-        if differs(found_totals, wanted):
-            wrong.append({"adapters": list(adapters), "said": str(found_totals), "formula": str(wanted)})
-    goals = [Goal("kinds whose collectives are not what the formulas say", len(wrong), 0, True), *goals_of(rows)]
     found = {
-        "model": f"{_NUM_LAYERS} layers of hidden size {hidden}, {_DTYPE}, {size} ranks",
+        "model": f"{_NUM_LAYERS} layers of hidden size {model_config.text_config.hidden_size}, {_DTYPE}, {size} ranks",
         "bytes a rank": memory._asdict(),
         "weight bytes of all ranks' model": whole_bytes,
-        "unlike the formulas": wrong,
-        "ledger": [
-            {"adapters": list(adapters), "batch": batch, "said": {" ".join(k): v for k, v in own.items()}}
-            for adapters, batch, own in totals
-        ],
     }
-    return Measured(rows, found, goals)
+    return Measured(rows, found, goals_of(rows))
 
 
 def _names() -> list[str | None]:
@@ -186,46 +162,6 @@ def goals_of(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
         )
         for phase, batch in dict.fromkeys(of)
     ]
-
-
-def collective_totals(entries: Ledger) -> Totals:
-    """Calls and bytes of a step, by kind of collective and cause."""
-    return {(kind, cause): (entry.calls, entry.num_bytes) for (kind, cause), entry in entries.items()}
-
-
-def formula(
-    adapters: Sequence[str | None],
-    batch: int,
-    size: int,
-    num_layers: int,
-    hidden: int,
-    dtype: torch.dtype,
-    travels: torch.dtype,
-) -> Totals:
-    """Expected collectives in the forward of a step.
-
-    The base model: two all-reduces per layer. Replicated and block-diagonal adapters: none in addition. S-LoRA's: two
-    gathers (of five layers' products) and two all-reduces per layer, for any number of adapters (section 6.2).
-    """
-    values = sum(
-        int(name.rpartition("-")[2])
-        for name in itertools.islice(itertools.cycle(adapters), batch)
-        if name is not None and name.startswith("slora")
-    )
-    calls = 2 * num_layers
-    totals = {("all_reduce", "base"): (calls, calls * batch * hidden * dtype.itemsize)}
-    itemsize = travels.itemsize
-    if values:
-        totals["all_gather", "slora"] = (calls, num_layers * 5 * values * itemsize // size)
-        totals["all_reduce", "slora"] = (calls, num_layers * 2 * values * itemsize)
-    return totals
-
-
-def differs(totals: Totals, wanted: Totals) -> bool:
-    """Whether a step's collectives differ from one broadcast of rank 0's orders, of any size, and the expected ones."""
-    orders, _ = totals.get(("broadcast", "orders"), (0, 0))
-    forward = {key: entry for key, entry in totals.items() if key != ("broadcast", "orders")}
-    return orders != 1 or forward != wanted
 
 
 def _fastest(rows: Sequence[Row]) -> list[Row]:

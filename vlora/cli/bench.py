@@ -286,7 +286,7 @@ _FLAGS = {"latencies_us": "latency-us", "figures": "figure", "parts": "part", **
     "--part",
     "parts",
     multiple=True,
-    type=click.Choice(["memory", "peaks", "speed", "table5", "mixed"]),
+    type=click.Choice(["memory", "peaks", "table5", "mixed"]),
     help="Of `split`: only this part; may be repeated.",
 )
 @click.option(

@@ -87,8 +87,3 @@ def write_embedded_adapter(folder: Path, seed: int, **settings: Any) -> None:
     )
     hidden = model.config.text_config.hidden_size
     write_head(folder, HEAD, hidden, ("disc", "board", "rings"), "classification", QUESTION)
-
-
-def resident_mib(process: psutil.Process) -> float:
-    """Resident memory of a process."""
-    return float(process.memory_info().rss) / 2**20

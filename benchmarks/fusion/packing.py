@@ -1,9 +1,9 @@
-"""The measurement of one seed, in one process: a table of packings."""
+"""`vlora bench fusion`: packing on the embedded model against other methods, one seed in a process."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from benchmarks.adapters import base_of, trainer_of
 from benchmarks.fusion.domains import QUICK, SUITE, BenchDomain, Sizes, suspected
+from benchmarks.rivals import pixels
 from fusion.data.samples import Sample, Splits
 from fusion.packing.algorithm import (
     Adapter,
@@ -24,7 +25,7 @@ from fusion.packing.algorithm import (
     pack_best,
     pack_in_sequence,
 )
-from fusion.packing.guided import Conflicts, pack_guided
+from fusion.packing.guided import BUDGET, Conflicts, pack_guided
 from fusion.packing.joint import pack_jointly
 from fusion.packing.oracle import Oracle
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
@@ -34,6 +35,106 @@ from fusion.training.checkpoint import Checkpoint, State
 from fusion.training.fingerprint import hash_of_processing, inputs_of
 from fusion.training.run_cache import RunCache
 from heads import TASKS, Grid, Task
+from vlora.bench.harness import Bench, Measured, Results, Store
+from vlora.bench.plots import Plot
+from vlora.bench.report import Goal
+
+ALONE, ALL, DEFAULT = "one adapter per domain", "all in one", "guided (default)"
+NAIVE, PACKED, JOINTLY = "naive (V-LoRA 4.2.1)", "first fit", "jointly"
+OPTIMUM = "exhaustive optimum"
+CONFIDENCE = 0.95
+_MINUS = 0.1
+_REHEARSAL = 0.5
+_DEMO = LoraPlan(rank=16, alpha=32)  # as the demonstration's plan, and so are its steps
+_DEMO_STEPS = 100
+_SEEDS = (0, 1, 2)
+_THRESHOLDS = "(threshold)"
+
+
+def cases(quick: bool) -> dict[str, tuple[int, bool]]:
+    """quick: one seed, few samples and steps: scores mean nothing."""
+    return {f"table-{seed}": (seed, quick) for seed in (_SEEDS[:1] if quick else _SEEDS)}
+
+
+def measure(case: tuple[int, bool], store: Store) -> Measured:
+    seed, quick = case
+    return Measured([], {"tables": table(seed, quick, store.folder / f"table-{seed}")})
+
+
+def combine(results: Results) -> Measured:
+    tables = [each.found["tables"] for each in results.values()]
+    return Measured(list(_rows(tables)), {"tables": tables})
+
+
+def _rows(tables: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    for found in tables:
+        thresholds = found["thresholds"]
+        plain = {"adapters": None, "trainings": None, "training s": None, "broken": None, "worst": None}
+        yield {"seed": found["seed"], "method": _THRESHOLDS, **plain, **thresholds}
+        for method, measured in found["methods"].items():
+            room = {name: measured["test"][name] - threshold for name, threshold in thresholds.items()}
+            kept = [left for name, left in room.items() if name not in found["missed alone"]]
+            yield {
+                "seed": found["seed"],
+                "method": method,
+                "adapters": measured["adapters"],
+                "trainings": measured["trainings"],
+                "training s": measured["training s"],
+                "broken": sum(left < 0 for left in kept),
+                "worst": min(kept, default=None),
+                **{name: measured["test"][name] for name in thresholds},
+            }
+
+
+def goals(measured: Measured) -> list[Goal]:
+    """Domains that miss their thresholds even alone do not count."""
+    tables = measured.found["tables"]
+
+    def counted(found: dict[str, Any]) -> list[str]:
+        return [name for name in found["thresholds"] if name not in found["missed alone"]]
+
+    def broken(found: dict[str, Any], method: str) -> int:
+        return sum(found["methods"][method]["test"][name] < found["thresholds"][name] for name in counted(found))
+
+    def fewest(found: dict[str, Any]) -> int:
+        best = found["methods"].get(OPTIMUM)
+        return int(found["lower bound"] if best is None else best["adapters"])
+
+    own = [found["methods"][DEFAULT] for found in tables]
+    number = sum(len(counted(found)) for found in tables)
+    of_all = [made["adapters"] - fewest(found) for made, found in zip(own, tables, strict=True)]
+    costs = [made["trainings"] / len(found["thresholds"]) for made, found in zip(own, tables, strict=True)]
+    missed = sum(broken(found, DEFAULT) for found in tables)
+    allowed = (1 - CONFIDENCE) * number
+    return [
+        Goal("adapters more than the optimum or its lower bound, worst", max(of_all), 1, True),
+        Goal("trainings per domain, worst", max(costs), BUDGET, True),
+        Goal(f"thresholds missed on test data, of {number} at {CONFIDENCE:g}", missed, allowed, True),
+        Goal("thresholds that all in one misses, fewest of a seed", min(broken(f, ALL) for f in tables), 1, False),
+    ]
+
+
+BENCH = Bench(
+    name="fusion",
+    cases=cases,
+    measure=measure,
+    combine=combine,
+    goals=goals,
+    same=(),
+    jobs=True,
+    parts=True,
+    plots=(
+        Plot(
+            file="methods",
+            kind="bars",
+            x="method",
+            y=("adapters", "trainings"),
+            by=("seed",),
+            apart=True,
+            where=lambda row: row["adapters"] is not None,
+        ),
+    ),
+)
 
 
 class Meter:
@@ -148,7 +249,7 @@ class _Network:
     def fit(self, samples: Sequence[Sample], targets: Sequence[Any], epochs: int) -> None:
         """Train, then calibrate on held-back samples if calibration decides about answers."""
         held = min(_CALIBRATION, len(samples) // 10) if self._task.calibration_decides else 0
-        pixels = _pixels(samples)
+        inputs = 2 * pixels(samples) - 1
         count = len(samples) - held
         steps = max(1, epochs * (count // _BATCH))
         optimizer = torch.optim.AdamW(self._layers.parameters(), _LEARNING_RATE)
@@ -157,7 +258,7 @@ class _Network:
         self._layers.train()
         for _ in range(steps):
             rows = rng.integers(count, size=_BATCH)
-            logits = self._logits(pixels[rows])
+            logits = self._logits(inputs[rows])
             loss = self._task.loss(logits, [targets[row] for row in rows], self._grids * len(rows))
             optimizer.zero_grad()
             loss.backward()
@@ -166,34 +267,18 @@ class _Network:
         self._layers.eval()
         if held:
             with torch.no_grad():
-                logits = self._logits(pixels[count:])
+                logits = self._logits(inputs[count:])
             self._task = self._task.calibrated(logits, targets[count:], self._grids * held)
 
     @torch.no_grad()
     def answers(self, samples: Sequence[Sample]) -> list[Any]:
-        logits = [row for part in _pixels(samples).split(64) for row in self._logits(part)]
+        logits = [row for part in (2 * pixels(samples) - 1).split(64) for row in self._logits(part)]
         return [self._task.decode(row, self._grids[0]).value for row in logits]
 
-    def _logits(self, pixels: torch.Tensor) -> list[torch.Tensor]:
+    def _logits(self, inputs: torch.Tensor) -> list[torch.Tensor]:
         """The logits of each sample, as its task takes them."""
-        outputs = self._layers(pixels)
+        outputs = self._layers(inputs)
         return list(outputs.flatten(2).transpose(1, 2) if self._task.reads_images else outputs)
-
-
-def _pixels(samples: Sequence[Sample]) -> torch.Tensor:
-    """Frames as channels, -1 to 1, [samples, 3 * frames, height, width]."""
-    frames = np.stack([np.concatenate(list(sample.frames), -1) for sample in samples])
-    return torch.from_numpy(frames).permute(0, 3, 1, 2).float().div(127.5).sub(1).contiguous()
-
-
-ALONE, ALL, DEFAULT = "one adapter per domain", "all in one", "guided (default)"
-NAIVE, PACKED, JOINTLY = "naive (V-LoRA 4.2.1)", "first fit", "jointly"
-OPTIMUM = "exhaustive optimum"
-CONFIDENCE = 0.95
-_MINUS = 0.1
-_REHEARSAL = 0.5
-_DEMO = LoraPlan(rank=16, alpha=32)  # as the demonstration's plan, and so are its steps
-_DEMO_STEPS = 100
 
 
 class Training:
