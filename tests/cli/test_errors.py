@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import click
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from apps.retrieval import RetrievalIndex
 from tests.cli.conftest import Vlora
 from tests.server.running import png
 from tests.video_files import write_video
+from vlora.cli import cli
 from vlora.errors import BadPlan
 
 PAGES = {
@@ -312,6 +314,24 @@ def test_user_errors_are_one_line_and_code_2(
     if "other.sqlite" in command:
         with RetrievalIndex(inputs / "other.sqlite") as index:
             assert len(index.clips()) == 2, "no answer of this model was added"
+
+
+def paths_of(group: click.Group, *words: str) -> Iterator[list[str]]:
+    """For each argument and path of the commands, a command line in which it is empty."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from paths_of(command, *words, name)
+            continue
+        for each in command.params:
+            if isinstance(each, click.Argument) or isinstance(each.type, click.Path):
+                yield [*words, name, *([] if isinstance(each, click.Argument) else each.opts[:1]), ""]
+
+
+def test_no_command_takes_an_empty_path_for_the_current_folder(vlora_command: Vlora) -> None:
+    lines = [*paths_of(cli), ["query", "a-sign.png", ""], ["retrieve", "a sign", ""]]
+    assert len(lines) > 40
+    for words in lines:
+        assert ": it is empty; see 'vlora " in vlora_command.refusal(*words), words
 
 
 def other_model(folder: Path) -> None:

@@ -95,6 +95,12 @@ class Command(click.Command):
             flag = long_flag(option).replace("-", "_")
             option.envvar = f"{prefix}_{flag.upper()}" if prefix else None
             option.allow_from_autoenv = False
+        given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        for each in self.params:
+            is_path = isinstance(each, click.Argument) or isinstance(each.type, click.Path)
+            values = given.get(each.name or "")
+            if is_path and "" in (values if isinstance(values, list | tuple) else [values]):  # Path("") is "."
+                raise click.BadParameter("it is empty", ctx=ctx, param=each)
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
