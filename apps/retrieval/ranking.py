@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
 from apps.retrieval.indexing import CLIPS_AT_ONCE, check_model, check_versions
 from apps.retrieval.store import RetrievalIndex, Statement, StoredClip
@@ -30,12 +31,13 @@ QUESTION = "Is there {}?"
 """Asked about each candidate, with the query in the place of the braces."""
 NUM_CANDIDATES = 100
 
-
 _TO_TWELVE = "zero one two three four five six seven eight nine ten eleven twelve"
 _FIGURES = {name: str(number) for number, name in enumerate(re.findall(r"\w+", _TO_TWELVE))}
 _NAMES = {figures: name for name, figures in _FIGURES.items()}
 _GRAMMAR = frozenset(re.findall(r"\w+", "a an and are at in is it of on or that the there to with"))
-_DOUBTS = 0.05, 0.05, 0.01  # of words, heads and the model: values that differ less are about equal
+_DOUBTS = np.array([[0.05], [0.05], [0.0003]])  # of words, heads and the model; smaller differences hardly count
+_CLEAR = 1 / 3  # value of words or heads above their mean, from which the model's answers count as far as they agree
+_CONSTANT = 1e-9  # norm of the odds of a signal that does not differ between clips
 _LONGEST_RUN = 3  # words
 
 
@@ -242,27 +244,42 @@ def combine(words: Sequence[float], heads: Sequence[float], yes: Sequence[float 
     """The probability that each clip fits, from signals between 0 and 1 about all clips; None where one is unknown.
 
     Bayes' rule, with the index as its own reference: the log odds of a clip are those of the mean of the signals that
-    are not 0 everywhere, and for each signal its log odds less those of its mean. Those of `yes` count times its
-    largest value: a model that affirms nothing may know nothing, and its small probabilities differ as much as where it
-    knows the answer. _DOUBTS bounds the odds.
+    are not 0 everywhere, and for each signal its log odds less those of its mean, times its weight (`_weights`).
+    _DOUBTS bounds the odds.
     """
-    known = [[value for value in signal if value is not None] or [0.0] for signal in (words, heads, yes)]
-    means = [sum(values) / len(values) for values in known]
-    prior = _log_odds(sum(means) / (sum(mean > 0 for mean in means) or 1), _DOUBTS[0])
-    weights = 1.0, 1.0, max(known[2])
-    added = [
-        sum(
-            weight * (_log_odds(value, doubt) - _log_odds(mean, doubt))
-            for value, weight, mean, doubt in zip(of_clip, weights, means, _DOUBTS, strict=True)
-            if value is not None
-        )
-        for of_clip in zip(words, heads, yes, strict=True)
-    ]
-    return [1 / (1 + math.exp(-prior - each)) for each in added]
+    read = np.array([value is not None for value in yes])
+    known = np.array([np.ones_like(read), np.ones_like(read), read])
+    signals = np.array([words, heads, [value or 0.0 for value in yes]])
+    means = signals.sum(1, keepdims=True) / np.maximum(1, known.sum(1, keepdims=True))
+    odds = known * (_log_odds(signals, _DOUBTS) - _log_odds(means, _DOUBTS))
+    weights = _weights(odds[:, read] if read.any() else odds, clearest=np.max(signals[:2] - means[:2]))
+    prior = _log_odds(means.sum() / max(1, np.count_nonzero(means)), _DOUBTS[0])
+    scores: list[float] = (1 / (1 + np.exp(-prior - weights @ odds))).tolist()
+    return scores
 
 
-def _log_odds(probability: float, doubt: float) -> float:
-    return math.log((probability + doubt) / (1 - probability + doubt))
+def _weights(odds: np.ndarray, clearest: float) -> np.ndarray:
+    """Weights of words, heads and the model: how far another signal confirms each, by the correlation of their odds.
+
+    Of words and heads, the one that is confirmed better has weight 1. The model has weight 1 if words and heads say
+    nothing; the more clearly they prefer a clip, the more its weight is its correlation with one of them. odds: of each
+    signal, by clip. clearest: the largest value of words or heads above their mean.
+    """
+    centered = odds - odds.mean(1, keepdims=True)
+    lengths = np.linalg.norm(centered, axis=1)
+    lengths[lengths < _CONSTANT] = np.inf
+    correlations = centered @ centered.T / np.outer(lengths, lengths)
+    np.fill_diagonal(correlations, 0.0)
+    words, heads, yes = correlations.max(1)  # at least 0, the diagonal
+    chance = odds.shape[1] ** -0.5
+    best = max(words, heads) + chance
+    clear = min(1.0, clearest / _CLEAR) ** 2
+    return np.array([(words + chance) / best, (heads + chance) / best, 1 - clear * (1 - yes)])
+
+
+def _log_odds(probability: np.ndarray, doubt: np.ndarray) -> np.ndarray:
+    odds: np.ndarray = np.log((probability + doubt) / (1 - probability + doubt))
+    return odds
 
 
 def ask_for(query: str, question: str) -> str:
