@@ -13,17 +13,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from apps.found_files import find_files
+from apps.in_order import in_order
 from vlora.client import Client, HeadResult
 from vlora.errors import (
     BadImage,
@@ -38,8 +38,6 @@ from vlora.errors import (
 from vlora.types.domain import Way
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
-AT_ONCE = 8
-"""Concurrent questions; enough for the server to batch."""
 
 
 class PictureAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +83,7 @@ def ask_all(
     stop: threading.Event | None = None,
     **sampling: Any,
 ) -> Iterator[PictureAnswer]:
-    """Ask about every picture, AT_ONCE at a time; answers in the order of the pictures.
+    """Ask about every picture, several at a time; answers in the order of the pictures.
 
     A picture that fails does not end the others: its answer contains the error. When `stop` is set, no more requests
     are sent, and running requests finish.
@@ -117,13 +115,5 @@ def ask_all(
         except VLoraError as error:
             return answer(problem=str(error))
 
-    under_way: deque[Future[PictureAnswer]] = deque()
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ask") as threads:
-        for picture in pictures:
-            if stop is not None and stop.is_set():
-                break
-            under_way.append(threads.submit(ask, picture))
-            if len(under_way) >= AT_ONCE:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
+    running = itertools.takewhile(lambda _: stop is None or not stop.is_set(), pictures)
+    return (answer for _, answer in in_order(ask, running))

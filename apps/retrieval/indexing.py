@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from apps.in_order import in_order
 from apps.retrieval.media import Clip, Media, check_name, find_media, fingerprint, read_media
 from apps.retrieval.store import IndexSettings, RetrievalIndex, Statement, check_settings
 from apps.video_analytics import ClipShape
@@ -23,8 +22,6 @@ from vlora.types import composed_of
 
 QUESTION = "describe the image."
 """Asked of each clip if neither a head nor a question is given."""
-CLIPS_AT_ONCE = 8
-"""Clips that are described concurrently; enough for the server to batch."""
 
 _OF_ONE_FILE = (BadImage, TooLarge, PromptTooLong)  # other files may succeed
 
@@ -138,21 +135,20 @@ def _update_all(
     for each in errors:
         report(each)
     counts = IndexCounts(0, 0, 0, len(removed), len(errors))
-    with ThreadPoolExecutor(CLIPS_AT_ONCE, thread_name_prefix="describe") as threads:
-        for one in media:
-            if stop.is_set():
-                break
-            try:
-                added = _update(client, index, one, groups, threads, stop, on_clip, say)
-            except _OF_ONE_FILE as error:
-                errors.append(error)
-                counts = counts._replace(failed=len(errors))
-                report(error)
-                continue
-            if added is None:
-                counts = counts._replace(unchanged=counts.unchanged + 1)
-            else:
-                counts = counts._replace(clips=counts.clips + added, read=counts.read + 1)
+    for one in media:
+        if stop.is_set():
+            break
+        try:
+            added = _update(client, index, one, groups, stop, on_clip, say)
+        except _OF_ONE_FILE as error:
+            errors.append(error)
+            counts = counts._replace(failed=len(errors))
+            report(error)
+            continue
+        if added is None:
+            counts = counts._replace(unchanged=counts.unchanged + 1)
+        else:
+            counts = counts._replace(clips=counts.clips + added, read=counts.read + 1)
     if errors and on_failed is None:
         raise errors[0]
     return counts
@@ -212,7 +208,6 @@ def _update(
     index: RetrievalIndex,
     media: Media,
     groups: Sequence[Group],
-    threads: ThreadPoolExecutor,
     stop: threading.Event,
     on_clip: Callable[[IndexedClip], None],
     say: Callable[[str], None],
@@ -232,7 +227,7 @@ def _update(
     shape = ClipShape(settings.num_frames, settings.fps)
     clips = (clip for clip in read_media(media, shape, settings.max_side, stop, say) if clip.number not in has)
     added = 0
-    for clip, statements in _described(client, clips, groups, threads):
+    for clip, statements in in_order(lambda clip: describe(client, clip, groups), clips):
         if not added:
             check_versions(client, index)  # the first answer has loaded the adapters
         index.add(number, clip, statements)
@@ -241,25 +236,6 @@ def _update(
     if not stop.is_set():
         index.complete(number)
     return added
-
-
-def _described(
-    client: Client, clips: Iterator[Clip], groups: Sequence[Group], threads: ThreadPoolExecutor
-) -> Iterator[tuple[Clip, list[Statement]]]:
-    """The clips in order, with their statements, CLIPS_AT_ONCE at a time."""
-    under_way: deque[tuple[Clip, Future[list[Statement]]]] = deque()
-    try:
-        for clip in clips:
-            under_way.append((clip, threads.submit(describe, client, clip, groups)))
-            if len(under_way) >= CLIPS_AT_ONCE:
-                first, future = under_way.popleft()
-                yield first, future.result()
-        while under_way:
-            first, future = under_way.popleft()
-            yield first, future.result()
-    finally:
-        for _, future in under_way:
-            future.cancel()
 
 
 def describe(client: Client, clip: Clip, groups: Sequence[Group]) -> list[Statement]:

@@ -10,16 +10,15 @@ import math
 import os
 import re
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
-from apps.retrieval.indexing import CLIPS_AT_ONCE, check_model, check_versions
+from apps.in_order import in_order
+from apps.retrieval.indexing import check_model, check_versions
 from apps.retrieval.store import RetrievalIndex, Statement, StoredClip
 from apps.video_analytics.asked import by_name, find_groups, heads_of
 from apps.video_analytics.sampling import spread
@@ -316,26 +315,18 @@ def _scores(
     num_frames: int,
     stop: threading.Event | None,
 ) -> Iterator[tuple[StoredClip, float]]:
-    def score(frames: Sequence[bytes]) -> float:
-        answer = client.generate(asked, frames, adapter, max_tokens=1, min_tokens=1, logprobs=MAX_LOGPROBS)
-        return vqa_score(answer)
-
-    under_way: deque[tuple[StoredClip, Future[float]]] = deque()
-    with ThreadPoolExecutor(CLIPS_AT_ONCE, thread_name_prefix="score") as threads:
+    def readable() -> Iterator[tuple[StoredClip, list[bytes]]]:
         for clip in clips:
             if stop is not None and stop.is_set():
-                break
-            stored = index.frames(clip.id)
-            if not stored:  # an update has removed the clip meanwhile
-                continue
-            frames = [stored[place] for place in spread(min(num_frames, len(stored)), len(stored))]
-            under_way.append((clip, threads.submit(score, frames)))
-            if len(under_way) >= CLIPS_AT_ONCE:
-                first, future = under_way.popleft()
-                yield first, future.result()
-        while under_way:
-            first, future = under_way.popleft()
-            yield first, future.result()
+                return
+            if stored := index.frames(clip.id):  # else an update has removed the clip meanwhile
+                yield clip, [stored[place] for place in spread(min(num_frames, len(stored)), len(stored))]
+
+    def score(read: tuple[StoredClip, list[bytes]]) -> float:
+        answer = client.generate(asked, read[1], adapter, max_tokens=1, min_tokens=1, logprobs=MAX_LOGPROBS)
+        return vqa_score(answer)
+
+    return ((clip, probability) for (clip, _), probability in in_order(score, readable()))
 
 
 def _frames_read(client: Client, adapter: str | None, most: int) -> int:

@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from apps.image_query import AT_ONCE, ask_all, find_pictures
+from apps.image_query import ask_all, find_pictures
+from apps.in_order import AT_ONCE
 from tests.apps.scripted import refuse_to_list
 from tests.server.running import Running, png, running_server
 from vlora.client import Client
