@@ -1,4 +1,4 @@
-"""All tasks by kind. To add a kind, add one module and one entry here; no other code depends on the kind of a head."""
+"""All tasks by kind. Serving needs only the class and the entry of a kind; plans name it in fusion/plan/tasks.py."""
 
 from __future__ import annotations
 

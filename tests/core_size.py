@@ -137,7 +137,7 @@ BUDGETS = (
     Budget("vlora/cli", 4_020, 2_600),
     Budget("vlora/bench", 4_840, 2_500),
     Budget("benchmarks", 9_000, 6_500),
-    Budget("fusion", 10_060, 6_200),
+    Budget("fusion", 10_040, 6_200),
     Budget("tools", 940, 800),
     Budget("atmm apps heads", 13_280, 10_500),
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from fusion.data.items import Answer, Item, NamedBox
 from fusion.data.samples import Sample, Splits, Target
-from fusion.plan.tasks import HEADS, MIN_LABELS, WORDS
+from fusion.plan.tasks import HEADS, MIN_LABELS, ONE_LABEL, WORDS
 from heads import Box
 from vlora.plan_files.errors import PlanErrors
 
@@ -60,7 +60,7 @@ def default_labels(task: str) -> tuple[str, ...]:
 
 def labels_shown(task: str, target: Target) -> tuple[int, ...]:
     """Indices of a sample's labels; empty for tasks without labels."""
-    if task in ("classification", "binary", "action", "counting"):
+    if task in ONE_LABEL:
         assert isinstance(target, int)
         return (target,)
     if isinstance(target, tuple):

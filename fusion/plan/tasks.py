@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-Task = Literal[
-    "classification",
-    "binary",
-    "counting",
-    "action",
-    "multi_label",
-    "regression",
-    "detection",
-    "vqa",
-    "captioning",
-    "referring",
-]
+HeadKind = Literal["classification", "binary", "counting", "action", "multi_label", "regression", "detection"]
+"""Of `heads.TASKS`, which would load torch. Each is the task of a domain too."""
+Task = Literal[HeadKind, "vqa", "captioning", "referring"]
 Metric = Literal["accuracy", "f1", "map", "within_one", "within", "mae", "exact_match", "token_f1", "overlap"]
 WORDS = "words"
-Head = Literal["classification", "binary", "counting", "action", "multi_label", "regression", "detection", "words"]
+Head = Literal[HeadKind, "words"]
 
 TASKS: tuple[str, ...] = get_args(Task)
 
@@ -35,16 +26,10 @@ METRICS: dict[str, tuple[str, ...]] = {
     "captioning": ("exact_match", "token_f1", "accuracy"),
     "referring": ("exact_match", "token_f1", "accuracy", "overlap"),
 }
+# Tasks that are answered by one of several labels, by a head or in words.
+ONE_LABEL = frozenset({"classification", "binary", "counting", "action"})
 # Minimum number of labels of a task's head; tasks that are answered in words have none.
-MIN_LABELS = {
-    "classification": 2,
-    "binary": 2,
-    "counting": 2,
-    "action": 2,
-    "multi_label": 1,
-    "regression": 1,
-    "detection": 1,
-}
+MIN_LABELS = {kind: 2 if kind in ONE_LABEL else 1 for kind in get_args(HeadKind)}
 # Metrics that are means over samples of a value from 0 to 1. The others are computed over all samples together.
 MEANS = frozenset({"accuracy", "within_one", "within", "exact_match", "token_f1", "overlap"})
 METRIC_DESCRIPTIONS = {
@@ -59,16 +44,8 @@ METRIC_DESCRIPTIONS = {
 }
 # The first is the default. A task without a head is answered in words by the language model.
 HEADS: dict[str, tuple[str, ...]] = {
-    "classification": ("classification", WORDS),
-    "binary": ("binary", WORDS),
-    "counting": ("counting", WORDS),
-    "action": ("action", WORDS),
-    "multi_label": ("multi_label",),
-    "regression": ("regression",),
-    "detection": ("detection",),
-    "vqa": (WORDS,),
-    "captioning": (WORDS,),
-    "referring": (WORDS,),
+    **{kind: (kind, WORDS) if kind in ONE_LABEL else (kind,) for kind in get_args(HeadKind)},
+    **{task: (WORDS,) for task in ("vqa", "captioning", "referring")},
 }
 READ_IMAGES = frozenset({"detection"})  # tasks with a head that reads every image token
 # Such a head is small and trains by itself, since a LoRA of the language model does not change what it reads: with more
