@@ -213,6 +213,7 @@ def test_goals_hold_for_measurements_that_meet_them_and_for_no_others(name: str)
     assert bench.name == name
     if name in OF_STORED:
         return
+    assert name in MAKERS, "add a maker of reports with replaced measurements to `MAKERS`, tests/bench/reports.py"
     met, missed = (report_of(name, slow) for slow in (1.0, 100.0))
     assert met.goals and met.bench == name
     assert [goal.name for goal in met.goals if not goal.holds] == []

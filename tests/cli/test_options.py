@@ -64,9 +64,12 @@ def test_options_of_serve_are_grouped_under_headings(vlora_command: Vlora) -> No
     assert re.findall(r"--[\w-]+", sections["Options"]) == ["--help"]
     for option in SERVE.params:
         assert isinstance(option, HeadedOption) and out.count(f"--{long_flag(option)} ") >= 1
-    assert set(POLICY_NAMES) == set(POLICIES) and tuple(RULES) == OPTION_RULES
+    assert set(POLICY_NAMES) == set(POLICIES), "name the policies of policies/registry.py in vlora/config.py"
+    assert tuple(RULES) == OPTION_RULES
     policies = out[out.index("--policy [") : out.index("--max-batch-size")]
-    assert all(re.search(rf"^\s+{name} {{2,}}\w+", policies, re.MULTILINE) for name in POLICY_NAMES)
+    for name in POLICY_NAMES:
+        described = re.search(rf"^\s+{name} {{2,}}\w+", policies, re.MULTILINE)
+        assert described, f"describe the policy {name} in `_POLICY` of vlora/cli/settings.py"
 
 
 @pytest.mark.parametrize("config", [EngineConfig, ServerConfig])

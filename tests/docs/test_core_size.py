@@ -60,7 +60,7 @@ def test_the_reading_list_has_under_1000_lines() -> None:
     rows = re.findall(r"^\| \[`([\w/.]+)`\]\(\1\) \| (?:first (\d+) of )?(\d+) \|", section, flags=re.MULTILINE)
     assert len(rows) == 7
     for path, _, lines in rows:
-        assert num_lines(path) == int(lines), path
+        assert num_lines(path) == int(lines), f"correct the lines of {path} in README.md, Files to read"
     total = sum(int(first or lines) for _, first, lines in rows)
     assert f"{total} lines" in section
     assert total < 1000

@@ -26,6 +26,9 @@ from fusion.plan.tasks import METRICS, TASKS
 from fusion.plan.teacher_kinds import TeacherPlan
 from tests.core_size import ROOT
 from tests.test_prose import listed
+from vlora.bench.harness import modules
+from vlora.models.families import FAMILIES
+from vlora.orchestrator import POLICIES
 
 DOCS = [
     page
@@ -89,11 +92,24 @@ def test_commands_and_extras_are_named_as_they_are() -> None:
     from vlora.cli import cli
 
     shown = "".join((ROOT / file).read_text() for file in ("README.md", "docs/guide.md", "docs/api.md"))
-    assert [name for name in cli.commands if f"vlora {name}" not in shown and name != "model"] == []
+    unnamed = [name for name in cli.commands if f"vlora {name}" not in shown and name != "model"]
+    assert unnamed == [], "name these commands in README.md, docs/guide.md or docs/api.md"
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     named = [found for page in PAGES for found in re.findall(r"'(?:vlora|\.)\[([\w,]+)\]'", page.read_text())]
     assert {"serve", "fuse", "video"} <= set(named)
     assert {extra for each in named for extra in each.split(",")} <= extras
+
+
+def test_every_family_policy_head_and_benchmark_is_in_the_table_of_its_page() -> None:
+    tables = {
+        "README.md": set(FAMILIES),
+        "docs/architecture.md": {*POLICIES, *heads.TASKS},
+        "docs/bench.md": set(modules()),
+    }
+    for file, names in tables.items():
+        page = (ROOT / file).read_text()
+        missing = {name for name in names if not re.search(rf"^\| [^|]*`{name}`", page, re.MULTILINE)}
+        assert not missing, f"add a row for each to a table of {file}"
 
 
 def test_the_reference_has_every_public_name_and_imports_nothing_of_ours(tmp_path: Path) -> None:
@@ -138,7 +154,7 @@ def test_every_field_task_format_and_teacher_of_a_plan_is_named() -> None:
             assert f"`{name}`" in PLAN_GUIDE, name
             for field in set(form.model_fields) - {key, "allow_code"}:
                 assert f"`{field}" in PLAN_GUIDE or f"{field}:" in PLAN_GUIDE, f"{name}.{field}"
-    assert [task for task in TASKS if f"`{task}`" not in PLAN_GUIDE] == []
+    assert [task for task in TASKS if f"`{task}`" not in PLAN_GUIDE] == [], "add a row to docs/plan.md for these tasks"
     for task, metrics in METRICS.items():
         row = next(line for line in PLAN_GUIDE.splitlines() if line.startswith("| `") and f"`{task}`" in line)
         assert all(metric in row for metric in metrics if metric != "accuracy" or "words" not in row), task

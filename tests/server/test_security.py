@@ -22,6 +22,8 @@ from vlora.auth_rate_limit import MAX_PEERS, AuthRateLimit
 from vlora.client import Client
 from vlora.config import ServerConfig, Token
 from vlora.errors import BadConfig, Disconnected, OverCapacity, Unauthorized
+from vlora.server.http.middleware import ADMIN_PATHS
+from vlora.server.http.operator_routes import ROWS
 from vlora.server.security.access import Access
 from vlora.server.security.tokens import read_tokens
 from vlora.wire.tls import server_context
@@ -128,6 +130,12 @@ ADMIN_CALLS: list[tuple[str, str, Any]] = [
     ("PUT", "/v1/cluster/scale", {"replicas": 2}),
     *(("POST", f"/v1/learning/absent/{verb}", {}) for verb in ("promote", "rollback")),
 ]
+
+
+def test_routes_of_an_admin_operation_require_an_admin_token() -> None:
+    for row in ROWS:
+        guarded = row.path.startswith(ADMIN_PATHS) and row.method != "GET"
+        assert guarded == row.operation.admin, f"{row.path}: `ADMIN_PATHS` in http/middleware.py decides over HTTP"
 
 
 HEADERS = {
