@@ -135,7 +135,7 @@ BUDGETS = (
     Budget("vlora/training vlora/learning fusion/training", 7_280, 4_500),
     Budget("vlora/simulator", 2_280, 1_500),
     Budget("vlora/cli", 4_020, 2_600),
-    Budget("vlora/bench", 4_840, 2_500),
+    Budget("vlora/bench", 4_740, 2_500),
     Budget("benchmarks", 9_000, 6_500),
     Budget("fusion", 10_040, 6_200),
     Budget("tools", 940, 800),

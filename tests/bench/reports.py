@@ -18,9 +18,9 @@ from benchmarks.training import Served
 from tests.bench.split_rows import LATENCIES, MIX, of_all_parts, windows
 from vlora.bench import costs, serve, step, tp
 from vlora.bench.harness import measured
-from vlora.bench.rank import RankMemory
 from vlora.bench.report import Report
 from vlora.bench.step import StepWork
+from vlora.bench.tp import RankMemory
 from vlora.orchestrator import Costs, StepSize
 
 Patch = Callable[..., None]

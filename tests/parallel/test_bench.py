@@ -10,7 +10,7 @@ import torch
 
 from vlora.bench import tp
 from vlora.bench.dummy import language_shapes, small_config, write_adapter
-from vlora.bench.rank import CellTimes, RankAdapter, RankMemory, RankSetup, StepCell, run_ranks
+from vlora.bench.tp import CellTimes, RankAdapter, RankMemory, RankSetup, StepCell, run_ranks
 from vlora.config import EngineConfig
 from vlora.models.loading import dummy_model
 

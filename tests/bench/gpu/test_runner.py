@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vlora.bench.gpu import process, runner
+from vlora.bench.gpu import runner
 from vlora.bench.gpu.runner import STAGES, Stage, chosen
 from vlora.bench.report import Goal, page
 from vlora.errors import BadConfig
@@ -127,7 +127,7 @@ def test_an_error_becomes_json_with_the_results_so_far(tmp_path: Path, stage_mod
         raise ValueError("wrong shape")
 
     stage_module.run = fail  # type: ignore[attr-defined]
-    assert process.run(STAGES[0], "cpu", tmp_path, 60.0) == 1
+    assert runner.run_stage(STAGES[0], "cpu", tmp_path, 60.0) == 1
     found = runner.read(tmp_path / "00-facts.json")
     assert found is not None and found["result"] == {"rows": [1, 2]} and not found["ok"]
     assert (found["error"]["type"], found["error"]["message"]) == ("ValueError", "wrong shape")
@@ -141,7 +141,7 @@ def test_the_table_and_the_result_follow_from_the_records(
 ) -> None:
     goal = Goal("merged, batch 16 / bytes", 1.3 if holds else 1.5, 1.35, True)
     stage_module.run = lambda context: {"summary": "as fast as memory", "goals": [goal]}  # type: ignore[attr-defined]
-    assert process.run(STAGES[0], "cpu", tmp_path, 60.0) == 0
+    assert runner.run_stage(STAGES[0], "cpu", tmp_path, 60.0) == 0
     said: list[str] = []
     checked = runner.check(tmp_path, "cpu", 0.001, chosen(["facts", "smoke"]), said.append)
     assert checked.succeeded is holds

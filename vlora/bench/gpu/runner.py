@@ -1,12 +1,17 @@
 """Runs stages one after the other within a box of time, each in its own process, and prints a table of all of them.
 
-A stage that has succeeded with the same source files on the same kind of device, according to its JSON, is not run
-again. A stage that does not fit into the rest of the box is left for the next call, and shorter ones after it may run.
+    python -m vlora.bench.gpu.runner STAGE DEVICE FOLDER SECONDS    # one stage, in this process
+
+A stage's JSON has the fields of a bench's report and more. A stage that has succeeded with the same source files on the
+same kind of device, according to its JSON, is not run again. A stage that does not fit into the rest of the box is left
+for the next call, and shorter ones after it may run.
 """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
+import importlib
 import json
 import os
 import signal
@@ -14,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,7 +144,7 @@ def _unmet(record: Mapping[str, Any]) -> Sequence[str]:
 
 _RESERVE_S = 5.0
 """Of the box, to end the last stage's process and to print the table."""
-_OUTPUT_LINES = 30
+_OUTPUT_LINES = 30  # of a traceback, and of what a failed stage printed
 
 Process = Callable[[Stage, str, Path, float], tuple[int | None, str]]
 
@@ -222,7 +228,7 @@ def in_own_process(stage: Stage, device: str, out: Path, limit_s: float) -> tupl
     if device == "cpu":
         # The shapes are too small for several threads, which would wait for each other on a shared machine.
         environment["OMP_NUM_THREADS"] = "1"
-    command = [sys.executable, "-m", "vlora.bench.gpu.process", stage.name, device, str(out), f"{limit_s:.1f}"]
+    command = [sys.executable, "-m", "vlora.bench.gpu.runner", stage.name, device, str(out), f"{limit_s:.1f}"]
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         # A session of its own, so that the processes that a stage starts end with it.
         process = subprocess.Popen(
@@ -239,6 +245,72 @@ def in_own_process(stage: Stage, device: str, out: Path, limit_s: float) -> tupl
                 process.wait()
         output.seek(0)
         return exit_code, output.read()
+
+
+def run_stage(stage: Stage, device: str, folder: Path, seconds: float) -> int:
+    """Run a stage in this process, for at most `seconds`, which the caller enforces. Returns the exit code."""
+    started = time.monotonic()
+    found: dict[str, Any] = {
+        "bench": f"gpu-check {stage.name}",
+        "stage": stage.name,
+        "ok": False,
+        "error": {"message": "the stage did not return"},
+        "device": device,
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **Code.here()._asdict(),
+    }
+
+    def save() -> None:
+        write(folder / stage.file_name, found | {"seconds": round(time.monotonic() - started, 2)})
+
+    def keep(result: dict[str, Any]) -> None:
+        found["goals"] = [goal.as_dict() for goal in result.get("goals", ())]
+        found["result"] = {name: value for name, value in result.items() if name != "goals"}
+        save()
+
+    save()
+    try:
+        found["env"] = _prepare(device)
+        save()
+        keep(_result(stage, device, folder, started + seconds, keep))
+    except Exception as error:
+        lines = traceback.format_exc().splitlines()
+        about = {"type": type(error).__name__, "message": str(error)[:2000]}
+        found["error"] = about | {"traceback": lines[-_OUTPUT_LINES:]}
+        save()
+        print("\n".join(lines), file=sys.stderr)
+        return 1
+    found["ok"] = True
+    del found["error"]
+    save()
+    return 0
+
+
+def _prepare(device: str) -> dict[str, Any]:
+    """Apply the settings under which results are comparable. Returns the environment."""
+    import torch
+
+    from vlora.bench.report import environment, version_of
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("torch finds no CUDA device")
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    found = environment()
+    found["versions"] |= {name: version_of(name) for name in ("triton", "numpy", "safetensors", "msgspec")}
+    found["versions"]["cuda"] = torch.version.cuda
+    return found
+
+
+def _result(stage: Stage, device: str, folder: Path, ends_s: float, keep: Callable[[Any], None]) -> dict[str, Any]:
+    import torch
+
+    from vlora.bench.gpu.context import Context
+
+    package = "vlora.bench.gpu.stages" if stage.name in INSTALLED else "benchmarks.gpu"
+    module = importlib.import_module(f"{package}.{stage.name}")
+    result: dict[str, Any] = module.run(Context(torch.device(device), folder, ends_s, keep))
+    return result
 
 
 def _complete(
@@ -287,3 +359,8 @@ def print_table(checked: Checked) -> None:
         for name in _unmet(found):
             table.add_row("", "", "", "", f"FALLS SHORT: {name}")
     Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    name, *where, limit_s = sys.argv[1:]
+    sys.exit(run_stage(chosen([name])[0], where[0], Path(where[1]), float(limit_s)))

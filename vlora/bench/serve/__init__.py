@@ -29,9 +29,10 @@ from vlora.bench.serve.comparison import (
     serving,
 )
 from vlora.bench.serve.load import LoadRun, drive, row
-from vlora.bench.serve.model_folder import ModelFiles, write_model_files
+from vlora.bench.serve.model_folder import write_model_files
 from vlora.bench.serve.surfaces import ChatCompletions, token_from_environment
 from vlora.bench.serve.workload import Workload, workload_requests
+from vlora.bench.timing import threads_label
 from vlora.engine.host_resources import default_threads
 from vlora.errors import BadConfig
 
@@ -83,50 +84,39 @@ def _measure(
     if model is not None or adapter_names:
         raise BadConfig("names of a model and of adapters require another server; also give its --url")
     workload = Workload(**settings)
-    with tempfile.TemporaryDirectory() as folder:
-        config = small_served_config() if quick else served_config()
-        files = write_model_files(config, Path(folder), workload.adapters)
-        return _local(quick, files, workload, chosen, surfaces, threads, rounds, dtype)
-
-
-def _local(
-    quick: bool,
-    files: ModelFiles,
-    workload: Workload,
-    cases: Sequence[ServeCase],
-    surfaces: Sequence[str],
-    threads: Sequence[int],
-    rounds: int,
-    dtype: str,
-) -> Measured:
-    baselines = {each: Baseline.load(files.model, list(files.adapters.values()), each) for each in BASELINE_DTYPES}
+    # The goals are defined for this workload on the large model; ratios of short runs are not comparable.
+    promised = not quick and dataclasses.replace(workload, seed=0) == Workload()
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
     errors: list[str] = []
     checks: dict[str, Any] = {}
-    # The goals are defined for this workload on the large model; ratios of short runs are not comparable.
-    promised = not quick and dataclasses.replace(workload, seed=0) == Workload()
-    default = (None,) if quick or default_threads() == 1 else (None, 1)
-    for count in threads or default:
-        with serving(files, dtype, count) as server:
-            for surface in surfaces:
-                comparison = Comparison(
-                    files, workload, cases, dtype=dtype, surface=surface, threads=count, rounds=rounds
-                )
-                comparison.run(server, baselines)
-                rows += comparison.rows()
-                errors += comparison.errors
-                if promised:
-                    for case in cases:
-                        name = f"{case.name}: {surface} / {case.baseline}, {_threads(count)}"
+    with tempfile.TemporaryDirectory() as folder:
+        config = small_served_config() if quick else served_config()
+        files = write_model_files(config, Path(folder), workload.adapters)
+        baselines = {each: Baseline.load(files.model, list(files.adapters.values()), each) for each in BASELINE_DTYPES}
+        default = (None,) if quick or default_threads() == 1 else (None, 1)
+        for count in threads or default:
+            with serving(files, dtype, count) as server:
+                for surface in surfaces:
+                    comparison = Comparison(files, workload, chosen, dtype, surface, count, rounds)
+                    comparison.run(server, baselines)
+                    rows += comparison.rows()
+                    errors += comparison.errors
+                    number = "default threads" if count is None else threads_label(count)
+                    for case in chosen if promised else ():
+                        name = f"{case.name}: {surface} / {case.baseline}, {number}"
                         goals.append(Goal(name, comparison.ratio(case.name), _GOALS[case.name], False))
-    with serving(files, "float32", None) as server:
-        for surface in surfaces:
-            checks[surface] = check = check_answers(server, surface, files, workload, baselines["float32"])
-            name = f"wrong of {check['answers']} greedy answers in float32 ({check['words']} words), {surface}"
-            goals.append(Goal(name, float(len(check["wrong"])), 0.0, True))
-    goals.append(Goal("requests that failed", float(len(errors)), 0.0, True))
+        with serving(files, "float32", None) as server:
+            for surface in surfaces:
+                checks[surface] = check = check_answers(server, surface, files, workload, baselines["float32"])
+                name = f"wrong of {check['answers']} greedy answers in float32 ({check['words']} words), {surface}"
+                goals.append(Goal(name, float(len(check["wrong"])), 0.0, True))
+    goals.append(_failed(errors))
     return Measured(rows, _found(workload, errors) | {"answers": checks}, goals)
+
+
+def _failed(errors: Sequence[str]) -> Goal:
+    return Goal("requests that failed", float(len(errors)), 0.0, True)
 
 
 def _other_server(
@@ -162,12 +152,7 @@ def _other_server(
         for name, found in runs.items()
     ]
     errors = [error for found in runs.values() for run in found for error in run.errors]
-    goals = [Goal("requests that failed", float(len(errors)), 0.0, True)]
-    return Measured(rows, _found(workload, errors) | {"title": f"vlora bench serve: {url}"}, goals)
-
-
-def _threads(count: int | None) -> str:
-    return "default threads" if count is None else f"{count} thread{'s' * (count != 1)}"
+    return Measured(rows, _found(workload, errors) | {"title": f"vlora bench serve: {url}"}, [_failed(errors)])
 
 
 def _found(workload: Workload, errors: Sequence[str]) -> dict[str, Any]:

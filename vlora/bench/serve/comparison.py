@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import statistics
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -116,25 +116,27 @@ def serving(files: ModelFiles, dtype: str, threads: int | None) -> Iterator[Serv
         yield server
 
 
-@contextlib.asynccontextmanager
-async def surface(name: str, server: ServerProcess, files: ModelFiles) -> AsyncIterator[ChatCompletions | RpycClient]:
-    """A client for one of http and rpyc."""
+async def _run(
+    server: ServerProcess, surface: str, files: ModelFiles, workload: Workload, requests: Iterable[WorkloadRequest]
+) -> LoadRun:
+    """Send requests over http or rpyc."""
     names = list(files.adapters)
     client: ChatCompletions | RpycClient
-    if name == "http":
+    if surface == "http":
         client = ChatCompletions(f"http://127.0.0.1:{server.http_port}/v1", _BASE, names)
     else:
         client = RpycClient(server.rpyc_port, names)
     try:
-        yield client
+        return await drive(workload, iter(requests), client)
     finally:
         await client.close()
 
 
+@dataclasses.dataclass
 class Comparison:
     """Runs of a served model and of baselines, in rounds.
 
-    Args:
+    Attributes:
         files: The model and its adapters.
         workload: Of the cases `base` and `adapters`; `one` takes its first request.
         cases: The kinds of traffic.
@@ -142,102 +144,89 @@ class Comparison:
         surface: http or rpyc.
         threads: Of the server's engine and of the baseline; None for the default of each.
         rounds: Number of rounds.
+        runs: By case, name of the system, and its dtype.
     """
 
-    def __init__(
-        self,
-        files: ModelFiles,
-        workload: Workload,
-        cases: Sequence[ServeCase],
-        *,
-        dtype: str,
-        surface: str,
-        threads: int | None,
-        rounds: int,
-    ) -> None:
-        self._files, self._workload, self._cases = files, workload, cases
-        self._dtype, self._surface, self._threads, self._rounds = dtype, surface, threads, rounds
-        self._processor = InputProcessor.from_pretrained(files.model)
-        self._ours: dict[str, list[LoadRun]] = {case.name: [] for case in cases}
-        self._theirs: dict[tuple[str, str], list[LoadRun]] = {}
+    files: ModelFiles
+    workload: Workload
+    cases: Sequence[ServeCase]
+    dtype: str
+    surface: str
+    threads: int | None
+    rounds: int
+    runs: dict[tuple[str, str, str], list[LoadRun]] = dataclasses.field(default_factory=dict)
 
     def run(self, server: ServerProcess, baselines: Mapping[str, Baseline]) -> None:
-        """LoadRun every round: each case of the server, then of each baseline, without concurrency."""
-        torch.set_num_threads(self._threads or default_threads())
-        asyncio.run(self._warm_up(server, baselines))
-        for number in range(self._rounds):
-            for case in self._cases:
-                self._ours[case.name].append(asyncio.run(self._serve(server, case, number)))
-                for dtype, baseline in baselines.items():
-                    if not self._too_slow(case, dtype):
-                        run = self._answer(baseline, case, number)
-                        self._theirs.setdefault((case.name, dtype), []).append(run)
+        """Run every round: each case of the server, then of each baseline, without concurrency."""
+        torch.set_num_threads(self.threads or default_threads())
+        processor = InputProcessor.from_pretrained(self.files.model)
+        self._warm_up(server, baselines, processor)
+        for number, case in itertools.product(range(self.rounds), self.cases):
+            one = case.workload(self.workload, number)
+            requests = workload_requests(one, adapted=case.adapted)
+            found = asyncio.run(_run(server, self.surface, self.files, one, requests))
+            self.runs.setdefault((case.name, self._by, self.dtype), []).append(found)
+            for dtype, baseline in baselines.items():
+                if not self._too_slow(case, dtype):
+                    found = baseline.run(_prepared(processor, one, case), one.concurrency)
+                    self.runs.setdefault((case.name, case.baseline, dtype), []).append(found)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        for case in self._cases:
-            labels = {"case": case.name, "threads": self._threads or "default"}
-            ours = row(self._ours[case.name], **labels, by=f"vlora {self._surface}", dtype=self._dtype)
-            yield ours | {"ours / it": None}
-            for (name, dtype), runs in self._theirs.items():
-                if name == case.name:
-                    theirs = row(runs, **labels, by=case.baseline, dtype=dtype)
-                    yield theirs | {"ours / it": self._ratio(name, dtype)}
+        for (case, by, dtype), runs in self.runs.items():
+            labels = {"case": case, "threads": self.threads or "default", "by": by, "dtype": dtype}
+            yield row(runs, **labels) | {"ours / it": None if by == self._by else self._ratio(case, runs)}
 
     def ratio(self, case: str) -> float:
         """Tokens per second relative to the faster baseline, the median over rounds."""
-        return min(self._ratio(name, dtype) for name, dtype in self._theirs if name == case)
+        baselines = (runs for (name, by, _), runs in self.runs.items() if name == case and by != self._by)
+        return min(self._ratio(case, runs) for runs in baselines)
 
     @property
     def errors(self) -> list[str]:
-        return [error for runs in self._ours.values() for run in runs for error in run.errors]
+        return [error for runs in self.runs.values() for run in runs for error in run.errors]
 
-    def _ratio(self, case: str, dtype: str) -> float:
+    @property
+    def _by(self) -> str:
+        return f"vlora {self.surface}"
+
+    def _ratio(self, case: str, theirs: Sequence[LoadRun]) -> float:
         # a slow baseline has only the first round
-        pairs = zip(self._ours[case], self._theirs[case, dtype], strict=False)
-        return statistics.median(ours.tokens_per_s / theirs.tokens_per_s for ours, theirs in pairs)
+        pairs = zip(self.runs[case, self._by, self.dtype], theirs, strict=False)
+        return statistics.median(ours.tokens_per_s / other.tokens_per_s for ours, other in pairs)
 
     def _too_slow(self, case: ServeCase, dtype: str) -> bool:
-        seconds = {name: runs[0].seconds for (which, name), runs in self._theirs.items() if which == case.name}
+        own = (case.name, case.baseline)
+        seconds = {its: runs[0].seconds for (*which, its), runs in self.runs.items() if tuple(which) == own}
         return dtype in seconds and seconds[dtype] > _SLOW * min(seconds.values())
 
-    async def _serve(self, server: ServerProcess, case: ServeCase, number: int) -> LoadRun:
-        workload = case.workload(self._workload, number)
-        return await _run_workload(
-            server, self._surface, self._files, workload, workload_requests(workload, adapted=case.adapted)
-        )
-
-    def _answer(self, baseline: Baseline, case: ServeCase, number: int) -> LoadRun:
-        workload = case.workload(self._workload, number)
-        return baseline.run(self._prepared(workload, case), workload.concurrency)
-
-    def _prepared(self, workload: Workload, case: ServeCase) -> list[PreparedRequest]:
-        """The requests of a case; with a duration, as many as run concurrently."""
-        count = workload.requests or workload.concurrency
-        requests = itertools.islice(workload_requests(workload, adapted=case.adapted), count)
-        return [prepare(self._processor, request) for request in requests]
-
-    async def _warm_up(self, server: ServerProcess, baselines: Mapping[str, Baseline]) -> None:
+    def _warm_up(self, server: ServerProcess, baselines: Mapping[str, Baseline], processor: InputProcessor) -> None:
         """Send a few short answers of every kind, to load adapters and warm code and memory."""
         workload = dataclasses.replace(
-            self._workload,
-            requests=max(self._workload.adapters, 2),
+            self.workload,
+            requests=max(self.workload.adapters, 2),
             duration_s=None,
             rate=None,
             answer_tokens=3,
             popularity="uniform",
         )
-        for case in self._cases:
-            await _run_workload(
-                server, self._surface, self._files, workload, workload_requests(workload, adapted=case.adapted)
-            )
+        for case in self.cases:
+            requests = workload_requests(workload, adapted=case.adapted)
+            asyncio.run(_run(server, self.surface, self.files, workload, requests))
             for baseline in baselines.values():
-                baseline.run(self._prepared(workload, case)[:1], 1)
+                baseline.run(_prepared(processor, workload, case)[:1], 1)
+
+
+def _prepared(processor: InputProcessor, workload: Workload, case: ServeCase) -> list[PreparedRequest]:
+    """The requests of a case; with a duration, as many as run concurrently."""
+    count = workload.requests or workload.concurrency
+    requests = itertools.islice(workload_requests(workload, adapted=case.adapted), count)
+    return [prepare(processor, request) for request in requests]
 
 
 def check_answers(
-    server: ServerProcess, surface_name: str, files: ModelFiles, workload: Workload, baseline: Baseline
+    server: ServerProcess, surface: str, files: ModelFiles, workload: Workload, baseline: Baseline
 ) -> dict[str, Any]:
-    """GreedyAnswer answers to a small set of requests, all at once, against the baseline's one by one.
+    """Compare answers to a small set of requests, all at once, against the baseline's one by one.
 
     Args:
         server: In float32.
@@ -261,7 +250,7 @@ def check_answers(
     texts: set[str] = set()
     for adapted in (True, False):
         requests = list(itertools.islice(workload_requests(workload, adapted=adapted), _CHECKED))
-        run = asyncio.run(_run_workload(server, surface_name, files, workload, requests))
+        run = asyncio.run(_run(server, surface, files, workload, requests))
         for answer, request in zip(run.answers, requests, strict=True):
             texts.add(answer.text)
             if answer.error is not None:
@@ -277,10 +266,3 @@ def check_answers(
         "ties": sum(each.tie for each in agreements),
         "wrong": [each.wrong for each in agreements if each.wrong is not None],
     }
-
-
-async def _run_workload(
-    server: ServerProcess, name: str, files: ModelFiles, workload: Workload, requests: Iterable[WorkloadRequest]
-) -> LoadRun:
-    async with surface(name, server, files) as send:
-        return await drive(workload, iter(requests), send)
