@@ -330,13 +330,11 @@ def check_settings(index: RetrievalIndex, wanted: IndexSettings, named: Sequence
     for name in ("model", *named):
         has, given = getattr(index.settings, name), getattr(wanted, name)
         if has != given:
-            what = f"the model {has!r}; the server has {given!r}; serve it with --served-model-name if it is the same"
+            what = f"the model {has!r}; the server has {given!r} (if it is the same, set its --served-model-name)"
             if name != "model":
                 flag = _FLAGS.get(name, name.replace("_", "-"))
                 what = f"--{flag} {_shown(has)}, not {_shown(given)}"
-            raise BadConfig(
-                f"index {str(index.path)!r} was made with {what}; or give another index, or delete this one"
-            )
+            raise BadConfig(f"index {str(index.path)!r} was made with {what}; give another index, or delete this one")
 
 
 def _shown(value: object) -> str:
