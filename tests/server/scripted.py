@@ -165,12 +165,16 @@ class ByteProcessor:
 
 
 class ScriptedTrainings:
-    """Trainings that run forever. A plan is the name of one; "spoiled" has records that were set aside."""
+    """Trainings that run forever. A plan is the name of one; "spoiled" has records that were set aside.
+
+    If it is an adapter's folder, the training is finished. load: serves it.
+    """
 
     retry_s: float | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, load: Callable[[str, str], AdapterStatus]) -> None:
         self.wake: Callable[[], None] = lambda: None
+        self._load = load
         self._found: dict[str, TrainingStatus] = {}
 
     def advance(self) -> bool:
@@ -186,6 +190,9 @@ class ScriptedTrainings:
             self._found[name] = TrainingStatus(
                 name=name, state="running", step=1, num_steps=2, loss=0.5, num_bad=len(bad) and 3, bad=bad
             )
+            if Path(plan, "adapter_config.json").exists():
+                self._load(name, plan)
+                self._found[name] = msgspec.structs.replace(self._found[name], state="finished", path=plan)
             done.set_result((self._found[name],))
         return done
 
@@ -236,7 +243,7 @@ class ScriptedEngine:
         self.running: dict[str, tuple[Request, list[int]]] = {}
         self.sampled: dict[str, int] = {}
         self.cancelled: list[str] = []
-        trainings = ScriptedTrainings()
+        trainings = ScriptedTrainings(self.load_adapter)
         self.parts = SimpleNamespace(trainings=trainings, other_work=trainings)
         self._adapters: dict[str, AdapterStatus] = {}
         self._paths: dict[str, str] = {}

@@ -301,6 +301,8 @@ async def test_a_replacement_process_has_the_adapters_and_pins(tmp_path: Path) -
         await engine.pin_adapter(name, True)
     await engine.pin_adapter("one", False)
     await engine.unload_adapter("gone")
+    await engine.train(write_adapter(tmp_path / "finished"))
+    await engine.unload_adapter("finished")
     assert [one.name for one in await engine.train("/plans/signs")] == ["signs"]
     with pytest.raises(BadPlan, match="/plans/bad: cannot be read"):
         await engine.train("/plans/bad")
@@ -312,7 +314,7 @@ async def test_a_replacement_process_has_the_adapters_and_pins(tmp_path: Path) -
         with pytest.raises(EngineDead, match="killed by SIGKILL; it is being restarted"):
             await call
     await alive(engine)
-    assert [one.name for one in await engine.trainings()] == ["signs"]
+    assert [one.name for one in await engine.trainings()] == ["finished", "signs"]
     assert not engine.starting
     pins = {"one": False, "three": True, "two": False}
     assert {each.name: each.pinned for each in await engine.adapters()} == pins

@@ -66,7 +66,16 @@ from vlora.server.launch import starting_adapters
 from vlora.server.metrics import MAX_ADAPTERS, MAX_TENANTS, MAX_TRAININGS, LabelSlots, Metrics
 from vlora.server.security.public_errors import error_for, named, without_places
 from vlora.training.plan import TrainingPlan
-from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput, SamplingParams, TrainingStatus
+from vlora.types import (
+    AdapterStatus,
+    EngineStats,
+    ErrorValue,
+    HeadSummary,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TrainingStatus,
+)
 from vlora.types.composition import OTHER, name_problem
 
 PNG = png()
@@ -158,8 +167,12 @@ async def test_a_load_completes_when_its_caller_is_cancelled(tmp_path: Path) -> 
         return await at_once(name, path)
 
     front = front_end(engine)
+
+    async def find(head: str) -> HeadSummary:
+        return front.adapters.head_of(await front.adapters.resolve("cam"), head)
+
     await front.adapters.load("cam", write_adapter(tmp_path / "cam", {"night": 1}))
-    await front.adapters.find_head("cam", "night")
+    await find("night")
     engine.load_adapter = slowly  # type: ignore[method-assign]
     good = asyncio.create_task(front.adapters.load("cam", write_adapter(tmp_path / "cam2", {"rain": 1})))
     bad = asyncio.create_task(front.adapters.load("cam", str(tmp_path / "nothing")))
@@ -168,12 +181,12 @@ async def test_a_load_completes_when_its_caller_is_cancelled(tmp_path: Path) -> 
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
-    assert await front.adapters.find_head("cam", "night"), "the new adapter is not read yet"
+    assert await find("night"), "the new adapter is not read yet"
     read.set()
     await asyncio.sleep(0.01)
-    assert await front.adapters.find_head("cam", "rain"), "the old heads are no longer cached"
+    assert await find("rain"), "the old heads are no longer cached"
     with pytest.raises(UnknownHead):
-        await front.adapters.find_head("cam", "night")
+        await find("night")
 
 
 async def test_pictures_of_several_heads_are_processed_once(tmp_path: Path) -> None:
@@ -497,13 +510,38 @@ LIVES = {
     "lost": Life(["load b=two", "lose two"], ["a=one"], said="kept in {}: b"),
     "given and lost": Life(["lose one"], [], refused="no adapter_config.json"),
     "loaded in vain": Life(["load b=nowhere"], ["a=one"]),
+    "trained": Life(["train b=two"], ["a=one", "b=two"], said="kept in {}: b"),
+    "trained and unloaded": Life(["train b=two", "unload b"], ["a=one"]),
 }
+
+
+class TrainingEngine(ScriptedInterface):
+    """A plan is NAME=FOLDER, and its training is finished when it is looked at for the second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = 0
+
+    async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
+        self.plan = plan
+        return (TrainingStatus(name=plan.partition("=")[0], state="running", step=0, num_steps=1),)
+
+    async def trainings(self) -> tuple[TrainingStatus, ...]:
+        self.looks += 1
+        name, _, path = self.plan.partition("=")
+        if self.looks == 1:
+            raise EngineDead("it is being restarted")
+        if self.looks == 2:
+            return (TrainingStatus(name=name, state="running", step=0, num_steps=1),)
+        await self.load_adapter(name, path)
+        return (TrainingStatus(name=name, state="finished", step=1, num_steps=1, path=path),)
 
 
 @pytest.mark.parametrize("case", LIVES)
 async def test_adapters_changed_while_a_server_runs_outlive_it(
-    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(adapter_catalog, "TRAINED_S", 0.01)
     life, said, folder = LIVES[case], list[str](), tmp_path / "state"
     for number, name in enumerate(("one", "two", "three"), 1):
         write_adapter(tmp_path / name, {"head": number})  # the frames of its head tell the folder
@@ -513,7 +551,7 @@ async def test_adapters_changed_while_a_server_runs_outlive_it(
         state = AdapterState.open(folder)
         try:
             new = starting_adapters(state, named, [], "model", said.append)
-            catalog = AdapterCatalog(ScriptedInterface(), Metrics(), "model", ByteProcessor())  # type: ignore[arg-type]
+            catalog = AdapterCatalog(TrainingEngine(), Metrics(), "model", ByteProcessor())  # type: ignore[arg-type]
             await catalog.register(new)
             await catalog.keep_in(state, new)
         except VLoraError:
@@ -528,6 +566,11 @@ async def test_adapters_changed_while_a_server_runs_outlive_it(
             case "load":
                 with contextlib.nullcontext() if path != "nowhere" else pytest.raises(BadAdapter):
                     await catalog.load(name, str(tmp_path / path))
+            case "train":
+                await catalog.train(f"{name}={tmp_path / path}")
+                async with asyncio.timeout(10):
+                    while name not in state:
+                        await asyncio.sleep(0.01)
             case "unload":
                 await catalog.unload(name)
             case "pin":

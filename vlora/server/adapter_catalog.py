@@ -21,13 +21,7 @@ from vlora.engine.interface import EngineInterface
 from vlora.errors import BadAdapter, BadRequest, EngineDead, UnknownAdapter, UnknownHead, VLoraError, listed
 from vlora.server.domains import Target
 from vlora.server.metrics import Metrics
-from vlora.types import (
-    AdapterStatus,
-    HeadSummary,
-    adapter_name,
-    composed_of,
-    is_composed,
-)
+from vlora.types import AdapterStatus, HeadSummary, TrainingStatus, adapter_name, composed_of, is_composed
 from vlora.types.composition import MAX_NAME, name_problem
 from vlora.types.domain import DomainSummary
 
@@ -37,6 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ERROR_S = 1.0  # for which the cached status of an adapter that failed is used
+TRAINED_S = 1.0  # between two looks at trainings whose adapters are to be kept
 
 log = logging.getLogger(__name__)
 
@@ -145,10 +140,6 @@ class AdapterCatalog:
                 return status
         raise UnknownAdapter(f"no adapter named {name[:MAX_NAME]!r} is registered", field="adapter")
 
-    async def find_head(self, adapter: str, head: str) -> HeadSummary:
-        """Raises UnknownAdapter or UnknownHead, each with the available names."""
-        return self.head_of(await self.resolve(adapter), head)
-
     def head_of(self, target: Target, head: str | None) -> HeadSummary:
         """An adapter's head; None for that of the domain, or for the adapter's only one.
 
@@ -240,6 +231,14 @@ class AdapterCatalog:
         self._warnings.pop(name, None)
         self._loads.pop(name, None)
 
+    async def train(self, plan: str) -> tuple[TrainingStatus, ...]:
+        """Begin the trainings of a plan file. The adapters that they finish are kept for the next start."""
+        begun = await self._engine.train(plan)
+        keeping = asyncio.create_task(self._keep_trained({one.name for one in begun}))
+        self._changes.add(keeping)
+        keeping.add_done_callback(self._on_changed)
+        return begun
+
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
         """Pin an adapter on the device, or unpin it. Raises UnknownAdapter; OverCapacity when there is no room."""
         self._check_own(name)
@@ -266,6 +265,19 @@ class AdapterCatalog:
                     await self._state.commit({name: before})
                 raise
             return cast(T, None)  # it was kept, but could not be served
+
+    async def _keep_trained(self, names: set[str]) -> None:
+        while self._state is not None and names:
+            await asyncio.sleep(TRAINED_S)
+            with contextlib.suppress(VLoraError):  # the engine is restarting, or the disk is full
+                found = [one for one in await self._engine.trainings() if one.name in names]
+                served = {status.name for status in await self._engine.adapters()}
+                finished = [one for one in found if one.state == "finished" and one.name in served]
+                if finished:
+                    await self._state.commit(
+                        {one.name: DesiredAdapter(os.path.abspath(one.path or "")) for one in finished}
+                    )
+                names = {one.name for one in found if one.state == "running"}
 
     async def _load(self, name: str, path: str) -> AdapterStatus:
         status = await self._engine.load_adapter(name, path)

@@ -227,32 +227,13 @@ async def _start_engine(
     if plan is None and max(replicas, max_replicas or 1) == 1:
         return await SupervisedEngine.start(config, log=log.warning, command=command)
     journal = None if routing_journal is None else JournalFile(routing_journal)
+    settings = {"journal": journal, "adapters": adapters, "rule": routing_rule, "announce": announce, **scaling}
     if plan is not None:
         from vlora.cluster.nodes.cluster import NodesCluster
 
         own = command if tuple(command) != ENGINE_COMMAND else ("", *ENGINE_COMMAND[1:])
-        return await NodesCluster.join(
-            config,
-            plan,
-            journal=journal,
-            adapters=adapters,
-            rule=routing_rule,
-            ship_adapters=ship_adapters,
-            announce=announce,
-            command=own,
-            **scaling,
-        )
-    return await LocalCluster.start(
-        config,
-        replicas,
-        max_replicas=max_replicas,
-        journal=journal,
-        adapters=adapters,
-        rule=routing_rule,
-        announce=announce,
-        command=command,
-        **scaling,
-    )
+        return await NodesCluster.join(config, plan, ship_adapters=ship_adapters, command=own, **settings)
+    return await LocalCluster.start(config, replicas, max_replicas=max_replicas, command=command, **settings)
 
 
 def _open_state(folder: str | None, model: str, bound: RpycServer, config: ServerConfig) -> AdapterState | None:

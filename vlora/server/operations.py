@@ -38,7 +38,7 @@ async def perform(front_end: FrontEnd, operation: op.Operation, caller: Token | 
         case op.PinAdapter(adapter, pinned):
             return await adapters.pin(adapter, pinned)
         case op.Train(plan):
-            return await front_end.engine.train(plan)
+            return await adapters.train(plan)
         case op.ListTrainings() | op.CancelTraining():
             return await front_end.engine.call(operation)
         case op.Correct(request_id, label):

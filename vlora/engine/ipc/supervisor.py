@@ -63,6 +63,7 @@ class SupervisedEngine(EngineInterface):
         self._paths: dict[str, str] = {}
         self._plans = dict.fromkeys([] if config.train is None else [config.train])  # of trainings, in order
         self._pinned: set[str] = set()
+        self._unloaded: set[str] = set()
         self._num_restarts = 0
         self._gave_up = False
         self._watching = asyncio.create_task(self._watch(engine), name="vlora-engine-supervisor")
@@ -103,15 +104,19 @@ class SupervisedEngine(EngineInterface):
         match operation:
             case RegisterAdapters(paths):
                 self._paths |= paths
+                self._unloaded -= paths.keys()
             case LoadAdapter(name, path):
                 self._paths[name] = path
+                self._unloaded.discard(name)
             case UnloadAdapter(name):
                 self._paths.pop(name, None)
                 self._pinned.discard(name)
+                self._unloaded.add(name)
             case PinAdapter(name, pinned):
                 (self._pinned.add if pinned else self._pinned.discard)(name)
             case Train(plan):
                 # Those of learning adapters are removed when they have ended.
+                self._unloaded -= {one.name for one in found}
                 self._plans = {known: None for known in self._plans if os.path.exists(known)} | {plan: None}
             case GetStats():
                 return msgspec.structs.replace(found, num_restarts=self._num_restarts)
@@ -202,6 +207,9 @@ class SupervisedEngine(EngineInterface):
         for plan in tuple(self._plans):
             if not await self._try(engine.train(plan, reopen=False), f"the trainings of {plan} do not continue"):
                 del self._plans[plan]
+        trained = {status.name for status in await engine.adapters()} if self._unloaded else set()
+        for name in self._unloaded & trained:
+            await self._try(engine.unload_adapter(name), f"adapter {name!r} is served again")
         for name, path in tuple(self._paths.items()):
             if not await self._try(engine.register_adapters({name: path}), f"adapter {name!r} was not restored"):
                 del self._paths[name]

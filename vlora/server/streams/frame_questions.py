@@ -67,7 +67,7 @@ async def images_per_frame(options: StreamOptions, adapters: AdapterCatalog, con
         raise BadRequest(f"the stream has {number} heads and questions; the number must be from 1 to {limit}")
     num_images: dict[int, str] = {}
     for adapter, head in options.heads:
-        summary = await adapters.find_head(adapter, head)
+        summary = adapters.head_of(await adapters.resolve(adapter), head)
         num_images.setdefault(summary.num_frames, f"head {head!r} of adapter {adapter!r}")
     if len(num_images) > 1:
         reads = ", ".join(f"{owner} {count}" for count, owner in num_images.items())
