@@ -31,6 +31,7 @@ from apps.server_process import VLORA, serving
 from apps.video_analytics import CHUNKS_IN_FLIGHT, AnnotatedVideo, ChunkResult, Source, analyse
 from vlora.client import Client
 from vlora.opencv import Video, cv2
+from vlora.run_folder import write_whole
 
 _END = "</main>"
 _POSTER_S = 1.5  # seconds from the start of a video
@@ -50,7 +51,7 @@ def write_page(file: Path, fused: Path, result: Mapping[str, Any]) -> None:
     page = (fused / "report.html").read_text()
     page = page.replace('href="adapters/', f'href="{fused.relative_to(file.parent).as_posix()}/adapters/')
     before, end, after = page.rpartition(_END)
-    file.write_text(f"{before}{served}{end}{after}")
+    write_whole(file, f"{before}{served}{end}{after}".encode(), durable=False)
 
 
 def poster(video: Path) -> str:
@@ -133,7 +134,7 @@ def run(
             "words beside streams": _percentiles(beside_streams, 1),
         },
     }
-    (out / "report.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_whole(out / "report.json", json.dumps(result, indent=2).encode() + b"\n", durable=False)
     console.rule("7. results")
     console.print(_table(result))
     _print_totals(result, console)

@@ -6,33 +6,47 @@ A limit on the size of files stands for the disk: it acts on Python, sqlite and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
+import io
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import cv2
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from apps.image_query import PictureAnswer
+from apps.retrieval.contact_sheet import write_sheet
+from apps.retrieval.ranking import Hit
 from apps.retrieval.store import IndexSettings, RetrievalIndex
 from apps.video_analytics import Chunk, ChunkResult
 from apps.video_analytics.annotate import AnnotatedVideo
 from apps.video_analytics.result_files import ResultRows
+from atmm.tuning import tables
+from atmm.tuning.buckets import Bucket, Evenness
 from fusion.folder import replace_results
 from fusion.training.checkpoint import Checkpoint, Key
 from fusion.training.features import FeatureCache
 from tests.learning.test_store import files_of_at_most
 from tests.server.running import png
+from vlora.bench.gpu import runner
+from vlora.bench.harness import Bench, Measured, Store, finish
+from vlora.bench.report import Report
 from vlora.cli.batch import AnswerFile
 from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
-from vlora.run_folder import NotWritten, lock_folder
+from vlora.run_folder import NotWritten, lock_folder, writing
 
 LONG = "x" * 9000
 KEY = Key("a", {}, "a")
 RESULT = ChunkResult(
     source="s", head="h", index=0, start_s=0.0, time=datetime.datetime.now(datetime.UTC), latency_s=0.1, label=LONG
+)
+HIT = Hit(
+    rank=1, source="s", start_s=0, seconds=1, score=1, words=1, heads=0, yes=None, matches=(), statements=(), clip=1
 )
 SETTINGS = IndexSettings(
     model="m", num_frames=1, fps=None, adapters=(), heads=(), questions=(LONG,), max_tokens=1, max_side=64
@@ -89,6 +103,33 @@ def state(folder: Path) -> None:
         own.close()
 
 
+def measured(folder: Path) -> None:
+    with writing(folder / "rows.json"):
+        Store(folder, {}).write("rows", {"rows": LONG})
+
+
+def report(folder: Path) -> None:
+    bench = Bench(name="step", measure=lambda _: Measured([]))
+    with writing(folder / "step.json"), contextlib.redirect_stdout(io.StringIO()):
+        finish(bench, Report("step", [{"case": LONG}], []), folder, only_json=True)
+
+
+def stage(folder: Path) -> None:
+    with writing(folder / "stage.json"):
+        runner.write(folder / "stage.json", {"summary": LONG})
+
+
+def table(folder: Path) -> None:
+    bucket = Bucket(16, 1, 8, 64, 64, 1, Evenness.SINGLE, torch.float32, "cpu")
+    with writing(folder / "table.json"):
+        tables.write(folder / "table.json", "cpu", "2026-01-01", [(bucket, "loop")] * 100)
+
+
+def sheet(folder: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (90, 120, 3), np.uint8)
+    write_sheet(folder / "found.png", "a sign", [HIT], [[cv2.imencode(".jpg", noise)[1].tobytes()]])
+
+
 WRITERS: dict[Callable[[Path], None], str] = {
     features: r"[0-9a-f]{64}\.safetensors",
     training: "[0-9a-f]{24}",
@@ -99,7 +140,13 @@ WRITERS: dict[Callable[[Path], None], str] = {
     answers: r"answers\.jsonl",
     index: r"clips\.sqlite",
     state: r"adapters\.json",
+    measured: r"rows\.json",
+    report: r"step\.json",
+    stage: r"stage\.json",
+    table: r"table\.json",
+    sheet: r"found\.png",
 }
+REPLACES = (measured, report, stage, table, sheet)  # a result of an earlier run
 GROWS = (rows, answers, index)  # files in which a cut line, or an empty database, is left
 
 
@@ -110,6 +157,11 @@ def test_a_writer_names_its_file_and_leaves_no_part(writer: Callable[[Path], Non
     left = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
     assert writer in GROWS or left < 2000
     writer(tmp_path)
+    if writer in REPLACES:
+        before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+        with files_of_at_most(4000), pytest.raises(NotWritten):
+            writer(tmp_path)
+        assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
     if writer is answers:
         lines = (tmp_path / "answers.jsonl").read_bytes().splitlines()
         assert [msgspec.json.decode(line, type=PictureAnswer).text for line in lines] == ["short", "short", LONG]

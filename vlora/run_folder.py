@@ -37,7 +37,8 @@ def writing(place: str | os.PathLike[str], *, only_disks: bool = False) -> Itera
         yield
     except Exception as error:
         found = _IN_A_MESSAGE.search(str(error))
-        number = error.errno if isinstance(error, OSError) else found and int(found[1])
+        cause = error if isinstance(error, OSError | VLoraError) else error.__context__  # of torch.save
+        number = cause.errno if isinstance(cause, OSError) else found and int(found[1])
         named = getattr(error, "filename", None) or place
         if number in _OF_DISKS:
             raise NotWritten(f"cannot write {os.fspath(named)!r}: {os.strerror(number)}") from error

@@ -25,6 +25,7 @@ from vlora.lora.adapter_pool import site_groups
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import dummy_model
 from vlora.models.pretrained import from_pretrained
+from vlora.run_folder import writing
 
 _TOLERANCE = 1.05  # the rule's choice may be this much slower than the best before a row is written
 _COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -94,7 +95,7 @@ def tune(
     existing = _existing_rows(out, device, threads)
     todo = cases(shapes, dtypes)
     done = 0
-    try:
+    with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         with Progress(*_COLUMNS, console=Console(stderr=True)) as progress:
             task = progress.add_task("searching", total=len(todo))
@@ -109,8 +110,6 @@ def tune(
         tables.write(out, device, datetime.date.today().isoformat(), ordered)
         if done == len(todo):
             journal.unlink()
-    except OSError as problem:
-        raise BadConfig(f"cannot write the table {out}: {problem}; set --out") from problem
     return TuneResult(str(out), len(findings), len(rows), done, len(todo))
 
 

@@ -13,7 +13,7 @@ from apps.retrieval.ranking import Hit
 from apps.video_analytics.sampling import spread
 from vlora.errors import BadConfig
 from vlora.opencv import cv2
-from vlora.run_folder import writing
+from vlora.run_folder import write_whole, writing
 
 _COLUMNS = 5
 _CELL_WIDTH, _CELL_HEIGHT = 320, 200  # of the frames, without the lines of text below
@@ -37,7 +37,7 @@ def write_sheet(path: Path, query: str, hits: Sequence[Hit], frames: Sequence[Se
     check_sheet(path)
     encoded = cv2.imencode(".png", draw_sheet(query, hits, frames))[1].tobytes()
     with writing(path):
-        path.write_bytes(encoded)
+        write_whole(path, encoded, durable=False)
 
 
 def check_sheet(path: Path) -> None:

@@ -151,8 +151,11 @@ def _write(name: str, known: dict[Key, Method]) -> None:
         rows = sorted(
             [num_rows, d_out, d_in, str(dtype), method] for (num_rows, d_out, d_in, dtype), method in known.items()
         )
-        fresh.write_text(json.dumps(rows))
-        os.replace(fresh, file)
+        try:
+            fresh.write_text(json.dumps(rows))
+            os.replace(fresh, file)
+        finally:
+            fresh.unlink(missing_ok=True)  # of a full disk
     except OSError as error:
         log.warning(
             "matrix products are measured at every start: the result cannot be cached: %s; set XDG_CACHE_HOME to a "

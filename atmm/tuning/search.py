@@ -177,8 +177,8 @@ def search(cases: Sequence[Case], device: str, journal: Path, seconds: float) ->
     known = {finding.bucket for finding in found}
     if torch.device(device).type == "cuda":
         compile_kernels(kernel_samples(cases), device)
-    with journal.open("w") as file, torch.inference_mode():
-        file.writelines(_as_line(finding) for finding in found)  # drops a truncated line
+    with journal.open("a") as file, torch.inference_mode():
+        file.write("\n")  # the end of a truncated line
         for case in cases:
             if time.monotonic() >= stop:
                 return

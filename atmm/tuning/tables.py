@@ -218,5 +218,8 @@ def write(path: pathlib.Path, device_type: str, date: str, rows: Iterable[tuple[
     path.parent.mkdir(parents=True, exist_ok=True)
     # Replace atomically: an engine may read the file meanwhile, and the search may be interrupted.
     fresh = path.with_suffix(".new")
-    fresh.write_text(f'{json.dumps(header, indent=1)[:-2]},\n "rows": [\n  {body}\n ]\n}}\n')
-    os.replace(fresh, path)
+    try:
+        fresh.write_text(f'{json.dumps(header, indent=1)[:-2]},\n "rows": [\n  {body}\n ]\n}}\n')
+        os.replace(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)  # of a full disk

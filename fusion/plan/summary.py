@@ -21,6 +21,7 @@ from fusion.plan.check import PlanChecked, check_plan
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, PlanFile, RelativeThreshold, read_plan_file
 from fusion.plan.tasks import HEADS, MEANS, METRIC_DESCRIPTIONS, METRICS, WORDS, head_training, trains_by_itself
 from fusion.progress import Progress, duration
+from vlora.run_folder import whole
 
 if TYPE_CHECKING:
     from fusion.plan.estimate import Estimate
@@ -95,7 +96,8 @@ def explain(
 
         if sheet is not None:
             try:
-                contact_sheet({name: data.splits for name, data in checked.data.items()}).save(sheet)
+                with whole(sheet, durable=False) as part:
+                    contact_sheet({name: data.splits for name, data in checked.data.items()}).save(part, "PNG")
                 progress.say(f"contact sheet of the data, with labels and boxes: {sheet}")
             except OSError as error:  # the check goes on
                 progress.say(f"no contact sheet of the data: {sheet} cannot be written: {error.strerror}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -126,7 +127,13 @@ def test_an_existing_folder_is_kept(copied: Path) -> None:
 
 
 def test_the_command_prints_the_error_of_each_layer(copied: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for process in (ended.pid, 1):
+        (copied.parent / f"unfinished-{process}-{copied.name}-lora2").mkdir()
     result = CliRunner().invoke(cli, ["convert-lora", str(copied), "--rank", "2", "--json"])
+    (left,) = copied.parent.glob("unfinished-*")
+    assert left.name.startswith("unfinished-1-"), "of a process that runs"
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     assert printed["out"] == f"{copied}-lora2" and 0 < printed["error"] < 1 and len(printed["layers"]) == 12

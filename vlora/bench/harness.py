@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from vlora.bench.plots import Plot, draw, require_matplotlib
 from vlora.bench.report import Goal, Report, Row, environment, page
 from vlora.errors import BadConfig
-from vlora.run_folder import lock_folder
+from vlora.run_folder import lock_folder, write_whole
 
 BENCHES = {
     "step": "vlora.bench.step",
@@ -168,9 +168,8 @@ class Store:
     def write(self, name: str, result: Mapping[str, Any]) -> dict[str, Any]:
         """Store a result. Returns it as `read` does."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        unfinished = self._file(name).with_suffix(".unfinished")
-        unfinished.write_text(json.dumps({**result, "origin": self._origin}, default=str) + "\n")
-        unfinished.replace(self._file(name))
+        text = json.dumps({**result, "origin": self._origin}, default=str) + "\n"
+        write_whole(self._file(name), text.encode(), durable=False)
         found = self.read(name)
         assert found is not None
         return found
@@ -322,7 +321,8 @@ def finish(bench: Bench, report: Report, out: Path | None, only_json: bool = Fal
     """Print a report and, with `out`, write its files. Returns whether its goals are met."""
     report.print(only_json=only_json)
     if out is not None:
-        (out / f"{report.bench}.json").write_text(json.dumps(report.as_dict(), default=str) + "\n")
-        (out / "README.md").write_text(page(out))
+        text = json.dumps(report.as_dict(), default=str) + "\n"
+        write_whole(out / f"{report.bench}.json", text.encode(), durable=False)
+        write_whole(out / "README.md", page(out).encode(), durable=False)
         draw(bench.plots, report.rows, out / report.bench)
     return all(goal.holds for goal in report.goals)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from vlora.bench.report import Row
 from vlora.errors import BadConfig
+from vlora.run_folder import whole
 
 COLORS = ("#1f6f9f", "#2f9e63", "#c0504d", "#8064a2", "#7f7f7f", "#c8a415", "#17a2b8", "#e377c2")
 _MAX_HORIZONTAL_LABELS = 15  # of the bars of a panel; more would overlap, so they are vertical
@@ -93,7 +94,8 @@ def _draw(plot: Plot, rows: Sequence[Row], path: Path) -> None:
         axis.set_title(", ".join([*words, *(series if plot.apart else ())]), fontsize=9)
     fixed = ", ".join(f"{name} {rows[0][name]}" for name in plot.middle)
     figure.suptitle(", ".join(filter(None, (plot.title, fixed))), fontsize=11)
-    figure.savefig(path, dpi=110)
+    with whole(path, durable=False) as part:
+        figure.savefig(part, dpi=110, format="png")
     pyplot().close(figure)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import os
 import sys
 from contextlib import AbstractContextManager
@@ -19,7 +20,7 @@ from vlora.cli.progress import waiting
 from vlora.cli.server_flags import client_of, json_option, print_json
 from vlora.config import EngineConfig, Quantize
 from vlora.errors import BadConfig, BadPlan
-from vlora.run_folder import writing
+from vlora.run_folder import UNFINISHED, remove, writing
 
 
 @cli.command()
@@ -147,6 +148,13 @@ def _plan_file(plan: Path) -> Path:
     raise BadPlan(f"{plan}: {found}, and no plan of that name in the package ({', '.join(packaged)})")
 
 
+def _remove_abandoned(out: Path) -> None:
+    """Delete what processes of this machine that were killed have left beside an output."""
+    for left in out.parent.glob(f"{UNFINISHED}[0-9]*-{glob.escape(out.name)}"):
+        if not os.path.exists(f"/proc/{left.name.removeprefix(UNFINISHED).partition('-')[0]}"):
+            remove(left)
+
+
 @cli.command("convert-bd")
 @click.argument("adapter", type=click.Path(path_type=Path))
 @click.option(
@@ -190,6 +198,7 @@ def convert_bd(
     warnings.simplefilter("ignore", FutureWarning)
     out = out or adapter.with_name(f"{adapter.name}-bd{blocks}")
     plan = None if data is None else read_plan_file(_plan_file(data))
+    _remove_abandoned(out)
     with Progress(Console(stderr=True)) as progress, writing(out, only_disks=True):
         found = convert(adapter, out, blocks=blocks, rank=rank, base=base, data=plan, progress=progress)
     if as_json:
@@ -227,6 +236,7 @@ def convert_lora(adapter: Path, rank: int, out: Path | None, as_json: bool) -> N
         from vlora.lora.dense_to_lora import convert, total_error
 
     out = out or adapter.with_name(f"{adapter.name}-lora{rank}")
+    _remove_abandoned(out)
     with writing(out, only_disks=True):
         layers = convert(adapter, out, rank)
     if as_json:

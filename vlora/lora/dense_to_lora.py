@@ -95,7 +95,7 @@ def convert(adapter: Path, out: Path, rank: int) -> list[ConvertedLayer]:
         write_tensors(tensors, part / WEIGHTS_FILE)
         for name in (*HEAD_FILES, DOMAINS_FILE):
             if (adapter / name).exists():
-                shutil.copy(adapter / name, part / name)
+                shutil.copyfile(adapter / name, part / name)
     return converted
 
 

@@ -299,8 +299,8 @@ class TrainingJob:
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Replace the checkpoint's file as a whole. May be called in another thread."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with whole(self._checkpoint, durable=False) as part:
-            torch.save(checkpoint, part)
+        with whole(self._checkpoint, durable=False) as part, part.open("wb") as file:
+            torch.save(checkpoint, file)
         if not self._is_saved:
             self._is_saved = True
             self._tries.unlink(missing_ok=True)
@@ -331,7 +331,7 @@ class TrainingJob:
             if state == "finished":
                 self._checkpoint.unlink(missing_ok=True)
         except OSError as problem:
-            self.state, self.error = "failed", error or f"{self.folder} cannot be written: {problem}"
+            self.state, self.error = "failed", error or f"cannot write {str(self.folder)!r}: {problem.strerror}"
 
     def reopen(self) -> None:
         """Continue a failed or cancelled training from its checkpoint."""

@@ -8,6 +8,7 @@ from concurrent.futures import Executor, Future
 from typing import Literal, NamedTuple
 
 from vlora.errors import BadConfig, BadImage, BadRequest
+from vlora.run_folder import writing
 from vlora.training.batch import Sample
 from vlora.training.job import TrainingJob
 from vlora.training.micro_step import MicroStep
@@ -296,7 +297,11 @@ class TrainingLoop:
     # -- ends and files -----------------------------------------------------------------------------------------------
 
     def _write(self, job: TrainingJob, write: Callable[[], None], *, is_adapter: bool = False) -> None:
-        future = self._executor.submit(write)
+        def named() -> None:
+            with writing(job.folder):
+                write()
+
+        future = self._executor.submit(named)
         self._writing.append((job, future, is_adapter))
         future.add_done_callback(lambda _: self._wake())
 
@@ -307,7 +312,7 @@ class TrainingLoop:
             if not self._runs(job):
                 continue
             if (error := future.exception()) is not None:
-                self._end(job, "failed", f"{job.folder} cannot be written: {error}")
+                self._end(job, "failed", str(error))
             elif is_adapter:
                 self._forget(job)
                 self._on_trained(job)

@@ -14,7 +14,7 @@ import msgspec
 from apps.video_analytics.plan.events import Happened
 from vlora.client import Answer, Client
 from vlora.errors import VLoraError
-from vlora.run_folder import writing
+from vlora.run_folder import write_whole, writing
 
 _MOST_PENDING = 8  # questions of a camera: a flood of events must not delay its clips or fill the memory
 
@@ -134,5 +134,5 @@ class EventQuestions:
             return None
         name = f"{self._source}.events/{number:04}-{happened.event.name}.jpg"
         with writing(self._out / name):
-            (self._out / name).write_bytes(happened.picture)
+            write_whole(self._out / name, happened.picture, durable=False)
         return name

@@ -29,6 +29,7 @@ from rich.table import Table
 
 from vlora.bench.report import commit
 from vlora.errors import BadConfig
+from vlora.run_folder import write_whole
 
 
 class Stage(NamedTuple):
@@ -115,9 +116,7 @@ def _sources() -> Iterator[Path]:
 
 def write(path: Path, record: Mapping[str, Any]) -> None:
     """Replace the file atomically: if this process is ended, the old record or the new one remains."""
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(record, indent=1, default=str) + "\n")
-    os.replace(fresh, path)
+    write_whole(path, json.dumps(record, indent=1, default=str).encode() + b"\n", durable=False)
 
 
 def read(path: Path) -> dict[str, Any] | None:

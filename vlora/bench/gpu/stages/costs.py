@@ -14,6 +14,7 @@ from vlora.bench.costs import costs_as_dict, fit
 from vlora.bench.dummy import BenchModel, model_named, small_config
 from vlora.bench.gpu.context import Context
 from vlora.bench.report import environment
+from vlora.run_folder import write_whole
 
 _MODEL, _DECODE_STEPS = "qwen2-vl-7b", 3
 _SMALL_BATCHES = ((1, 16), (2, 32), (4, 8))
@@ -32,7 +33,7 @@ def run(context: Context) -> dict[str, Any]:
         fitted = fit(model, context.device, 1, _SMALL_BATCHES, sides=(4, 8))
     found = costs_as_dict(fitted, model.name)
     report = {"bench": "costs", "env": environment(), "rows": [], "goals": [], **found}
-    (context.out / "costs.json").write_text(json.dumps(report) + "\n")
+    write_whole(context.out / "costs.json", json.dumps(report).encode() + b"\n", durable=False)
     errors = [abs(fitted.costs.step_s(size) / seconds - 1) for size, seconds in fitted.samples]
     return {
         "summary": f"{len(errors)} steps, median relative error {statistics.median(errors):.3f}",
