@@ -189,6 +189,28 @@ async def test_a_load_completes_when_its_caller_is_cancelled(tmp_path: Path) -> 
         await find("night")
 
 
+async def test_words_are_asked_of_the_adapter_to_which_the_domain_moves_meanwhile(tmp_path: Path) -> None:
+    """While a picture is processed, another packing is loaded: the former adapter stays, without the domain."""
+    entered, left = threading.Event(), threading.Event()
+
+    class Slow(ByteProcessor):
+        def process_images(self, images: Sequence[Any]) -> Any:
+            entered.set()
+            left.wait(10)
+            return super().process_images(images)
+
+    front = FrontEnd(ScriptedInterface(), Slow(), ServerConfig())  # type: ignore[arg-type]
+    digits, scenes = ({"name": name, "question": "say:it", "answer": "words"} for name in ("digits", "scenes"))
+    await front.adapters.load("fused-1", write_adapter(tmp_path / "one", domains=[digits]))
+    asked = asyncio.create_task(ask(front, "", [PNG], adapter="digits"))
+    await asyncio.to_thread(entered.wait, 10)
+    await front.adapters.load("fused-2", write_adapter(tmp_path / "two", domains=[digits]))
+    await front.adapters.load("fused-1", write_adapter(tmp_path / "three", domains=[scenes]))
+    left.set()
+    _, answer = await asked
+    assert (answer.text, answer.adapter, answer.domain) == ("it", "fused-2", "digits")
+
+
 async def test_pictures_of_several_heads_are_processed_once(tmp_path: Path) -> None:
     processor = ByteProcessor()
     front = FrontEnd(ScriptedInterface(), processor, ServerConfig())  # type: ignore[arg-type]

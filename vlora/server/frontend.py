@@ -188,22 +188,26 @@ class FrontEnd:
         sampling = sampling or SamplingParams()
         with self._requests.admit(tenant, num_choices) as clock:
             check_text(prompt, sampling, self.config)
-            asked, target = adapter, None if adapter is None else await self.adapters.resolve(adapter)
-            adapter = None if target is None else target.adapter
-            clock.adapter = adapter or BASE
-            domain, head = answering(target, prompt, images, sampling, num_choices, answer)
-            if head is not None:
-                assert asked is not None and domain is not None
-                levels = {"max_latency_s": max_latency_s, "max_ttft_s": max_ttft_s, "priority": priority}
-                result = await self._by_head(images, asked, head.name, clock, request_id, tenant, **levels)
-                if result.label:
-                    yield 0, Piece(result.label, num_prompt_tokens=result.timings.num_prompt_tokens)
-                yield 0, as_answer(result, request_id, domain.name)
-                return
-            kept = None if self._collector is None else self._collector.question_of(prompt, len(images), adapter)
-            if kept is not None and not isinstance(images, SharedImages):
-                images = await self._encoder.read(cast(Sequence[Image], images), clock)
-            encoded = await self._encode(prompt, images, target, clock)
+            asked = adapter
+            while True:
+                target = None if asked is None else await self.adapters.resolve(asked)
+                adapter = None if target is None else target.adapter
+                clock.adapter = adapter or BASE
+                domain, head = answering(target, prompt, images, sampling, num_choices, answer)
+                if head is not None:
+                    assert asked is not None and domain is not None
+                    levels = {"max_latency_s": max_latency_s, "max_ttft_s": max_ttft_s, "priority": priority}
+                    result = await self._by_head(images, asked, head.name, clock, request_id, tenant, **levels)
+                    if result.label:
+                        yield 0, Piece(result.label, num_prompt_tokens=result.timings.num_prompt_tokens)
+                    yield 0, as_answer(result, request_id, domain.name)
+                    return
+                kept = None if self._collector is None else self._collector.question_of(prompt, len(images), adapter)
+                if kept is not None and not isinstance(images, SharedImages):
+                    images = await self._encoder.read(cast(Sequence[Image], images), clock)
+                encoded = await self._encode(prompt, images, target, clock)
+                if asked is None or (await self.adapters.resolve(asked)).adapter == adapter:
+                    break  # else the domain has moved to another adapter meanwhile
             logprobs = sampling.logprobs is not None
             if domain is not None and not logprobs:  # for the confidence
                 sampling = msgspec.structs.replace(sampling, logprobs=0)
