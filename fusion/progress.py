@@ -275,7 +275,6 @@ class Progress:
         self.display.stop()
 
     def say(self, line: str) -> None:
-        """Print a permanent line."""
         self.display.say(line)
 
     def expect(self, trainings: int) -> None:

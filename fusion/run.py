@@ -67,9 +67,7 @@ def fuse(
     OUT/report.html, all at the end of the run. Deterministic for a seed, device and number of threads.
 
     Args:
-        plan: the plan, or its file.
         out: folder for the results and, during the run, for finished trainings.
-        device: training device.
         resume: reuse the trainings in OUT/checkpoint of an earlier run, also one with another plan, where everything
             that they depend on is the same.
         restart: delete these trainings and replace the results of an earlier run.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import typing
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError, field_validator
+from pydantic import BaseModel, Field, FiniteFloat, StringConstraints, TypeAdapter, ValidationError, field_validator
 
 from fusion.data.boxes import Annotated, Drawn, Edges, boxed_items, seem_shares
 from fusion.data.frames import Picture, find_file, read_text
@@ -20,18 +21,22 @@ from vlora.wording import pydantic_errors
 Parsed = TypeVar("Parsed")
 
 
+# A number, also as text, or the name that some tools write.
+_Id = typing.Annotated[int | str, Field(union_mode="left_to_right")]
+
+
 class _Image(BaseModel):
     """width, height: None or 0 for those of the file."""
 
-    id: int
+    id: _Id
     file_name: str
     width: int | None = Field(None, ge=0, lt=2**31)
     height: int | None = Field(None, ge=0, lt=2**31)
 
 
 class _Category(BaseModel):
-    id: int
-    name: str = Field(min_length=1)
+    id: _Id
+    name: typing.Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
 
 
 _Bbox = tuple[FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat]
@@ -41,9 +46,9 @@ class _Annotation(BaseModel):
     """bbox: left, top, width, height in pixels, or all of a file as shares of the picture. segmentation: the bbox of
     its polygons, None for other forms. iscrowd: a region with many objects, which COCO's metrics ignore."""
 
-    id: int | None = None
-    image_id: int
-    category_id: int | None = None
+    id: _Id | None = None
+    image_id: _Id
+    category_id: _Id | None = None
     bbox: _Bbox | None = None
     segmentation: _Bbox | None = None
     caption: str | None = None
@@ -170,7 +175,7 @@ def parse(file: Path, shape: TypeAdapter[Parsed], field: str, errors: PlanErrors
 def _items(found: CocoFile, file: Path, data: Coco, task: str, part: Part | None, errors: PlanErrors) -> Iterator[Item]:
     # In files merged without new ids, annotations would be assigned to the wrong images or categories.
     categories = found.categories or []
-    unique: list[tuple[str, Iterable[int]]] = [
+    unique: list[tuple[str, Iterable[int | str]]] = [
         ("images have the id", (entry.id for entry in found.images)),
         ("categories have the id", (entry.id for entry in categories)),
     ]
@@ -180,8 +185,8 @@ def _items(found: CocoFile, file: Path, data: Coco, task: str, part: Part | None
                 errors.add(f"{file}: {count} {what} {value}", "path")
     names = {category.id: category.name for category in categories}
     images = {image.id: image for image in found.images}
-    objects: dict[int, list[Drawn]] = {image.id: [] for image in found.images}
-    captions: dict[int, list[str]] = {image.id: [] for image in found.images}
+    objects: dict[int | str, list[Drawn]] = {image.id: [] for image in found.images}
+    captions: dict[int | str, list[str]] = {image.id: [] for image in found.images}
     for index, annotation in enumerate(found.annotations):
         place = f"{file}, annotation {f'at index {index}' if annotation.id is None else annotation.id}"
         image = images.get(annotation.image_id)
@@ -225,5 +230,5 @@ def _items(found: CocoFile, file: Path, data: Coco, task: str, part: Part | None
             yield Item(Picture(picture.file), caption, picture.place, group=str(picture.file), part=part)
 
 
-def _list(names: dict[int, str]) -> str:
+def _list(names: dict[int | str, str]) -> str:
     return ", ".join(f"{number} ({name})" for number, name in list(names.items())[:10]) or "none"

@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import unicodedata
+import urllib.parse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, overload
@@ -30,7 +31,7 @@ QUARTER_TURNS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 
 _ORIENTATION = 0x0112
 _SHOWN = 80  # characters of a line
-_ELSEWHERE = re.compile(r"/|[A-Za-z]:/|\.\./|file:")
+_ELSEWHERE = re.compile(r"/|\.\./|[A-Za-z][\w+.-]*:/")  # a drive of Windows, or a URL
 _ROUNDED_S = 1e-3  # error of time stamps in containers
 
 
@@ -103,8 +104,8 @@ class Picture(Frames):
 
 def find_file(folders: Path | Sequence[Path], name: str, what: str, *, by_end: bool = False) -> Path | str:
     """The file of this name in the first folder that has it, or why there is none: with slashes of any system, and with
-    letters composed as the file system does. Of a full path of another machine, or one with leading `..`, the longest
-    end that exists counts.
+    letters composed as the file system does, as it is or decoded from a URL. Of a full path of another machine, a URL,
+    or a path with leading `..`, the longest end that exists counts. A picture's name may lack its suffix.
 
     Args:
         what: "picture", "video" or "folder" (then it is one).
@@ -118,6 +119,9 @@ def find_file(folders: Path | Sequence[Path], name: str, what: str, *, by_end: b
         steps = [step for step in plain.split("/") if step not in ("", ".", "..")]
         last = 2 if what == "folder" else 1  # the shortest end: `images` may be the folder of another part
         ends += ["/".join(steps[first:]) for first in range(max(1, len(steps) - last + 1))]
+    ends += [urllib.parse.unquote(end) for end in ends if "%" in end]
+    if what == "picture" and not plain.lower().endswith(PICTURE_SUFFIXES):
+        ends += [f"{end}{suffix}" for end in ends if end for suffix in (*PICTURE_SUFFIXES, ".JPG", ".PNG")]
     for end in dict.fromkeys(ends):
         if end and (found := next((folder / end for folder in folders if there(folder / end)), None)):
             return found

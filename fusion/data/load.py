@@ -63,6 +63,7 @@ _TASKS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+_ONE_ANSWER = ("classification", "binary", "counting", "regression")
 _SHOWS_LABELS = ("classification", "binary", "action", "multi_label", "detection")  # every part needs every label
 
 
@@ -87,10 +88,6 @@ class DomainData:
 
 def load_domains(plan: Plan, errors: PlanErrors, progress: Progress | None = None) -> dict[str, DomainData]:
     """Read, check and split every domain's data.
-
-    Args:
-        errors: receives every error found.
-        progress: display for reading pictures and labelling by teachers.
 
     Returns:
         The data by domain name, without domains that have no samples because of errors.
@@ -338,6 +335,8 @@ def _split_samples(
 ) -> tuple[Splits, dict[Part, frozenset[str]]]:
     labels, targets = targets_of(task, items, domain.labels, errors)
     whole = [(item, one, t) for item, one, t in zip(items, seen, targets, strict=True) if t is not None]
+    if task in _ONE_ANSWER:
+        _note_contradictions([(one.digest, item) for item, one, _ in whole], errors)
     parts_given = Counter(item.part for item in items)
     if 0 < parts_given[None] < len(items):
         errors.add(
@@ -363,6 +362,16 @@ def _split_samples(
         for part in PARTS
     }
     return splits, digests
+
+
+def _note_contradictions(seen: Sequence[tuple[str, Item]], errors: PlanErrors) -> None:
+    first: dict[tuple[str, str], Item] = {}
+    others = [item for digest, item in seen if first.setdefault((digest, item.question), item).answer != item.answer]
+    if others:
+        errors.note(
+            f"warning: {len(others)} samples contradict an earlier one of the same picture, the first at "
+            f"{others[0].place}; for several labels of a picture use task multi_label, for boxes coco, yolo or voc"
+        )
 
 
 # Data checks: unreadable files, one picture in two parts, empty parts, and labels missing from a part.

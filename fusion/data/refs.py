@@ -82,8 +82,8 @@ def read_references(data: References, question: str, errors: PlanErrors) -> list
         elif isinstance(file := find_file(folders, image.file_name, "picture"), str):
             errors.add(f"{place}: {file}", "images" if data.images else "instances")
         elif isinstance(
-            view := views.get(image.id)
-            or views.setdefault(image.id, view_of((image.width, image.height), file, in_shares, data.exif)),
+            view := views.get(ref.image_id)
+            or views.setdefault(ref.image_id, view_of((image.width, image.height), file, in_shares, data.exif)),
             str,
         ):
             errors.add(f"{place}: {view}", "instances")

@@ -75,7 +75,9 @@ def _rows(
     """Rows that have the required fields, each with its file and line. columns: the plan's."""
     read = {".csv": _csv, ".tsv": _csv, ".jsonl": _jsonl}.get(file.suffix.lower())
     if read is None:
-        sheet = "; save the sheet as 'CSV UTF-8'" if file.suffix.lower() in (".xlsx", ".xls", ".ods") else ""
+        sheets = dict.fromkeys((".xlsx", ".xls", ".ods"), "; save the sheet as 'CSV UTF-8'")
+        sheets[".json"] = f"; write its list as lines: jq -c '.[]' {file.name} > {file.stem}.jsonl"
+        sheet = sheets.get(file.suffix.lower(), "")
         errors.add(f"{file} is neither .csv nor .jsonl{sheet}", field)
         return
     if not file.is_file():
@@ -144,12 +146,12 @@ def _plain(column: str) -> str:
 
 def _csv(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     with io.StringIO(read_text(file), newline="") as source:
-        # Spreadsheets also separate by semicolons and tabs, and may say so in a first line (sep=;); blank lines may
+        # Others separate by semicolons, tabs or bars, and may say so in a first line (sep=;); blank lines may
         # precede the columns.
         before, start, first = 0, 0, source.readline()
         while first and (not first.strip() or first.startswith("sep=")):
             before, start, first = before + 1, source.tell(), source.readline()
-        delimiter = max(",;\t", key=first.count)
+        delimiter = max(",;\t|", key=first.count)
         source.seek(start)
         # Strict: otherwise an unclosed quote would join all following rows into one cell.
         reader = csv.DictReader(source, strict=True, delimiter=delimiter, skipinitialspace=delimiter != "\t")

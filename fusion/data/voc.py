@@ -3,6 +3,7 @@ of labelling tools, with the XML files beside their pictures or in a folder of t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,6 +15,7 @@ from fusion.plan.data_formats import Voc
 from vlora.plan_files.errors import PlanErrors
 from vlora.training.records import PART_NAMES, Part
 
+_ENCODING = re.compile(rb"""<\?xml[^>]*encoding=["']([\w.-]+)""")
 _PICTURES = ("JPEGImages", "images", "Images")
 _LISTS: dict[str, Part] = {"train": "train", "val": "validation", "test": "test", "trainval": "train"}
 
@@ -84,7 +86,9 @@ def _files(root: Path, errors: PlanErrors) -> list[tuple[Path, Part | None]]:
 
 def _parse(file: Path, errors: PlanErrors) -> ElementTree.Element | None:
     try:
-        content = ElementTree.parse(file).getroot()
+        data = file.read_bytes()
+        declared = _ENCODING.match(data)  # expat reads none with several bytes a character
+        content = ElementTree.fromstring(data.decode(declared[1].decode()) if declared else data)
     except (ElementTree.ParseError, ValueError, LookupError) as error:
         errors.add(f"{file} is not XML: {error}", "path")
         return None

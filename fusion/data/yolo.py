@@ -113,7 +113,7 @@ def _from_yaml(file: Path, errors: PlanErrors) -> _Set | None:
 
 def _pictures(bases: list[Path], name: str, part: Part | None, errors: PlanErrors) -> list[Path]:
     """The pictures of one entry of a data.yaml or of an obj.data."""
-    folder = find_file(bases, name, "folder")
+    folder = find_file(bases, name, "folder", by_end=True)
     if isinstance(folder, Path):
         return _in_folder(folder, errors)
     if not name.endswith(".txt"):

@@ -95,7 +95,6 @@ def fill(canvas: np.ndarray, points: np.ndarray, color: Color) -> None:
 
 
 def plain_background(rng: np.random.Generator) -> np.ndarray:
-    """One dull colour with a gradient and noise."""
     slope = np.linspace(-25, 25, SIZE) * rng.uniform(-1, 1)
     canvas = np.empty((SIZE, SIZE, 3), np.int16)
     canvas[:] = rng.integers(10, 110, 3)
@@ -338,7 +337,6 @@ _THINGS = {"car": _draw_car, "truck": _draw_truck, "bus": _draw_bus, "bike": _dr
 def draw_text(
     canvas: np.ndarray, text: str, center: tuple[int, int], scale: float, color: Color, thickness: int
 ) -> Box:
-    """Print text around a centre point."""
     (wide, high), _ = cv2.getTextSize(text, cv2.FONT_HERSHEY_DUPLEX, scale, thickness)
     left, bottom = center[0] - wide // 2, center[1] + high // 2
     cv2.putText(canvas, text, (left, bottom), cv2.FONT_HERSHEY_DUPLEX, scale, color, thickness, cv2.LINE_AA)

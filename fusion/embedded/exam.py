@@ -111,7 +111,6 @@ def accuracy_by_skill(
 def _questions(
     seed: int, num_scenes: int, *, blank: bool = False
 ) -> Iterator[tuple[list[Image.Image], world.Question]]:
-    """The exam's questions with their pictures."""
     rng = np.random.default_rng(seed)
     scenes = [world.still_scene(rng) for _ in range(num_scenes)]
     for scene in scenes + [world.clip_scene(rng) for _ in range(num_scenes // 4)]:
@@ -121,7 +120,6 @@ def _questions(
 
 
 def answers_of(config: EngineConfig, asked: Sequence[tuple[list[Image.Image], world.Question]]) -> list[str]:
-    """An engine's greedy answers to questions about pictures."""
     engine, processor = LocalEngine(config), InputProcessor.from_pretrained(config.model)
     words: list[str] = []
     for first in range(0, len(asked), _ASKED_AT_ONCE):
@@ -161,7 +159,6 @@ def _ask(
 
 
 def _adapt(checkpoint: str, folder: Path, say: Callable[[str], None]) -> tuple[list[ExamRow], list[Gate]]:
-    """Train one adapter of rank 8 per domain."""
     rows, gates = [], []
     model = load_model(EngineConfig(model=checkpoint, dtype="float32"))
     base = FrozenBase(model, InputProcessor.from_pretrained(checkpoint))
@@ -211,7 +208,6 @@ def _goal(task: str, teacher_score: float | None) -> float | None:
 
 
 def _time(checkpoint: str, adapter: Path) -> list[Gate]:
-    """Load time, and latency of a single request on an idle engine."""
     started = time.perf_counter()
     engine = LocalEngine(EngineConfig(model=checkpoint))
     loading = time.perf_counter() - started

@@ -26,16 +26,12 @@ class PlanChecked:
 
     @property
     def teacher_scores(self) -> dict[str, float]:
-        """Validation scores of the teachers, for domains that have one."""
         scores = {name: data.teacher_score for name, data in self.data.items()}
         return {name: score for name, score in scores.items() if score is not None}
 
 
 def check_plan(file: PlanFile, progress: Progress | None = None) -> PlanChecked:
     """Check a plan and its data before training.
-
-    Args:
-        progress: display for reading pictures and labelling by teachers.
 
     Raises:
         BadPlan: lists every error in the plan's data; if there is none, every error for its base model.

@@ -78,8 +78,6 @@ def explain(
     """Print what a plan file does, with estimates of time, memory and disk from a few measured steps.
 
     Args:
-        plan: the plan, or its file.
-        device: device for the measured steps.
         json_out: print one line of JSON.
         console: output; progress goes to stderr.
         sheet: PNG file for a contact sheet of the data, with labels and boxes.
@@ -110,7 +108,6 @@ def explain(
 
 
 def summarize(checked: PlanChecked) -> list[DomainSummary]:
-    """Return a summary of each domain."""
     return [_domain(domain, checked.plan, checked.data[domain.name]) for domain in checked.plan.domains]
 
 
@@ -139,7 +136,6 @@ def as_json(checked: PlanChecked, estimate: Estimate) -> str:
 
 
 def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) -> None:
-    """Print the summary in readable form."""
     domains, plan, size = summarize(checked), checked.plan, checked.size
     for domain in domains:
         kind = f"{domain.task}, answered by {_answered(domain)}, on {domain.real_or_synthetic} pixels"

@@ -92,7 +92,6 @@ def report_run(
 
 
 def answer_test_data(packing: Packing, session: Session) -> dict[str, Tested]:
-    """Answer every domain's test samples with its adapter."""
     evaluator, found = session.trainer.evaluator, {}
     for adapter in packing.adapters:
         session.trainer.adapter.restore(session.state(packing, adapter))
@@ -192,7 +191,6 @@ def make_report(
 
 
 def timeline(packing: Packing) -> tuple[StepReport, ...]:
-    """The trainings of a packing in their order, one after the other."""
     begins = itertools.accumulate((step.trained.seconds for step in packing.steps), initial=0.0)
     return tuple(
         StepReport(

@@ -57,7 +57,6 @@ class CapacityPoint(NamedTuple):
 
 
 def capacity_points(steps: Sequence[StepReport]) -> dict[str, list[CapacityPoint]]:
-    """Points by domain, in the order of the steps."""
     points: dict[str, list[CapacityPoint]] = {}
     for step in steps:
         for name, value in step.values.items():
@@ -147,7 +146,6 @@ def page(report: FusionReport, examples: Mapping[str, Sequence[Example]]) -> str
 
 
 def _rule(threshold: object) -> str:
-    """The rule that set a threshold."""
     if not isinstance(threshold, Mapping):
         return "given"
     rule = str(threshold["relative_to"])

@@ -208,7 +208,6 @@ def _rounded(plan: Mapping[str, Any]) -> str:
 
 
 def _how_trained(report: FusionReport, adapter: AdapterReport) -> str:
-    """The training of the LoRA, and of the heads that train by themselves."""
     training, vision = report.plan["training"], report.plan["lora"]["vision"]
     apart = {domain.name for domain in report.domains if trains_by_itself(domain.task, vision=vision)}
     together, joined = ([n for n in names if n not in apart] for names in (adapter.together, adapter.joined))

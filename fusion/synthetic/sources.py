@@ -52,7 +52,6 @@ def _digits(seed: int) -> Splits:
 
 
 def _readings(seed: int) -> Splits:
-    """The pictures of `_digits` with a sentence as the answer."""
     digits = _digits(seed).in_words()
     train, validation, test = (
         [dataclasses.replace(sample, target=f"the number shown is {sample.target}") for sample in part]

@@ -136,7 +136,6 @@ def render_traffic(path: Path, seed: int, seconds: int = 8, fps: int = 15) -> li
 
 
 def find_things(rng: np.random.Generator) -> Sample:
-    """Every vehicle and person with its box, as shares of the picture."""
     street = draw_street(rng, 5)
     height, width = street.frame.shape[:2]
     boxes = tuple(

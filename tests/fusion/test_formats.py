@@ -206,6 +206,83 @@ def label_studio_coco(root: Path, listed: str = "images\\", exif: int = 1) -> st
     return "{format: coco, path: result.json}"
 
 
+def corners(number: int) -> str:
+    left, top, right, bottom = edges(number)
+    points = [(left, top), (right, top), (right, bottom), (left, bottom)]
+    return f"{number % 2} {' '.join(f'{across / WIDTH} {down / HEIGHT}' for across, down in points)}\n"
+
+
+def floats(number: int) -> str:
+    return " ".join(f"{float(word):.18e}" for word in yolo(number).split()) + "\n"
+
+
+def nested_yolo(root: Path) -> str:
+    for part, numbers in PARTS_OF.items():
+        for number in numbers:
+            shot(root / "images" / part / f"cam{number % 2}" / f"{number}.jpg", number)
+            put(root / "labels" / part / f"cam{number % 2}" / f"{number}.txt", yolo(number))
+    put(
+        root / "data.yaml",
+        "train: images/train\r\nval: images/val\r\ntest: images/test\r\nnames: {'0': car, '1': bus}\n",
+    )
+    return "{format: yolo, path: .}"
+
+
+def in_xml(change: Callable[[str], str], encoding: str = "utf-8", **options: Any) -> Callable[[Path], str]:
+    def built(root: Path) -> str:
+        data = pascal(root, **options)
+        for file in (root / "Annotations").iterdir():
+            put(file, change(file.read_text()), encoding)
+        return data
+
+    return built
+
+
+def cvat_voc(root: Path) -> str:
+    """Of tasks in subsets: pictures in folders, and one list that names no part."""
+    for number in range(COUNT):
+        shot(root / "JPEGImages" / "day" / f"{number}.jpg", number)
+        put(root / "Annotations" / "day" / f"{number}.xml", voc(number, filename=f"day/{number}.jpg"))
+    put(root / "ImageSets" / "Main" / "default.txt", "".join(f"day/{number}\n" for number in range(COUNT)))
+    put(root / "labelmap.txt", "# label:color_rgb:parts:actions\ncar:::\nbus:::\n")
+    return "{format: voc, path: .}"
+
+
+def in_coco(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Callable[[Path], str]:
+    """change: called with each picture and its annotation."""
+
+    def built(root: Path) -> str:
+        content = coco(root, "images")
+        for image, annotation in zip(content["images"], content["annotations"], strict=True):
+            change(image, annotation)
+        put(root / "result.json", json.dumps(content))
+        return "{format: coco, path: result.json}"
+
+    return built
+
+
+def named_ids(image: dict[str, Any], annotation: dict[str, Any]) -> None:
+    image["id"] = annotation["image_id"] = f"img_{image['id']}"
+    annotation["category_id"] = str(annotation["category_id"])
+
+
+def url(image: dict[str, Any], annotation: dict[str, Any]) -> None:
+    image["file_name"] = f"https://labels.example.org/data/up%20load/7/{image['file_name']}"
+
+
+def bare(image: dict[str, Any], annotation: dict[str, Any]) -> None:
+    image["file_name"] = image["file_name"].removesuffix(".jpg")
+
+
+def cvat_attributes(image: dict[str, Any], annotation: dict[str, Any]) -> None:
+    image |= {"width": float(WIDTH), "height": str(HEIGHT), "license": 0, "coco_url": "", "date_captured": 0}
+    size = {"size": [HEIGHT, WIDTH], "counts": "abc"}
+    annotation |= {"segmentation": size, "iscrowd": False, "area": 12.5, "attributes": {"occluded": False}}
+    annotation["bbox"] = [str(float(edge)) for edge in annotation["bbox"]]
+
+
+VOC_PART = "<part><name>wheel</name><bndbox><xmin>1</xmin><ymin>1</ymin><xmax>5</xmax><ymax>5</ymax></bndbox></part>"
+
 LAYOUTS: dict[str, tuple[Callable[[Path], str], tuple[int, int, int], str]] = {
     "yolo, Ultralytics": (ultralytics, EACH, ""),
     "yolo, names as a list": (lambda root: ultralytics(root, "names: [car, bus]\n"), EACH, ""),
@@ -241,6 +318,14 @@ LAYOUTS: dict[str, tuple[Callable[[Path], str], tuple[int, int, int], str]] = {
     ),
     "yolo, labelImg": (labelimg_yolo, EACH, ""),
     "yolo, one folder for train and val": (one_folder_yolo, EACH, "validation has the same pictures as train"),
+    "yolo, oriented boxes": (lambda root: ultralytics(root, line=corners), EACH, ""),
+    "yolo, numbers of numpy": (lambda root: ultralytics(root, line=floats), EACH, ""),
+    "yolo, folders of cameras": (nested_yolo, EACH, ""),
+    "yolo, folders named from above": (
+        lambda root: edit("data.yaml", lambda text: text.replace(": images/", ": lots-3/images/"))(root),
+        EACH,
+        "",
+    ),
     "voc, Pascal": (pascal, EACH, ""),
     "voc, counted from 1": (lambda root: pascal(root, start=1), EACH, "counted from 1, as in Pascal VOC"),
     "voc, trainval": (
@@ -255,6 +340,18 @@ LAYOUTS: dict[str, tuple[Callable[[Path], str], tuple[int, int, int], str]] = {
     ),
     "voc, unlisted": (lambda root: pascal(root, ("train", "val")), (6, 2, 2), "2 XML files are in none of train.txt"),
     "voc, floats": (lambda root: pascal(root, start=0.25), EACH, ""),
+    "voc, parts of objects": (in_xml(lambda text: text.replace("</object>", f"{VOC_PART}</object>")), EACH, ""),
+    "voc, names on lines of their own": (
+        in_xml(lambda text: text.replace("<name>", "<name>\n  ").replace("</name>", "\n</name>")),
+        EACH,
+        "",
+    ),
+    "voc, declared as GBK": (
+        in_xml(lambda text: f'<?xml version="1.0" encoding="gbk"?>\n{text}'.replace("C:\\me", "C:\\照片"), "gbk"),
+        EACH,
+        "",
+    ),
+    "voc, CVAT's subsets": (cvat_voc, EACH, "validation (2) and test (2) split off from all 12"),
     "voc, Roboflow": (roboflow_voc, EACH, ""),
     "voc, labelImg": (labelimg_voc, EACH, ""),
     "voc, renamed pictures of a camera": (lambda root: labelimg_voc(root, filename="IMG_7", suffix=".JPG"), EACH, ""),
@@ -268,6 +365,10 @@ LAYOUTS: dict[str, tuple[Callable[[Path], str], tuple[int, int, int], str]] = {
         EACH,
         "",
     ),
+    "coco, ids that are names": (in_coco(named_ids), EACH, ""),
+    "coco, pictures by URL": (in_coco(url), EACH, ""),
+    "coco, pictures without a suffix": (in_coco(bare), EACH, ""),
+    "coco, attributes of CVAT": (in_coco(cvat_attributes), EACH, ""),
     "coco, absolute paths": (lambda root: label_studio_coco(root, "C:\\Users\\me\\lots\\images\\"), EACH, ""),
 }
 
@@ -472,6 +573,18 @@ TABLES: dict[str, tuple[str | bytes, str, str]] = {  # -> the file, more of `dat
         "",
         "there is no picture",
     ),
+    "Kaggle's ids": (
+        table(",", "id", "breed", rows=[(a.removesuffix(".jpg"), b) for a, b in ROWS]),
+        "columns: {image: id, answer: breed}",
+        "",
+    ),
+    "Label Studio's": (
+        table(",", "annotator", "choice", "id", "image", rows=[("1", b, "7", f"/data/upload/1/{a}") for a, b in ROWS]),
+        "columns: {answer: choice}",
+        "",
+    ),
+    "pictures in a bucket": (table(",", "path", "label", rows=[(f"s3://me/lots/{a}", b) for a, b in ROWS]), "", ""),
+    "separated by bars": (table("|", "path", "label"), "", ""),
     "another case": (table(",", "path", "label", rows=[("0.JPG", "car")]), "", "its name in the folder is 0.jpg"),
 }
 
@@ -494,6 +607,17 @@ def test_tables(tmp_path: Path, name: str) -> None:
     for part in splits.parts.values():
         for sample in part:
             assert splits.labels[sample.target] == NAMES[int(sample.frames.file.stem) % 2]  # type: ignore[attr-defined, index]
+
+
+def test_a_table_of_boxes_read_as_labels_is_named(tmp_path: Path) -> None:
+    """Roboflow's CSV has a row for each object, so a picture has several classes."""
+    for number in range(COUNT):
+        shot(tmp_path / f"{number}.jpg", number)
+    rows = [(name, label, "1", "9") for name, label in (*ROWS, ("0.jpg", "bus"), ("0.jpg", "car"))]
+    put(tmp_path / "_annotations.csv", table(",", "filename", "class", "xmin", "xmax", rows=rows))
+    notes = read(tmp_path, "{format: questions, path: _annotations.csv}\ntask: classification").notes
+    (note,) = (note for note in notes if note.startswith("warning"))
+    assert "1 samples contradict an earlier one of the same picture, the first at" in note and "line 14; for" in note
 
 
 def folder_of_labels(root: Path, parts: Iterable[str] = ("",)) -> Path:

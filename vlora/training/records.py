@@ -20,6 +20,7 @@ Part = Literal["train", "validation", "test"]
 PARTS: tuple[Part, ...] = ("train", "validation", "test")
 PART_NAMES: dict[str, Part] = {  # in lower case, as tools write them
     **{"train": "train", "training": "train", "val": "validation", "valid": "validation", "validation": "validation"},
+    "dev": "validation",
     **{"test": "test", "testing": "test", "testa": "test", "testb": "test"},  # RefCOCO's: people, and other objects
 }
 FILE_NAME = "questions.jsonl"
