@@ -32,7 +32,7 @@ from vlora.models.loading import dummy_model
 from vlora.models.pretrained import from_pretrained
 from vlora.parallel.adapter_sharding import Blocks
 from vlora.parallel.layer_sharding import COLUMN_PARALLEL, ROW_PARALLEL
-from vlora.run_folder import whole
+from vlora.run_folder import whole, writing
 
 
 class ConvertedLayer(NamedTuple):
@@ -89,7 +89,7 @@ def convert(
     ranks = _ranks(header, blocks, rank)
     progress = progress or Progress()
     checked = None if data is None else check_plan(data, progress)
-    with whole(out, durable=False) as part:
+    with writing(out), whole(out, durable=False) as part:
         layers = _write(header, config, ranks, blocks, part, progress)
         domains = [] if checked is None else distil(header, part, base, checked, progress)
     return Conversion(layers, domains)

@@ -126,6 +126,12 @@ def test_an_existing_folder_is_kept(copied: Path) -> None:
         convert(copied, copied, 4)
 
 
+def test_an_output_that_cannot_be_made_is_named(copied: Path) -> None:
+    out = copied / "adapter_config.json" / "out"
+    with pytest.raises(BadConfig, match=f"cannot write '{out}': Not a directory"):
+        convert(copied, out, 4)
+
+
 def test_the_command_prints_the_error_of_each_layer(copied: Path) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()

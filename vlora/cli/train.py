@@ -199,7 +199,7 @@ def convert_bd(
     out = out or adapter.with_name(f"{adapter.name}-bd{blocks}")
     plan = None if data is None else read_plan_file(_plan_file(data))
     _remove_abandoned(out)
-    with Progress(Console(stderr=True)) as progress, writing(out, only_disks=True):
+    with Progress(Console(stderr=True)) as progress:
         found = convert(adapter, out, blocks=blocks, rank=rank, base=base, data=plan, progress=progress)
     if as_json:
         layers, domains = [each._asdict() for each in found.layers], [each._asdict() for each in found.domains]
@@ -237,8 +237,7 @@ def convert_lora(adapter: Path, rank: int, out: Path | None, as_json: bool) -> N
 
     out = out or adapter.with_name(f"{adapter.name}-lora{rank}")
     _remove_abandoned(out)
-    with writing(out, only_disks=True):
-        layers = convert(adapter, out, rank)
+    layers = convert(adapter, out, rank)
     if as_json:
         print_json({"out": str(out), "error": total_error(layers), "layers": [layer._asdict() for layer in layers]})
         return

@@ -27,7 +27,7 @@ from vlora.adapter_files import CONFIG_FILE, DOMAINS_FILE, HEAD_FILES, WEIGHTS_F
 from vlora.errors import BadAdapter, BadConfig
 from vlora.lora.peft_format import read_config
 from vlora.lora.peft_settings import DESCRIPTION_AND_SELECTION, number_by_pattern, refuse_others
-from vlora.run_folder import whole
+from vlora.run_folder import whole, writing
 
 _SETTINGS = frozenset(
     (
@@ -89,7 +89,7 @@ def convert(adapter: Path, out: Path, rank: int) -> list[ConvertedLayer]:
         tensors[f"base_model.model.{module}.lora_B.weight"] = (found.u * (scale * found.s)).float().contiguous()
         norm, lost = float(values.norm()), float(values[rank:].norm())
         converted.append(ConvertedLayer(module, len(found.s), lost / norm if norm else 0.0, abs(scale) * norm))
-    with whole(out, durable=False) as part:
+    with writing(out), whole(out, durable=False) as part:
         part.mkdir(parents=True)
         (part / CONFIG_FILE).write_text(json.dumps(_lora_config(config, converted), indent=2))
         write_tensors(tensors, part / WEIGHTS_FILE)
