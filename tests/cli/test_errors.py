@@ -271,6 +271,8 @@ ERRORS = {
     "bench costs --model zzz": "no model named 'zzz' to measure; choose one of qwen2-0.5b",
     "fuse nowhere.yaml": "nowhere.yaml: no such file, and no plan of that name in the package (demo-full, demo, small)",
     "fuse demo --out x --resume --restart": "give one of them",
+    "fuse demo --check --serve-to 127.0.0.1:1": "cannot reach a server at 127.0.0.1:1",
+    "fuse demo --out x --dry-run --serve-to 127.0.0.1:1": "cannot reach a server at 127.0.0.1:1",
     "fuse demo --out x --dry-run --restart": "--check estimates a run from nothing",
     "demo --full --plan mine.yaml": "give --full or --plan, not both",
     f"{CHECK} tpu --memory-gib 3": "device 'tpu' is not ",

@@ -80,6 +80,14 @@ def fuse(
     warnings.filterwarnings("ignore", module=r"peft\.")
     path = _plan_file(plan)
     file = read_plan_file(path)  # an error is reported before torch loads
+    replacing: Any = contextlib.nullcontext
+    if serve_to is not None:
+        from vlora.cli.adapters import replacing_served
+
+        files = [os.environ.get(f"VLORA_TLS_{name}") for name in ("CA", "CERT", "KEY")]
+        server = client_of(serve_to, *files, flag="--serve-to")
+        server.adapters()  # an error is reported before the run, and by --check and --dry-run
+        replacing = functools.partial(replacing_served, server)
     if check:
         from fusion.plan import summary
 
@@ -100,14 +108,6 @@ def fuse(
         from rich.console import Console
 
         resume_hint = ResumeHint(out, restart=restart)
-        replacing: Any = contextlib.nullcontext
-        if serve_to is not None:
-            from vlora.cli.adapters import replacing_served
-
-            files = [os.environ.get(f"VLORA_TLS_{name}") for name in ("CA", "CERT", "KEY")]
-            server = client_of(serve_to, *files, flag="--serve-to")
-            server.adapters()  # an error is reported before the run
-            replacing = functools.partial(replacing_served, server)
         with ends_with(lambda: f"{resume_hint}; resume with: {same_command(sys.argv, resume_hint.option)}"):
             from fusion import run  # an interrupt during the imports is handled in the same way
 
