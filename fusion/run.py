@@ -73,7 +73,6 @@ def fuse(
         restart: delete these trainings and replace the results of an earlier run.
         oracle: also find the minimum number of adapters, which takes many more trainings.
         workers: number of parallel trainings; CPU only.
-        console: output for progress and the report's table.
         resume_hint: notified when an earlier run's trainings are deleted; from then on an interrupted run can be
             resumed.
         replacing: called with OUT/adapters before the block in which they replace those of an earlier run.
@@ -95,8 +94,8 @@ def fuse(
     with Progress(console) as progress, writing(out, only_disks=True):
         checked = check_plan(file, progress)
         from fusion.report.build import report_run  # errors in the plan need no torch
-        from fusion.training.scoring import score_before_training
-        from fusion.training.session import prepare_data, training_session
+        from fusion.training.checkpoint import Checkpoint
+        from fusion.training.session import prepare_data, score_base, training_session
 
         for name, own in checked.data.items():
             for note in own.notes:
@@ -105,10 +104,9 @@ def fuse(
             _check_folder(out, continues=resume or restart)  # another run may have used it since
             started = time.perf_counter()
             data = prepare_data(checked, out, progress, device=device)
-            # Before the session, whose trainer adds an adapter to the base model.
-            before = {name: score_before_training(domain) for name, domain in data.domains.items()}
+            untrained = score_base(data, checked.text, Checkpoint(out / "checkpoint", resume=True) if resume else None)
             training = training_session(
-                data, out, progress, resume=resume, workers=workers, on_cleared=hint.mark_cleared
+                data, out, progress, resume=resume, untrained=untrained, workers=workers, on_cleared=hint.mark_cleared
             )
             with training as session:
                 thresholds = set_thresholds(session)
@@ -117,7 +115,7 @@ def fuse(
                     keep_packing(session, packing)
                 optimum = find_optimum(session, thresholds) if oracle else None
             with replacing(out / "adapters"):
-                report = report_run(session, before, thresholds, packing, optimum, out, started)
+                report = report_run(session, untrained, thresholds, packing, optimum, out, started)
     console.print(report.table())
     if words := report.in_words():
         console.print(words, markup=False, highlight=False)
@@ -128,11 +126,8 @@ def preview(
     given: PlanFile | Path | str, out: Path | str, *, device: str = "cpu", console: Console | None = None
 ) -> None:
     """Print which trainings in OUT/checkpoint `fuse` with `resume` would reuse, those that it would run if each of them
-    keeps every threshold, and their seconds: as earlier trainings took, else as estimated for the plan.
-
-    Raises:
-        BadPlan: the plan or its data cannot be used.
-        BadConfig: OUT contains files of others, or another process uses it.
+    keeps every threshold, and their seconds: as earlier trainings took, else as estimated for the plan. Raises as
+    `fuse` does.
     """
     out = Path(out)
     refuse_foreign(out)
@@ -145,7 +140,7 @@ def preview(
 
         plan, alone = checked.plan, trained_alone(checked.plan, checked.teacher_scores)
         with lock_folder(out):
-            data = prepare_data(checked, out, progress, device=device, encode=False)
+            data = prepare_data(checked, out, progress, device=device)
             with training_session(data, out, progress, resume=True) as session:
                 quiet = dataclasses.replace(session, progress=Progress())
                 with session.cache.supposing_success() as missing:
@@ -162,7 +157,8 @@ def preview(
         for what, size in missing.items():
             progress.say(f"would run: {what}, about {duration(size * each_s)}")
         fits = "then packing" if packing is None else f"about {duration(sum(missing.values()) * each_s)} if each fits"
-        most = max_trainings(plan, alone) - len(alone) + (len(missing) if packing is None else 0)
+        packings = 1 if session.checkpoint.packing(_Stored) is None else 2  # again from the beginning
+        most = packings * (max_trainings(plan, alone) - len(alone)) + (len(missing) if packing is None else 0)
         progress.say(f"in all: {fits}, at most {duration(most * each_s)}")
 
 
@@ -199,7 +195,6 @@ def thresholds_of(
 
     Args:
         teacher_scores: validation score of each domain's teacher.
-        num_validation: number of validation samples of each domain.
         say: called with a warning for each threshold of 0, which every adapter meets, and for each relative threshold
             that the domain misses even alone.
     """
@@ -258,34 +253,36 @@ def _renamed(value: Any, names: Mapping[str, str]) -> Any:
 def pack_domains(session: Session, thresholds: Mapping[str, float]) -> Packing:
     """Pack the domains as the plan says.
 
-    After an earlier run with another plan, `guided` begins with that run's adapters, unless stored trainings suffice
-    to pack from the beginning.
+    After an earlier run with another plan, `guided` begins with that run's adapters. If it then needs more of them than
+    before, or if stored trainings suffice, it packs from the beginning.
     """
-    from fusion.training.checkpoint import NotStored
-
     data, cache, say = session.data, session.cache, session.progress.say
     pack = partial(packing_of, data.plan, data.domains, thresholds, cache)
     alone = trained_alone(data.plan, data.teacher_scores)
     stored = session.checkpoint.packing(_Stored) if data.plan.packing == "guided" else None
     if stored is None:
         return pack(say, session.run_ahead, alone)
-    said: list[str] = []
-    try:
-        with cache.only_stored():
-            packing = pack(said.append, alone=alone)
-    except NotStored:
-        stored = stored.in_names_of(data.inputs.identities)
-        left = [(history, tuple(name for name in old if name in data.domains)) for old, history in stored.adapters]
-        former = [Former(history, names, cache.stored(history, names)) for history, names in left if names]
-        kept = {name for one in former if one.trained is not None for name in one.names}
-        if not kept:
-            return pack(say, session.run_ahead, alone)
-        packing = pack_guided(tuple(data.domains), thresholds, cache, trained_alone=alone, say=say, former=former)
-        before = [step for step in stored.steps if kept.issuperset(step.trained.scores)]
-        return dataclasses.replace(packing, steps=(*before, *packing.steps))
-    for line in said:
-        say(line)
-    return packing
+    stored = stored.in_names_of(data.inputs.identities)
+    left = [(history, tuple(name for name in old if name in data.domains)) for old, history in stored.adapters]
+    former = [Former(history, names, cache.stored(history, names)) for history, names in left if names]
+    kept = {name for one in former if one.trained is not None for name in one.names}
+    with cache.supposing_success() as missing:
+        packing = pack(lambda line: None, alone=alone)
+    if not kept or not (missing or _grew(packing, former)):
+        return pack(say, session.run_ahead, alone)
+    packing = pack_guided(tuple(data.domains), thresholds, cache, trained_alone=alone, say=say, former=former)
+    before = [step for step in stored.steps if kept.issuperset(step.trained.scores)]
+    packing = dataclasses.replace(packing, steps=(*before, *packing.steps))
+    if not _grew(packing, former):
+        return packing
+    say(f"{len(packing.adapters)} adapters, {len(former)} before: packing from the beginning, which may need fewer")
+    return min(pack(say, session.run_ahead, alone), packing, key=lambda one: one.rank[:2])
+
+
+def _grew(packing: Packing, former: Sequence[Former]) -> bool:
+    """Whether a packing has more adapters than an earlier one, those of domains that miss their thresholds aside."""
+    before = [one for one in former if not packing.missed.keys() >= set(one.names)]
+    return len(packing.adapters) - len(packing.missed) > len(before)
 
 
 def keep_packing(session: Session, packing: Packing) -> None:

@@ -54,7 +54,7 @@ SETTINGS = IndexSettings(
 
 
 def features(folder: Path) -> None:
-    FeatureCache(folder, "tower").put([["picture"]], [torch.zeros(4000)])
+    FeatureCache(folder, "tower").get([["picture"]], lambda: [torch.zeros(4000)])
 
 
 def training(folder: Path) -> None:

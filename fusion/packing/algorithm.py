@@ -195,10 +195,8 @@ def pack_in_sequence(
     say: Callable[[str], None] = lambda _: None,
 ) -> Packing:
     """The paper's algorithm (section 4.2.1): one adapter takes domain after domain until one of them falls below its
-    threshold; then it is rolled back and closed, and a new adapter learns the last domain.
-
-    The paper compares the measured value; pass `by_value(train)` for that.
-    """
+    threshold; then it is rolled back and closed, and a new adapter learns the last domain. The paper compares the
+    measured value; pass `by_value(train)` for that."""
     closed: dict[Adapter, TrainingResult] = {}
     steps: list[Step] = []
     held: Adapter = ()
@@ -226,11 +224,11 @@ def pack_in_sequence(
 
 
 def by_value(train: Train) -> Train:
-    """The same trainings, with the measured values also used as the lower bounds."""
+    """The same trainings, with measured values as lower bounds."""
 
     def trained(adapter: Adapter) -> TrainingResult:
         found = train(adapter)
-        values = {name: Score(score.value, score.value) for name, score in found.scores.items()}
+        values = {name: Score(one.value, one.value) for name, one in found.scores.items()}
         return dataclasses.replace(found, scores=values)
 
     return trained

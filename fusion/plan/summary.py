@@ -315,7 +315,7 @@ def _disk(adapter_bytes: int, domains: Sequence[DomainSummary], estimate: Estima
         return each
     pictures = sum(domain.frames * sum(domain.counts.values()) for domain in domains)
     per_picture = f"{estimate.features_bytes / pictures / 1e3:.0f} kB a picture"
-    return f"{estimate.features_bytes / 1e6:,.0f} MB for image features ({per_picture}), and {each}"
+    return f"{estimate.features_bytes / 1e6:,.0f} MB for image features ({per_picture}; they stay in --out), and {each}"
 
 
 def _expected(plan: Plan, domain: DomainSummary) -> str:

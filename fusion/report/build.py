@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cv2
 import msgspec
@@ -31,8 +31,9 @@ from fusion.report.report import (
     model_card,
 )
 from fusion.synthetic.sources import STREAMS
-from fusion.training.objectives import HeadObjective
-from fusion.training.session import RunData, Session
+from fusion.training.objectives import ANSWERS, HeadObjective
+from fusion.training.scoring import Parameters
+from fusion.training.session import RunData, Session, Untrained
 from vlora.adapter_files import DOMAINS_FILE
 from vlora.types.domain import DomainSummary
 
@@ -42,12 +43,13 @@ _MAX_SAMPLES = 100  # per domain
 class Tested(NamedTuple):
     """A domain's results on test data.
 
-    answers: of the adapter, in the form that the domain's metric compares. words: share of samples that the language
-    model answers word for word, if a head answers and its answers have words; else None. by_head, by_words: shares of
-    validation samples that each way answers right, for domains with both.
+    answers: of the adapter, in the form that the domain's metric compares. parameters: of its calibrated head. words:
+    share of samples that the language model answers word for word, if a head answers and its answers have words; else
+    None. by_head, by_words: shares of validation samples that each way answers right, for domains with both.
     """
 
-    answers: list[object]
+    answers: list[Any]
+    parameters: Parameters | None = None
     words: float | None = None
     by_head: float | None = None
     by_words: float | None = None
@@ -55,24 +57,19 @@ class Tested(NamedTuple):
 
 def report_run(
     session: Session,
-    before: Mapping[str, float],
+    untrained: Mapping[str, Untrained],
     thresholds: Mapping[str, float],
     packing: Packing,
     optimum: OracleReport | None,
     out: Path,
     started: float,
 ) -> FusionReport:
-    """Test the adapters and write all results to OUT, where they replace those of an earlier run.
-
-    Args:
-        before: by domain, the metric of the base model's answers in words on the first test samples.
-        started: start time of the run, by `time.perf_counter`.
-    """
+    """Test the adapters and write all results to OUT, where they replace those of an earlier run."""
     data = session.data
     tested = answer_test_data(packing, session)
     names = names_of(packing.adapters, data.plan.name, former_adapters(out), tuple(data.domains))
+    before = {name: one.score for name, one in untrained.items()}
     report = make_report(data, before, thresholds, packing, optimum, tested, names, time.perf_counter() - started)
-    states = {name: session.state(packing, adapter) for adapter, name in names.items()}
     examples = {
         name: examples_of(own.splits.test, tested[name].answers, own.splits.labels, own.task, own.plan.question)
         for name, own in data.domains.items()
@@ -80,33 +77,44 @@ def report_run(
     with replace_results(out) as folder:
         for adapter in report.adapters:
             place = folder / "adapters" / adapter.name
-            session.trainer.save(place, states[adapter.name])
+            state = session.cache.state_of(packing.histories[adapter.domains], adapter.domains)
+            session.trainer.save(place, state, {name: tested[name].parameters or {} for name in adapter.domains})
             domains = [_domain(one, data, tested[one.name]) for one in report.domains if one.adapter == adapter.name]
             (place / DOMAINS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode({"domains": domains})) + b"\n")
             (place / "README.md").write_text(model_card(report, adapter))
         write_test_data(folder / "test", data.plan, {name: own.splits for name, own in data.domains.items()})
         (folder / "report.html").write_text(page(report, examples))
         report.write(folder / "report.json")
-    shutil.rmtree(out / "features")  # much larger than the results, and recomputed within seconds
+    assert data.base.features is not None, "a run stores features"
+    data.base.features.keep_only({name for one in untrained.values() for name in one.features})
     return report
 
 
 def answer_test_data(packing: Packing, session: Session) -> dict[str, Tested]:
-    evaluator, found = session.trainer.evaluator, {}
-    for adapter in packing.adapters:
-        session.trainer.adapter.restore(session.state(packing, adapter))
+    found = {}
+    for adapter, history in packing.histories.items():
         for name in adapter:
-            own = session.data.domains[name]
-            with session.progress.work(f"testing {name}", len(own.test), "samples") as update:
-                found[name] = Tested(evaluator.answers(name, own.test, update))
-            if isinstance(own.task, HeadObjective) and any(sample.answer for sample in own.test):
-                answers, targets = evaluator.answers(name, own.validation), [each.target for each in own.validation]
-                found[name] = found[name]._replace(
-                    words=evaluator.accuracy_in_words(name, own.test),
-                    by_head=own.task.task.metrics(answers, targets)["accuracy"],  # type: ignore[arg-type]
-                    by_words=evaluator.accuracy_in_words(name, own.validation),
-                )
+            one = session.cache.tested(history, adapter, name, Tested, functools.partial(_test, session, name))
+            kind = ANSWERS.get(session.data.domains[name].splits.task, int | str | None)
+            found[name] = one._replace(answers=[msgspec.convert(answer, kind) for answer in one.answers])
     return found
+
+
+def _test(session: Session, name: str) -> Tested:
+    evaluator, own = session.trainer.evaluator, session.data.domains[name]
+    with session.progress.work(f"testing {name}", len(own.test), "samples") as update:
+        answered = Tested(evaluator.answers(name, own.test, update))
+    if not isinstance(own.task, HeadObjective):
+        return answered
+    answered = answered._replace(parameters=evaluator.head_parameters(name))
+    if not any(sample.answer for sample in own.test):
+        return answered
+    answers, targets = evaluator.answers(name, own.validation), [each.target for each in own.validation]
+    return answered._replace(
+        words=evaluator.accuracy_in_words(name, own.test),
+        by_head=own.task.task.metrics(answers, targets)["accuracy"],  # type: ignore[arg-type]
+        by_words=evaluator.accuracy_in_words(name, own.validation),
+    )
 
 
 def _domain(report: DomainReport, data: RunData, tested: Tested) -> DomainSummary:
@@ -139,7 +147,7 @@ def make_report(
 ) -> FusionReport:
     """The report of a run. names: of its adapters. seconds: its duration."""
     plan, domains = data.plan, data.domains
-    targets = {name: [sample.target for sample in own.test] for name, own in domains.items()}
+    targets = {name: [sample.target for sample in own.splits.test] for name, own in domains.items()}
     return FusionReport(
         base=plan.base,
         seed=plan.seed,
@@ -158,7 +166,7 @@ def make_report(
                 after=domains[name].task.metric(tested[name].answers, targets[name]),
                 met=name not in packing.missed,
                 adapter=names[adapter],
-                num_test=len(domains[name].test),
+                num_test=len(targets[name]),
                 words=tested[name].words,
             )
             for adapter, trained in packing.adapters.items()

@@ -1,8 +1,9 @@
 """Finished trainings on disk, so that a run that was killed is resumed, and a run of a changed plan trains only what
 the change affects.
 
-Each FOLDER/KEY/ has one training: state.safetensors, trained.json, and a file for each value measured with it. Random
-draws depend on the seed and on what is trained, not on earlier draws, so no generator state is stored.
+Each FOLDER/KEY/ has one training: state.safetensors, trained.json, and a file for each value measured with it; the
+folder of `UNTRAINED` has those measured with the base model alone. Random draws depend on the seed and on what is
+trained, not on earlier draws, so no generator state is stored.
 """
 
 from __future__ import annotations
@@ -42,8 +43,7 @@ class Key(NamedTuple):
         return _short_hash(self.identity)
 
 
-class NotStored(Exception):
-    """A training that is needed is not stored, in a run that trains nothing."""
+UNTRAINED = Key("no training", {}, "no training", 0)
 
 
 class Checkpoint:
@@ -117,6 +117,7 @@ class Checkpoint:
 
     def _write(self, file: Path, value: object) -> None:
         with writing(file):
+            file.parent.mkdir(exist_ok=True)
             write_whole(file, msgspec.json.encode(value))
 
 

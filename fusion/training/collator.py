@@ -11,7 +11,7 @@ from torch import nn
 
 from fusion.data.samples import Target
 from fusion.training.activation import OFFSETS
-from fusion.training.features import Features
+from fusion.training.features import OnDisk
 from fusion.training.objectives import ForwardOutputs
 from heads import Box, Grid
 from heads.boxes import Window, into_windows, out_of_windows
@@ -74,7 +74,7 @@ class EncodedSample(NamedTuple):
     """
 
     ids: torch.Tensor
-    features: Features | None
+    features: torch.Tensor | OnDisk | None
     vision: tuple[VisionInput, ...]
     grids: tuple[Grid, ...]
     positions: torch.Tensor
@@ -86,7 +86,7 @@ class EncodedSample(NamedTuple):
     @property
     def embeddings(self) -> torch.Tensor | None:
         """Its features [image tokens, hidden * (1 + levels)], read on each access."""
-        return None if self.features is None else self.features.rows()
+        return self.features.rows() if isinstance(self.features, OnDisk) else self.features
 
     @property
     def learned(self) -> Target:

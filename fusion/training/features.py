@@ -1,73 +1,63 @@
-"""Image features of the frozen vision tower, cached on disk by the content of tower and pictures, read on demand."""
+"""Image features of the frozen vision tower, a file for each picture by the content of tower and picture, read on
+demand."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 
-from heads.storage import write_tensors
-from vlora.run_folder import whole, writing
-
-
-class InMemory(NamedTuple):
-    """Features of all pictures of a sample, [image tokens, hidden * (1 + deepstack levels)]."""
-
-    held: torch.Tensor
-
-    def rows(self) -> torch.Tensor:
-        return self.held
+from vlora.run_folder import remove_unfinished, write_whole, writing
 
 
 class OnDisk(NamedTuple):
-    """Rows first to last of a file, which is mapped only while they are read; only the path is kept."""
+    """Features of a sample's pictures [image tokens, hidden * (1 + deepstack levels)], a file for each picture."""
 
-    file: Path
-    first: int
-    last: int
+    folder: Path
+    names: tuple[str, ...]
 
     def rows(self) -> torch.Tensor:
-        with safe_open(self.file, "pt") as stored:
-            rows: torch.Tensor = stored.get_slice("rows")[self.first : self.last]
-        return rows
-
-
-Features = InMemory | OnDisk
+        return torch.cat([load_file(self.folder / name)["rows"] for name in self.names])
 
 
 class FeatureCache:
-    """Features of groups of samples. tower: identifies the weights and the device that produce them."""
+    """Features of pictures. tower: identifies the weights and the device that produce them."""
 
     def __init__(self, folder: Path, tower: str) -> None:
         self._folder = folder
         self._tower = tower
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(folder)
 
-    def get(self, samples: Sequence[Sequence[str]]) -> list[OnDisk] | None:
-        """Features of each sample, given as its pictures' content hashes; None unless the whole group is stored."""
-        file = self._file(samples)
+    def get(self, samples: Sequence[Sequence[str]], compute: Callable[[], Sequence[torch.Tensor]]) -> list[OnDisk]:
+        """Features of each sample, given as its pictures' content hashes. compute: called unless all are stored;
+        returns those of each picture of each sample, in order."""
+        found = [OnDisk(self._folder, tuple(map(self._name, pictures))) for pictures in samples]
+        names = [name for one in found for name in one.names]
+        if not all(map(self._is_stored, names)):
+            for name, rows in zip(names, compute(), strict=True):
+                with writing(self._folder / name):
+                    write_whole(self._folder / name, save({"rows": rows.contiguous().cpu()}), durable=False)
+        return found
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Remove all features but these."""
+        for file in self._folder.iterdir():
+            if file.name not in names:
+                file.unlink()
+
+    def _is_stored(self, name: str) -> bool:
         try:
-            with safe_open(file, "pt") as stored:
-                counts: list[int] = stored.get_tensor("counts").tolist()
+            with safe_open(self._folder / name, "pt"):
+                return True
         except (FileNotFoundError, SafetensorError):  # a truncated file is written again
-            return None
-        ends = [0, *itertools.accumulate(counts)]
-        pictures = [0, *itertools.accumulate(map(len, samples))]
-        return [OnDisk(file, ends[first], ends[last]) for first, last in itertools.pairwise(pictures)]
+            return False
 
-    def put(self, samples: Sequence[Sequence[str]], rows: Sequence[torch.Tensor]) -> None:
-        """Store features. rows: those of each picture of each sample, in order."""
-        file = self._file(samples)
-        counts = torch.tensor([len(one) for one in rows])
-        with writing(file), whole(file, durable=False) as part:
-            write_tensors({"rows": torch.cat(list(rows)).cpu(), "counts": counts}, part)
-
-    def _file(self, samples: Sequence[Sequence[str]]) -> Path:
-        key = hashlib.sha256(" ".join((self._tower, *itertools.chain(*samples))).encode()).hexdigest()
-        return self._folder / f"{key}.safetensors"
+    def _name(self, picture: str) -> str:
+        return f"{hashlib.sha256(f'{self._tower} {picture}'.encode()).hexdigest()}.safetensors"

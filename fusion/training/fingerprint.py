@@ -24,12 +24,13 @@ ALL = ""  # in place of a domain's name
 class Inputs(NamedTuple):
     """What the results of a run depend on, as names and values.
 
-    training: of each training that a domain takes part in, by domain; those of every training under `ALL`. validation:
-    by domain, of its scores.
+    training: of each training that a domain takes part in, by domain; those of every training under `ALL`. validation,
+    test: by domain, of its scores and of its results on test data.
     """
 
     training: Mapping[str, Mapping[str, str]]
     validation: Mapping[str, Mapping[str, str]]
+    test: Mapping[str, Mapping[str, str]]
 
     @property
     def identities(self) -> dict[str, str]:
@@ -47,6 +48,11 @@ class Inputs(NamedTuple):
     def of_training(self, domains: Collection[str]) -> dict[str, Mapping[str, str]]:
         """Everything that the result of a training with these domains depends on, removed ones not included."""
         return {name: self.training[name] for name in sorted({ALL, *domains}) if name in self.training}
+
+    def untrained(self, name: str) -> str:
+        """Everything that the base model's own score of a domain depends on."""
+        shared = {what: value for what, value in self.training[ALL].items() if not what.startswith("training.")}
+        return json.dumps([shared, self.training[name], self.test[name]], sort_keys=True)
 
     def changes(self, stored: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, list[str]]:
         """By domain, or `ALL`, the names of values that differ from the last ones under that name. All names for a new
@@ -78,13 +84,14 @@ def inputs_of(
     fields = plan.model_dump(mode="json", include={"seed", "quantize", "lora", "training"})
     del fields["training"]["rehearsal"]  # part of the names of those trainings that rehearse
     training: dict[str, Mapping[str, str]] = {}
-    validation = {}
+    validation, test = {}, {}
     for domain in plan.domains:
         name, own = domain.name, splits[domain.name]
         used = domain.model_dump(mode="json", include={"question", "task", "labels", "metric", "head"})
-        learned, scored = _hashes_of_data(name, own, progress or Progress())
+        learned, scored, tested = _hashes_of_data(name, own, progress or Progress())
         training[name] = {"training data": learned, **{field: repr(value) for field, value in used.items()}}
         validation[name] = {"validation data": scored, "confidence": repr(plan.confidence)}
+        test[name] = {"test data": tested, "validation data": scored}
     training[ALL] = {
         **dict(_fields(fields)),
         "weights of the base": base,
@@ -92,7 +99,7 @@ def inputs_of(
         "format of heads": str(FORMAT),
         "device": device,
     }
-    return Inputs(training, validation)
+    return Inputs(training, validation, test)
 
 
 def hash_of_weights(named: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -115,8 +122,8 @@ def hash_of_processing(processor: InputProcessor) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _hashes_of_data(name: str, splits: Splits, progress: Progress) -> tuple[str, str]:
-    parts, hashes = (splits.train, splits.validation), []
+def _hashes_of_data(name: str, splits: Splits, progress: Progress) -> tuple[str, str, str]:
+    parts, hashes = (splits.train, splits.validation, splits.test), []
     done = 0
     with progress.work(f"reading the pictures of {name}", sum(map(len, parts)), "samples") as update:
         for part in parts:
@@ -128,7 +135,7 @@ def _hashes_of_data(name: str, splits: Splits, progress: Progress) -> tuple[str,
                     digest.update(frame.tobytes())
                 update(done := done + 1)
             hashes.append(digest.hexdigest())
-    return hashes[0], hashes[1]
+    return hashes[0], hashes[1], hashes[2]
 
 
 def _fields(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -20,7 +20,7 @@ from fusion.plan.schema import DomainPlan, Plan
 from fusion.progress import Progress
 from fusion.training.activation import OFFSETS, invocation_tokens
 from fusion.training.collator import EncodedSample, TextInput, batch_arguments, embed, features_of_tokens
-from fusion.training.features import FeatureCache, Features, InMemory
+from fusion.training.features import FeatureCache, OnDisk
 from fusion.training.fingerprint import hash_of_weights
 from fusion.training.objectives import objective_of
 from heads.boxes import Window
@@ -42,7 +42,8 @@ ENCODE_AT_ONCE = 16  # samples per batch and per progress update
 class FrozenBase:
     """The base model without gradients: image features, prompts, and the language model that adapters modify.
 
-    weights: hash of the model's weights. invocation: the tokens at which adapters on it begin; empty for ordinary ones.
+    weights: hash of the model's weights. features: None if features of pictures are kept in memory. invocation: the
+    tokens at which adapters on it begin; empty for ordinary ones.
 
     Args:
         features: folder for image features; None keeps all of them in memory.
@@ -70,7 +71,7 @@ class FrozenBase:
         self.invocation = invocation
         self.weights = hash_of_weights(model.named_parameters())
         maker = f"{self.weights} on {self.hf_model.device.type}"  # another device rounds differently
-        self._features = None if features is None else FeatureCache(features, maker)
+        self.features = None if features is None else FeatureCache(features, maker)
         self._vision = VisionEncoder(self.hf_model, cache_bytes=0)
 
     @torch.no_grad()
@@ -137,18 +138,14 @@ class FrozenBase:
         prompts = [Prompt(row, one.positions) for row, one in zip(rows, samples, strict=True)]
         return [self.processor.decode(tokens).strip() for tokens in greedy(self.hf_model, prompts, limit)]
 
-    def _load_features(self, encoded: Sequence[EncodedPrompt]) -> Sequence[Features]:
+    def _load_features(self, encoded: Sequence[EncodedPrompt]) -> Sequence[torch.Tensor | OnDisk]:
         """Features of each sample's pictures, from the cache if they are stored."""
         items = [item for one in encoded for item in one.vision]
-        if self._features is None:
+        if self.features is None:
             made = iter(self.encode_images(items))
-            return [InMemory(torch.cat([next(made) for _ in one.vision])) for one in encoded]
+            return [torch.cat([next(made) for _ in one.vision]) for one in encoded]
         samples = [[item.content_hash for item in one.vision] for one in encoded]
-        if (found := self._features.get(samples)) is None:
-            self._features.put(samples, self.encode_images(items))
-            found = self._features.get(samples)
-        assert found is not None, "the features were just written"
-        return found
+        return self.features.get(samples, lambda: self.encode_images(items))
 
     def _answer_tokens(self, splits: Splits, sample: Sample) -> tuple[int, ...]:
         """Tokens of a sample's answer in words. Raises BadPlan if they include special tokens of the base model."""
@@ -270,17 +267,8 @@ def load_frozen_base(plan: Plan, device: str, progress: Progress, *, features: P
 
 
 def round_base(model: Any, quantize: Quantize) -> None:
-    """Round the weights that `vlora serve --quantize` rounds, in place and in their dtype.
-
-    Products round their inputs too when they are served; trainings do not.
-
-    Args:
-        model: A transformers model.
-        quantize: The format.
-
-    Raises:
-        BadConfig: The format cannot store one of the layers.
-    """
+    """Round the weights that `vlora serve --quantize` rounds, in place and in their dtype. Raises BadConfig if the
+    format cannot store a layer. Products round their inputs too when they are served; trainings do not."""
     if quantize == "none":
         return
     weight_format = FORMATS[quantize]
@@ -347,5 +335,5 @@ class Domain:
     def features(self) -> np.ndarray:
         """Mean image features of its training pictures, [d]: d columns for each image token. Not with `lora.vision`,
         where trainings change them."""
-        means = [sample.features.rows().float().mean(0) for sample in self.train if sample.features is not None]
+        means = [seen.float().mean(0) for sample in self.train if (seen := sample.embeddings) is not None]
         return torch.stack(means).mean(0).cpu().numpy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import nn
 from fusion.data.samples import Splits, Target
 from fusion.plan.tasks import METRICS
 from fusion.training.text_metrics import overlap, token_f1
-from heads import TASKS, Grid, HeadSpec, Task, TaskHead
+from heads import TASKS, Box, Grid, HeadSpec, Task, TaskHead
 from heads.f1 import F1Counts
 
 HIDDEN_UNITS = 128
@@ -62,6 +62,14 @@ def trainable_head(head: TaskHead, device: torch.device) -> nn.Linear | ImageHea
 
 _OF_WORDS: dict[str, Callable[[str, str], float]] = {"token_f1": token_f1, "overlap": overlap}  # (answer, target)
 _WORDS_WEIGHT = 1.0  # of the language model's loss relative to a head's; with less, other heads displace words
+
+
+ANSWERS: dict[str, Any] = {
+    "detection": tuple[Box, ...],
+    "multi_label": tuple[int, ...],
+    "regression": float | tuple[float, ...],
+}
+"""Types of answers by task, where they are not labels, counts, words or None."""
 
 
 class ForwardOutputs(NamedTuple):

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import time
 from collections.abc import Callable, Collection, Iterator
+from typing import TypeVar
 
 import torch
 
 from fusion.packing.algorithm import Adapter, History, Score, TrainingResult
 from fusion.packing.guided import Conflicts
 from fusion.progress import Progress
-from fusion.training.checkpoint import Checkpoint, Key, NotStored, State
+from fusion.training.checkpoint import Checkpoint, Key, State
 from fusion.training.fingerprint import ALL, Inputs
 from fusion.training.trainer import LoraTrainer, joint_training_title, training_title
 
+T = TypeVar("T")
 _GRADIENT_BATCHES = 4  # per domain, in a training of a hundred steps or more
 
 
@@ -43,31 +46,17 @@ class RunCache:
         self._identities = inputs.identities
         self._rehearsal = rehearsal
         self._progress = progress or Progress()
-        self._trains = True
         self._supposed: dict[str, int] | None = None
 
     @contextlib.contextmanager
-    def only_stored(self) -> Iterator[None]:
-        """Within the block, a training that is not stored raises NotStored."""
-        before, self._trains, self._supposed = (self._trains, self._supposed), False, None
-        try:
-            yield
-        finally:
-            self._trains, self._supposed = before
-
-    @contextlib.contextmanager
     def supposing_success(self) -> Iterator[dict[str, int]]:
-        """Within the block, a training that is not stored is not run: all of its domains meet their thresholds.
-
-        Yields:
-            Those trainings and their sizes in single-domain trainings, as they are requested.
-        """
-        found: dict[str, int] = {}
-        self._supposed = found
+        """Within the block, a training that is not stored is not run: all of its domains meet their thresholds. Yields
+        those trainings and their sizes in single-domain trainings, as they are requested."""
+        before, self._supposed = self._supposed, {}
         try:
-            yield found
+            yield self._supposed
         finally:
-            self._supposed = None
+            self._supposed = before
 
     def __call__(self, adapter: Adapter) -> TrainingResult:
         """Train the last domain into the adapter of the domains before it."""
@@ -92,16 +81,22 @@ class RunCache:
 
     def conflicts(self, history: History, domains: Collection[str]) -> Conflicts:
         """By pair of domains, minus the cosine of their gradients in this adapter."""
-        names, key = tuple(sorted(domains, key=self.identity)), self._key_of(history)
+        names = tuple(sorted(domains, key=self.identity))
         pairs = list(itertools.combinations(names, 2))
-        what = f"conflicts of {', '.join(map(self.identity, names))} by {self._gradient_batches} batches"
-        found = self._checkpoint.measured(key, what, list[float])
-        if found is None:
-            self.trainer.adapter.restore(self.state_of(history, names))
+
+        def measure() -> list[float]:
             gradients = self.trainer.gradients(names, self._gradient_batches)
-            found = [-float(torch.cosine_similarity(gradients[one], gradients[other], dim=0)) for one, other in pairs]
-            self._checkpoint.keep_measured(key, what, found)
+            return [-float(torch.cosine_similarity(gradients[one], gradients[other], dim=0)) for one, other in pairs]
+
+        what = f"conflicts of {', '.join(map(self.identity, names))} by {self._gradient_batches} batches"
+        found = self._measured(self._key_of(history), names, what, list[float], measure)
         return dict(zip(map(frozenset, pairs), found, strict=True))
+
+    def tested(self, history: History, names: Adapter, domain: str, kind: type[T], measure: Callable[[], T]) -> T:
+        """Results on test data of one of an adapter's domains. measure: called with the adapter restored, unless they
+        are stored."""
+        what = f"test of {self.identity(domain)}: {json.dumps(self._inputs.test[domain], sort_keys=True)}"
+        return self._measured(self._key_of(history), names, what, kind, measure)
 
     @property
     def _gradient_batches(self) -> int:
@@ -127,8 +122,6 @@ class RunCache:
         if self._supposed is not None:
             self._supposed[_title(history)] = key.size
             return TrainingResult(dict.fromkeys(domains, Score(1.0, 1.0)), 0.0, ())
-        if not self._trains:
-            raise NotStored(key.what)
         started = time.perf_counter()
         losses = self._train(history, domains)
         # Scores are stored by themselves, but belong to the seconds of a training.
@@ -136,7 +129,7 @@ class RunCache:
         state = _renamed(self.trainer.adapter.snapshot(), self.identity)
         self._checkpoint.keep(key, time.perf_counter() - started, losses, state)
         for name, score in scores.items():
-            self._checkpoint.keep_measured(key, self._measured(name), score)
+            self._checkpoint.keep_measured(key, self._scored(name), score)
         return self._result(key, domains)
 
     def _train(self, history: History, domains: Adapter) -> tuple[float, ...]:
@@ -158,18 +151,25 @@ class RunCache:
         """A stored training with the scores of some of its domains, which are measured where they are not stored."""
         trained = self._checkpoint.trained(key)
         assert trained is not None
-        scores = {name: self._checkpoint.measured(key, self._measured(name), Score) for name in domains}
-        if missing := [name for name, score in scores.items() if score is None]:
-            self.trainer.adapter.restore(self._state(key, domains))
-            for name in missing:
-                scores[name] = self._score(name)
-                self._checkpoint.keep_measured(key, self._measured(name), scores[name])
-        return TrainingResult({name: score for name, score in scores.items() if score is not None}, *trained)
+        scores = {
+            name: self._measured(key, domains, self._scored(name), Score, functools.partial(self._score, name))
+            for name in domains
+        }
+        return TrainingResult(scores, *trained)
+
+    def _measured(self, key: Key, names: Collection[str], what: str, kind: type[T], measure: Callable[[], T]) -> T:
+        """A value of an adapter, which is restored with the heads of these domains unless the value is stored."""
+        found = self._checkpoint.measured(key, what, kind)
+        if found is None:
+            self.trainer.adapter.restore(self._state(key, names))
+            found = measure()
+            self._checkpoint.keep_measured(key, what, found)
+        return found
 
     def _score(self, name: str) -> Score:
         return self.trainer.evaluator.bounded_score(name, self.trainer.domains[name].validation)
 
-    def _measured(self, name: str) -> str:
+    def _scored(self, name: str) -> str:
         return f"score of {self.identity(name)}: {json.dumps(self._inputs.validation[name], sort_keys=True)}"
 
     def _key_of(self, history: History) -> Key:

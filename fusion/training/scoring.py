@@ -17,7 +17,7 @@ from fusion.progress import Progress, ProgressCallback
 from fusion.training.adapter import TrainableAdapter
 from fusion.training.collator import EncodedSample
 from fusion.training.frozen_base import Domain
-from fusion.training.objectives import ForwardOutputs, Objective, metric_of_some, objective_of
+from fusion.training.objectives import ForwardOutputs, HeadObjective, Objective, metric_of_some, objective_of
 from fusion.training.steps import halving
 from heads.f1 import F1Counts, f1_of
 from vlora.confidence import lower_bound
@@ -26,6 +26,8 @@ SCORE_AT_ONCE = 50
 _MAX_ANSWER_RATIO = 2  # decoding stops at this many times the length of the longest training answer
 
 Result = TypeVar("Result")
+Parameters = dict[str, int | float | tuple[int | float, ...]]
+"""Of a head's task (`heads.Task.parameters`)."""
 
 _RESAMPLES = 400
 Wanted = TypeVar("Wanted")
@@ -35,11 +37,7 @@ def _ignore_progress(done: int, facts: str = "", share: float | None = None) -> 
 
 
 class Evaluator:
-    """Scores of an adapter's domains.
-
-    Args:
-        confidence: of lower bounds; None for none.
-    """
+    """Scores of an adapter's domains. confidence: of lower bounds; None for none."""
 
     def __init__(self, adapter: TrainableAdapter, confidence: float | None, progress: Progress) -> None:
         self.adapter = adapter
@@ -125,6 +123,12 @@ class Evaluator:
         samples = own.held_back if own.task.calibration_decides else own.validation
         batches = [outputs for _, outputs in self.forward(domain, samples)]
         return own.task.calibrated(batches, self.adapter.heads.get(domain), [sample.learned for sample in samples])
+
+    def head_parameters(self, domain: str) -> Parameters:
+        """The parameters of the domain's head, calibrated."""
+        served = self.calibrated(domain)
+        assert isinstance(served, HeadObjective), "words have no head"
+        return dict(served.task.parameters)
 
     @torch.no_grad()
     def held_back_loss(self, domains: Sequence[str]) -> float:
@@ -214,12 +218,8 @@ _SAMPLES, _FEWEST = 64, 8  # samples over all domains of an adapter, and minimum
 
 
 class HeldOutScores:
-    """Scores of held-out samples, updated at intervals.
-
-    Args:
-        score: returns a domain's score, 0 to 1, on its first given number of validation samples.
-        clock: returns seconds from any origin.
-    """
+    """Scores of held-out samples, updated at intervals. score: returns a domain's score, 0 to 1, on its first given
+    number of validation samples. clock: returns seconds from any origin."""
 
     def __init__(self, score: Callable[[str, int], float], domains: Adapter, clock: Callable[[], float]) -> None:
         self._score = score

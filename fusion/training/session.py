@@ -6,24 +6,37 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from fusion.packing.algorithm import Adapter, Packing
 from fusion.plan.check import PlanChecked
 from fusion.plan.schema import Plan
 from fusion.progress import Progress
-from fusion.training.checkpoint import Checkpoint, State
+from fusion.training.checkpoint import UNTRAINED, Checkpoint
+from fusion.training.features import OnDisk
 from fusion.training.fingerprint import ALL, Inputs, hash_of_processing, inputs_of
 from fusion.training.frozen_base import Domain, FrozenBase, load_frozen_base
 from fusion.training.parallel_jobs import Job, RunAhead, one_thread, run_in_parallel
 from fusion.training.run_cache import RunCache
+from fusion.training.scoring import score_before_training
 from fusion.training.trainer import LoraTrainer
 from vlora.errors import BadPlan
 from vlora.plan_files.errors import PlanErrors
+from vlora.plan_files.reading import PlanText
+
+
+class Untrained(NamedTuple):
+    """A domain before any training.
+
+    score: its metric of the base model's answers in words on the first test samples. features: files of its pictures.
+    """
+
+    score: float
+    features: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class RunData:
-    """The base model and the domains encoded for it, in the plan's order.
+    """The base model and the domains, in the plan's order.
 
     teacher_scores: validation score of each teacher, by domain. inputs: everything that the run's trainings depend on.
     """
@@ -35,28 +48,42 @@ class RunData:
     inputs: Inputs
 
 
-def prepare_data(checked: PlanChecked, out: Path, progress: Progress, *, device: str, encode: bool = True) -> RunData:
-    """Load the base model and, if `encode`, all samples for it, else those that are used; image features are stored in
-    OUT/features.
+def prepare_data(checked: PlanChecked, out: Path, progress: Progress, *, device: str) -> RunData:
+    """Load the base model. Samples are encoded when they are first used; image features are stored in OUT/features.
 
     Raises:
-        BadPlan: the base model cannot process a sample; with its domain's place in the plan.
         BadConfig: a part of the base model is missing.
     """
     plan = checked.plan
     base = load_frozen_base(plan, device, progress, features=out / "features")
     splits = {name: data.splits for name, data in checked.data.items()}
     inputs = inputs_of(plan, splits, base.weights, hash_of_processing(base.processor), device, progress)
-    errors, domains = PlanErrors(checked.text), {}
-    for index, domain in enumerate(plan.domains):
-        domains[domain.name] = Domain(domain, splits[domain.name], base)
+    domains = {domain.name: Domain(domain, splits[domain.name], base) for domain in plan.domains}
+    return RunData(plan, base, domains, checked.teacher_scores, inputs)
+
+
+def score_base(data: RunData, text: PlanText, stored: Checkpoint | None) -> dict[str, Untrained]:
+    """Encode each domain whose score is not stored, and score the base model on it.
+
+    Call it before a trainer is created, which adds an adapter to the base model, and before anything is deleted. Raises
+    BadPlan for samples that the base model cannot process, with their domains' places in the plan's text.
+    """
+    found: dict[str, Untrained] = {}
+    errors = PlanErrors(text)
+    for index, (name, domain) in enumerate(data.domains.items()):
+        known = None if stored is None else stored.measured(UNTRAINED, data.inputs.untrained(name), Untrained)
         try:
-            if encode:
-                domains[domain.name].encode()
+            found[name] = known or _score_base(domain)
         except BadPlan as error:
             errors.inside("domains", index).add(str(error))
     errors.raise_if_any()
-    return RunData(plan, base, domains, checked.teacher_scores, inputs)
+    return found
+
+
+def _score_base(domain: Domain) -> Untrained:
+    samples = [*domain.train, *domain.validation, *domain.test]
+    files = {name for one in samples if isinstance(one.features, OnDisk) for name in one.features.names}
+    return Untrained(score_before_training(domain), tuple(sorted(files)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +98,6 @@ class Session:
     run_ahead: RunAhead
     progress: Progress
 
-    def state(self, packing: Packing, adapter: Adapter) -> State:
-        """Weights of an adapter in the plan's packing."""
-        return self.cache.state_of(packing.histories[adapter], adapter)
-
 
 @contextlib.contextmanager
 def training_session(
@@ -83,6 +106,7 @@ def training_session(
     progress: Progress,
     *,
     resume: bool,
+    untrained: Mapping[str, Untrained] = {},
     workers: int = 1,
     on_cleared: Callable[[], None] = lambda: None,
 ) -> Iterator[Session]:
@@ -93,6 +117,7 @@ def training_session(
 
     Args:
         resume: continue with the trainings in OUT/checkpoint; otherwise they are deleted.
+        untrained: by domain, stored for later runs.
         workers: number of parallel trainings.
         on_cleared: called after an earlier run's trainings have been deleted, or kept.
     """
@@ -108,6 +133,8 @@ def training_session(
         # Opened only now, so that a plan that is refused above deletes nothing.
         checkpoint = Checkpoint(out / "checkpoint", resume=resume)
         on_cleared()
+        for name, one in untrained.items():
+            checkpoint.keep_measured(UNTRAINED, data.inputs.untrained(name), one)
         if stored := checkpoint.inputs():
             for line in _reused(data.inputs, stored):
                 progress.say(line)

@@ -65,11 +65,8 @@ class Schedule:
 
 
 class EarlyStopping(Generic[Result]):
-    """The state with the smallest held-back loss, None before the first evaluation.
-
-    Args:
-        patience: evaluations since the smallest loss after which a training stops; None for any number.
-    """
+    """The state with the smallest held-back loss, None before the first evaluation. patience: evaluations since the
+    smallest loss after which a training stops; None for any number."""
 
     def __init__(self, patience: int | None = None) -> None:
         self.best: Result | None = None
@@ -87,14 +84,8 @@ class EarlyStopping(Generic[Result]):
 
 
 def halving(size: int, attempt: Callable[[int], Result], undo: Callable[[int], None]) -> tuple[Result, int]:
-    """Run `attempt(size)`, halving the size each time memory runs out.
-
-    Returns:
-        The result, and the size that succeeded.
-
-    Raises:
-        BadPlan: not even a single sample fits into memory.
-    """
+    """Run `attempt(size)`, halving the size each time memory runs out. Returns the result and the size that succeeded.
+    Raises BadPlan if not even a single sample fits into memory."""
     while True:
         try:
             return attempt(size), size

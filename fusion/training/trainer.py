@@ -24,7 +24,7 @@ from fusion.training.checkpoint import State
 from fusion.training.collator import EncodedSample
 from fusion.training.frozen_base import Domain, FrozenBase
 from fusion.training.objectives import HIDDEN_UNITS, HeadObjective, ImageHead, stored_head
-from fusion.training.scoring import Evaluator, HeldOutScores
+from fusion.training.scoring import Evaluator, HeldOutScores, Parameters
 from fusion.training.steps import EarlyStopping, Schedule, backward_in_parts, halving
 from heads import HeadSpec, save_heads
 from heads.storage import give_usual_mode
@@ -89,14 +89,8 @@ class LoraTrainer:
         self._trained_heads: dict[str, tuple[State, list[float]]] = {}
 
     def train(self, domain: str, beside: Sequence[str], *, rehearsal: float | None = None) -> tuple[float, ...]:
-        """Train one more domain into the adapter, which holds the domains in `beside`.
-
-        Args:
-            rehearsal: share of each batch drawn from the domains in `beside`; None for the plan's.
-
-        Returns:
-            Losses from start to end.
-        """
+        """Train one more domain into the adapter, which holds the domains in `beside`; return its losses. rehearsal:
+        share of each batch drawn from the domains in `beside`; None for the plan's."""
         settings = self.plan.training
         share = settings.rehearsal if rehearsal is None else rehearsal
         again_from = self._dependent(sorted(beside))  # in another order it is the same training
@@ -192,23 +186,23 @@ class LoraTrainer:
             torch.cuda.synchronize(device)
         return StepTime(time.perf_counter() - began, time.process_time() - cpu_began)
 
-    def save(self, folder: Path, state: State) -> None:
-        """Write an adapter in PEFT's format with its heads."""
+    def save(self, folder: Path, state: State, parameters: Mapping[str, Parameters] = {}) -> None:
+        """Write an adapter in PEFT's format with its heads. parameters: by domain, of calibrated heads; those of others
+        are measured."""
         self.adapter.restore(state)
         self.adapter.model.save_pretrained(str(folder))
         give_usual_mode(folder / WEIGHTS_FILE)
         heads = {}
         for name, head in self.adapter.heads.items():
-            domain, served = self.domains[name], self.evaluator.calibrated(name)
-            assert isinstance(served, HeadObjective), "words have no head"
-            task = served.task
+            domain, task = self.domains[name], self.domains[name].task
+            assert isinstance(task, HeadObjective), "words have no head"
             layers = {"reads": "inputs", "hidden_units": HIDDEN_UNITS} if isinstance(head, ImageHead) else {}
             spec = HeadSpec(
                 **layers,  # type: ignore[arg-type]
                 name=name,
-                task=task.kind,
-                labels=task.labels,
-                parameters=task.parameters,
+                task=task.task.kind,
+                labels=task.task.labels,
+                parameters=parameters[name] if name in parameters else self.evaluator.head_parameters(name),
                 prompt=domain.plan.question,
                 num_frames=domain.splits.num_frames,
                 hidden_size=head.in_features,
@@ -254,12 +248,8 @@ class LoraTrainer:
     def _train_image_head(
         self, domain: str, trainings: int, *, samples: int | None = None, steps: int | None = None
     ) -> list[float]:
-        """Train a head over pictures' features by itself; return its losses.
-
-        Args:
-            trainings: as of `Progress.work`.
-            samples: per step; those of a whole training by default, like `steps`.
-        """
+        """Train a head over pictures' features by itself; return its losses. trainings: as of `Progress.work`.
+        samples: per step; those of a whole training by default, like `steps`."""
         settings, own = self.plan.training, self.domains[domain]
         head = self.adapter.heads[domain]
         steps, count = steps or HEAD_STEPS * settings.steps, samples or HEAD_SAMPLES * settings.batch_size

@@ -34,7 +34,7 @@ COLORS = ("red", "green", "blue")
 
 def inputs(*names: str, **shared: str) -> Inputs:
     """Of trainings that depend on nothing else than their domains."""
-    return Inputs({ALL: shared, **{name: {} for name in names}}, {name: {} for name in names})
+    return Inputs({ALL: shared, **{name: {} for name in names}}, *({name: {} for name in names} for _ in range(2)))
 
 
 def build_small() -> LlavaForConditionalGeneration:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -16,11 +17,15 @@ from typing import Any, NamedTuple
 import pytest
 from rich.console import Console
 
+from fusion.packing.algorithm import Adapter, History, Score, TrainingResult
 from fusion.run import fuse, preview
 from fusion.training.checkpoint import Checkpoint
+from fusion.training.frozen_base import FrozenBase
+from fusion.training.run_cache import RunCache
 from tests.fusion.small import COLORS, write_base, write_folders
 from vlora.errors import BadAdapter
 from vlora.lora.peft_format import read_config
+from vlora.models.vision.encoder import VisionEncoder
 
 Plan = dict[str, object]
 DOMAIN = '  - {{name: {name}, source: {folder}/{source}, question: "{question}", threshold: {threshold}}}\n'
@@ -79,12 +84,14 @@ def relabel(folder: Path, source: str, part: str) -> None:
 
 
 class Change(NamedTuple):
-    """A changed plan, or an edit of its data. trained: what is trained for it. said: which line gives the reason.
-    measured: the number of scores that are measured again, if the adapters stay.
+    """A changed plan, or an edit of its data. trained: what is trained for it. encoded: the domains whose samples are
+    encoded for it. said: which line gives the reason. measured: the number of values that are measured again, if the
+    adapters stay.
     """
 
     domains: list[Plan]
-    trained: set[str]
+    trained: set[str] = frozenset()  # type: ignore[assignment]
+    encoded: set[str] = frozenset()  # type: ignore[assignment]
     said: str = ""
     steps: int = 4
     confidence: str = "null"
@@ -92,31 +99,45 @@ class Change(NamedTuple):
     measured: int | None = None
 
 
+ALL_THREE = {"colors", "others", "new"}
 CHANGES = {
-    "nothing": Change([ONE, OTHER], set(), measured=0),
-    "thresholds": Change([ONE | {"threshold": 0.01}, OTHER | {"threshold": 0.06}], set(), measured=0),
-    "order": Change([OTHER, ONE], set()),
-    "confidence": Change([ONE, OTHER], set(), confidence="0.6", measured=2),
-    "removed": Change([OTHER], set()),
-    "added": Change([ONE, OTHER, NEW], {JOINED}, "not new: it is new"),
-    "added, unfit": Change([ONE, OTHER, NEW | {"threshold": 1.0}], {JOINED, "alone: new"}),
-    "renamed": Change([ONE, OTHER | {"name": "new"}], set(), "domains are of: colors, new", measured=0),
-    "names exchanged": Change([ONE | {"name": "others"}, OTHER | {"name": "colors"}], set()),
+    "nothing": Change([ONE, OTHER], measured=0),
+    "thresholds": Change([ONE | {"threshold": 0.01}, OTHER | {"threshold": 0.06}], measured=0),
+    "order": Change([OTHER, ONE]),
+    "confidence": Change([ONE, OTHER], encoded={"colors", "others"}, confidence="0.6", measured=2),
+    "removed": Change([OTHER]),
+    "added": Change([ONE, OTHER, NEW], {JOINED}, ALL_THREE, "not new: it is new"),
+    "added, unfit": Change([ONE, OTHER, NEW | {"threshold": 1.0}], {JOINED, "alone: new"}, ALL_THREE),
+    "renamed": Change([ONE, OTHER | {"name": "new"}], said="domains are of: colors, new", measured=0),
+    "names exchanged": Change([ONE | {"name": "others"}, OTHER | {"name": "colors"}]),
     "renamed, its name taken": Change(
         [ONE, OTHER | {"name": "new"}, NEW | {"name": "others"}],
         {"together: colors, new; rehearsal 0.5: others into colors, new"},
+        ALL_THREE,
         "not others: training data, question changed",
     ),
-    "question": Change([ONE, OTHER | {"question": "which is it ?"}], {TOGETHER}, "not others: question changed"),
-    "setting": Change([ONE, OTHER], {TOGETHER}, "no stored training is reused: training.steps changed", steps=5),
+    "question": Change(
+        [ONE, OTHER | {"question": "which is it ?"}],
+        {TOGETHER},
+        {"colors", "others"},
+        "not others: question changed",
+    ),
+    "setting": Change(
+        [ONE, OTHER],
+        {TOGETHER},
+        {"colors", "others"},
+        "no stored training is reused: training.steps changed",
+        steps=5,
+    ),
     "training label": Change(
         [ONE, OTHER],
         {TOGETHER},
+        {"colors", "others"},
         "not others: training data changed",
         edit=lambda folder: relabel(folder, "others", "train"),
     ),
     "validation label": Change(
-        [ONE, OTHER], set(), edit=lambda folder: relabel(folder, "others", "validation"), measured=1
+        [ONE, OTHER], encoded={"others"}, edit=lambda folder: relabel(folder, "others", "validation"), measured=3
     ),
 }
 SOON = ("thresholds", "renamed, its name taken", "added, unfit", "training label", "validation label")
@@ -125,19 +146,59 @@ SOON = ("thresholds", "renamed, its name taken", "added, unfit", "training label
 @pytest.mark.parametrize(
     "change", [one if one in SOON else pytest.param(one, marks=pytest.mark.exhaustive) for one in CHANGES]
 )
-def test_only_what_a_change_affects_is_trained(made: Path, tmp_path: Path, change: str) -> None:
-    domains, trained, reason, steps, confidence, edit, measured = CHANGES[change]
+def test_only_what_a_change_affects_is_done(
+    made: Path, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    domains, trained, encoded, reason, steps, confidence, edit, measured = CHANGES[change]
     shutil.copytree(made, folder := tmp_path / "made")
     if edit is not None:
         edit(folder)
     out = folder / "out"
-    before, weights, scores = trainings(out), adapters(out), len([*out.glob("checkpoint/*/*.json")])
+    before, weights, values = trainings(out), adapters(out), len([*out.glob("checkpoint/*/*.json")])
+    used: set[str] = set()
+    computed: set[str] = set()
+    encode, compute = FrozenBase.encode_samples, VisionEncoder.encode
+    name_of = {str(domain["question"]): str(domain["name"]) for domain in domains}
+
+    def encode_samples(self: FrozenBase, question: str, *args: Any) -> Any:
+        used.add(name_of[question])
+        return encode(self, question, *args)
+
+    def compute_features(self: VisionEncoder, tasks: Any) -> Any:
+        computed.update(task.item.content_hash for task in tasks)
+        return compute(self, tasks)
+
+    monkeypatch.setattr(FrozenBase, "encode_samples", encode_samples)
+    monkeypatch.setattr(VisionEncoder, "encode", compute_features)
+    stored = len([*out.glob("features/*")])
     said = run(folder, out, domains, steps, confidence)
     assert {what for key, what in trainings(out).items() if key not in before} == trained, said
-    assert reason in said
+    assert reason in said and used == encoded
+    assert len(computed) == (stored if NEW["source"] in [one["source"] for one in domains] else 0), "of new pictures"
     if measured is not None:
         assert adapters(out) == weights
-        assert len([*out.glob("checkpoint/*/*.json")]) == scores + measured
+        assert len([*out.glob("checkpoint/*/*.json")]) == values + measured
+
+
+def test_features_of_removed_domains_and_of_killed_processes_are_removed(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "out", out := tmp_path / "out")
+    before = {file.name for file in out.glob("features/*")}
+    run(made, out, [ONE, OTHER, NEW | {"threshold": 1.0}])
+    (out / "features" / "unfinished-1-features").touch()
+    (out / "features" / f"{0:064x}.safetensors").touch()
+    assert len([*out.glob("features/*")]) == 2 * len(before) + 2
+    run(made, out, [ONE, OTHER])
+    assert {file.name for file in out.glob("features/*")} == before
+
+
+def test_deleted_features_are_computed_again(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "out", out := tmp_path / "out")
+    shutil.rmtree(out / "features")
+    run(made, out, [ONE, OTHER], 5)
+    shutil.copytree(made / "out", other := tmp_path / "other")
+    run(made, other, [ONE, OTHER], 5)
+    assert adapters(out) == adapters(other)
+    assert {file.name for file in out.glob("features/*")} == {file.name for file in other.glob("features/*")}
 
 
 def test_a_domain_that_missed_its_threshold_is_not_tried_again(made: Path, tmp_path: Path) -> None:
@@ -147,6 +208,29 @@ def test_a_domain_that_missed_its_threshold_is_not_tried_again(made: Path, tmp_p
     before = trainings(out)
     run(made, out, [ONE | {"question": "which color ?"}, OTHER, unfit])
     assert [what for key, what in trainings(out).items() if key not in before] == [TOGETHER]
+
+
+def test_a_domain_that_joins_no_adapter_is_packed_as_from_nothing(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join = RunCache.join
+
+    def unfit(self: RunCache, before: History, beside: Adapter, domain: str) -> TrainingResult:
+        trained = join(self, before, beside, domain)
+        return dataclasses.replace(trained, scores={**trained.scores, domain: Score(0.0, 0.0)})
+
+    monkeypatch.setattr(RunCache, "join", unfit)
+    shutil.copytree(made / "out", out := tmp_path / "out")
+    before = trainings(out)
+    said = run(made, out, [ONE, OTHER, NEW])
+    assert "2 adapters, 1 before: packing from the beginning, which may need fewer" in said
+    new = {what for key, what in trainings(out).items() if key not in before}
+    assert new == {JOINED, "alone: new", "together: colors, new, others"}
+    run(made, whole := tmp_path / "whole", [ONE, OTHER, NEW])
+    assert len(adapters(out)) == 1 and adapters(out) == adapters(whole)
+    done = trainings(out)
+    run(made, out, [ONE, OTHER, NEW])
+    assert trainings(out) == done and adapters(out) == adapters(whole)
 
 
 def test_a_changed_run_that_is_killed_ends_with_the_same_adapters(
@@ -185,12 +269,15 @@ PREVIEWS = {
             "domains are of: colors, others",
             "  not new: it is new",
             "would run: training new into colors, others, about 5 s",
-            "in all: about 5 s if each fits, at most 30 s",
+            "in all: about 5 s if each fits, at most 60 s",
         ],
     ),
     "alone": (
         [ONE, OTHER | {"threshold": "{relative_to: alone, minus: 0.9}"}],
-        ["would run: training others into a new adapter, about 5 s", "in all: then packing, at most 25 s"],
+        [
+            "would run: training others into a new adapter, about 5 s",
+            "in all: then packing, at most 45 s",
+        ],
     ),
 }
 
@@ -203,8 +290,8 @@ def test_a_dry_run_says_what_is_reused_and_how_long_the_rest_takes(made: Path, t
         file.write_text(json.dumps(json.loads(file.read_text()) | {"seconds": 10}))  # of two domains
     files = {file: file.read_bytes() for file in out.rglob("*") if file.is_file() and file.name != "in-use"}
     said = dry_run(made, out, domains)
-    assert all(line in said for line in lines) and not [*out.glob("features/*")], said
-    assert {file: file.read_bytes() for file in files} == files
+    assert all(line in said for line in lines), said
+    assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file() and file.name != "in-use"} == files
 
 
 def test_without_stored_trainings_a_dry_run_measures_steps(made: Path, tmp_path: Path) -> None:

@@ -44,12 +44,14 @@ def test_pictures_of_a_sample_come_back_together(tmp_path: Path) -> None:
     cache = FeatureCache(tmp_path, "tower")
     rows = [torch.randn(count, 4) for count in (3, 1, 2)]
     samples = [["a", "b"], ["c"]]
-    assert cache.get(samples) is None
-    cache.put(samples, rows)
-    found = cache.get(samples)
-    assert found is not None
-    assert torch.equal(found[0].rows(), torch.cat(rows[:2])) and torch.equal(found[1].rows(), rows[2])
-    assert FeatureCache(tmp_path, "another").get(samples) is None
+    for found in (cache.get(samples, lambda: rows), cache.get([["c"], ["a", "b"]], list)[::-1]):
+        assert torch.equal(found[0].rows(), torch.cat(rows[:2])) and torch.equal(found[1].rows(), rows[2])
+    other = FeatureCache(tmp_path, "another tower").get(samples, lambda: rows[::-1])
+    assert torch.equal(other[1].rows(), rows[0])
+    cut = min(tmp_path.iterdir())
+    cut.write_bytes(cut.read_bytes()[:-1])
+    cache.get(samples, lambda: rows), FeatureCache(tmp_path, "another tower").get(samples, lambda: rows)
+    assert torch.equal(cache.get(samples, list)[0].rows(), torch.cat(rows[:2])), "a cut file is written again"
 
 
 @pytest.mark.parametrize("number", [16, 48])

@@ -297,8 +297,11 @@ def test_a_training_depends_on_what_it_learns_with_and_from_and_on_nothing_else(
         assert changed.changes([changed.training, before.training]) == {}  # as it was earlier
     for scored in (made(data=(0, 1, 0)), made(confidence=0.6)):
         assert scored.training == before.training and scored.validation != before.validation
+    tested, longer = made(data=(0, 0, 1)), made(training=plan.training.model_copy(update={"steps": 7}))
+    assert tested == before._replace(test=tested.test) != before
+    assert longer.untrained("signs") == before.untrained("signs") != tested.untrained("signs")
     for same in (
-        *(made(data=(0, 0, 1)), made(domain={"threshold": 0.1}), made(packing="jointly"), made(order=("random",))),
+        *(made(domain={"threshold": 0.1}), made(packing="jointly"), made(order=("random",))),
         made(training=plan.training.model_copy(update={"rehearsal": 0.25})),
     ):
         assert same == before
