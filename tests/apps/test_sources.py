@@ -34,7 +34,7 @@ from tests.server.running import png
 from vlora import opencv
 from vlora.config import ServerConfig
 from vlora.errors import BadImage
-from vlora.server.media.image_decoding import decode_images
+from vlora.server.images import decode_images
 
 
 def clips_of(source: Source, num_frames: int, fps: float | None = None, **options: Any) -> Iterator[Chunk]:

@@ -23,6 +23,7 @@ from vlora.engine import LocalEngine
 from vlora.engine.interface import EngineInterface
 from vlora.models.processing import InputProcessor
 from vlora.server.frontend import FrontEnd
+from vlora.server.prompts import TextRequest
 from vlora.types import Request, RequestOutput, SamplingParams, seed_of
 
 pytestmark = pytest.mark.slow
@@ -91,7 +92,8 @@ async def choices(
     front = FrontEnd(engine, InputProcessor.from_pretrained(config().model), ServerConfig())
     sampling = SamplingParams(max_tokens=60, temperature=1.2, seed=11, stop=stop, logprobs=1, ignore_eos=True)
     made: dict[int, Answer] = {}
-    async for choice, part in front.choices("what shape is shown ?", num_choices=3, adapter="south", sampling=sampling):
+    asked = TextRequest("what shape is shown ?", num_choices=3, adapter="south", sampling=sampling)
+    async for choice, part in front.generate(asked):
         if isinstance(part, Answer):
             made[choice] = part
         elif choice == 0 and part.num_completion_tokens >= _CUT:

@@ -16,7 +16,9 @@ import pytest
 from tests.learning.world import ADMIN, NAME, Serving, World, picture, question
 from vlora.errors import BadRequest, OverCapacity, UnknownAdapter
 from vlora.learning.sample_store import AnsweredRequest, Corrector
-from vlora.server.media.image_decoding import RawImage
+from vlora.server.detokenizer import Piece
+from vlora.server.images import RawImage
+from vlora.server.prompts import TextRequest
 from vlora.types import AdapterStatus, SamplingParams
 from vlora.types.video import Video
 
@@ -65,8 +67,8 @@ def test_the_promoted_adapter_is_the_one_that_was_evaluated(world: World, tmp_pa
         await serving.teach(range(40), "w7")
         await serving.teach([40], "w7 " * 1200)  # beyond the model's context: set aside, wherever it is drawn to
         sampling = SamplingParams(max_tokens=200, ignore_eos=True)
-        slow = serving.front.generate(question(1001), adapter=NAME, sampling=sampling)
-        first = await anext(slow)  # it runs during the promotion
+        slow = serving.front.generate(TextRequest(question(1001), adapter=NAME, sampling=sampling))
+        _, first = await anext(slow)  # it runs during the promotion
         await serving.settle()
         assert own.events() == ["imported", "training", "evaluated", "promoted", "training_ended"]
         _, training, evaluated, promoted, ended = own.audit_log()
@@ -76,7 +78,7 @@ def test_the_promoted_adapter_is_the_one_that_was_evaluated(world: World, tmp_pa
         assert status.version == promoted["version"] == evaluated["version"] == serving.learner.loaded
         assert (await serving.ask(question(1002))).text == "w7" != before
         assert status.name == NAME, "the candidate is gone"
-        text = str(first) + "".join([part async for part in slow if isinstance(part, str)])
+        text = first.text + "".join([part.text async for _, part in slow if isinstance(part, Piece)])
         assert not text.startswith("w7"), "an answer ends with the version that it began with"
 
     async def after(serving: Serving, own: World) -> None:
@@ -93,8 +95,8 @@ def test_only_answers_that_can_be_learned_are_kept(world: World, tmp_path: Path)
     async def work(serving: Serving, own: World) -> None:
         async def asked(*images: Any, **settings: Any) -> Any:
             sampling = SamplingParams(**{"max_tokens": 2, **settings})
-            parts = serving.front.generate("what is shown ?", images, adapter=NAME, sampling=sampling)
-            *_, answer = [part async for part in parts]
+            asked = TextRequest("what is shown ?", images, adapter=NAME, sampling=sampling)
+            *_, (_, answer) = [part async for part in serving.front.generate(asked)]
             return answer
 
         kept = await serving.ask("what is shown ?", picture(1), tenant="ann")

@@ -27,6 +27,7 @@ from vlora.models.hf_model import HFModel
 from vlora.models.loading import load_model
 from vlora.models.processing import InputProcessor
 from vlora.server.frontend import FrontEnd
+from vlora.server.prompts import TextRequest
 from vlora.training import LoraSettings, PackedTrainer
 from vlora.types import SamplingParams
 
@@ -128,8 +129,8 @@ class Serving:
     ) -> Answer:
         images = () if image is None else [image]
         sampling = SamplingParams(max_tokens=3)
-        parts = self.front.generate(text, images, adapter=adapter, tenant=tenant, sampling=sampling, whole=True)
-        *_, answer = [part async for part in parts]
+        asked = TextRequest(text, images, adapter=adapter, tenant=tenant, sampling=sampling, whole=True)
+        *_, (_, answer) = [part async for part in self.front.generate(asked)]
         assert isinstance(answer, Answer)
         return answer
 

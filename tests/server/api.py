@@ -7,7 +7,7 @@ import base64
 import http.client
 import json
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -75,12 +75,12 @@ def running_api(
     engine: Any = None,
     processor: Any = None,
     model: str = "base",
-    other_listener: Any = None,
+    rpyc_listens: Callable[[], bool] = lambda: True,
     adapters: Mapping[str, Mapping[str, int]] | None = None,
     **settings: Any,
 ) -> Iterator[Api]:
     """Serve both APIs until the end of the block, by default over a scripted engine. See `running_server`."""
-    parts: dict[str, Any] = {"engine": engine, "processor": processor, "other_listener": other_listener}
+    parts: dict[str, Any] = {"engine": engine, "processor": processor, "rpyc_listens": rpyc_listens}
     with running_server(adapters, model=model, http=True, **parts, **settings) as running:
         yield Api(running.http_port, running.engine, running.front_end, running.loop, running.port)
 

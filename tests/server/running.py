@@ -6,7 +6,7 @@ import asyncio
 import io
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,7 +47,7 @@ def running_server(
     processor: Any = None,
     model: str = "scripted",
     http: bool = False,
-    other_listener: Any = None,
+    rpyc_listens: Callable[[], bool] = lambda: True,
     **settings: Any,
 ) -> Iterator[Running]:
     """Run the server until the end of the block.
@@ -71,7 +71,7 @@ def running_server(
         rpyc.start_in_thread(front_end, loop, model, access)
         web = HttpServer(config) if http else None
         if web is not None:
-            web.start(make_app(front_end, model, access, other_listener))
+            web.start(make_app(front_end, model, access, rpyc_listens))
         http_port = 0 if web is None else int(web.address.split(":")[1])
         started.set_result(Running(rpyc.port, used, front_end, loop, http_port))
         await stopping.wait()

@@ -15,7 +15,7 @@ import vlora.server.launch
 from tests.server.scripted import ENGINE_COMMAND, ByteProcessor
 from vlora.config import EngineConfig, ServerConfig
 from vlora.logging_format import configure
-from vlora.server.security.tokens import read_tokens
+from vlora.server.security.access import read_tokens
 
 
 def main() -> None:

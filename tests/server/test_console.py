@@ -22,9 +22,9 @@ from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import EngineDead
 from vlora.server.console.files import CONSOLE_FILES
 from vlora.server.console.routes import SnapshotFeed
-from vlora.server.media.image_decoding import RawImage
-from vlora.server.security.message_budget import ByteBudget, ByteCharge
-from vlora.server.streams.preview import draw
+from vlora.server.images import RawImage
+from vlora.server.security.limits import ByteBudget, ByteCharge
+from vlora.server.streams.frame_stream import draw
 from vlora.types import FoundBox, Timings
 
 CAMERAS = Token(name="cameras", secret="camera-token-0123456789")

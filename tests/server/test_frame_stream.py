@@ -6,7 +6,7 @@ import asyncio
 import datetime
 import gc
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
@@ -15,11 +15,13 @@ from tests.virtual_clock import VirtualClockLoop
 from vlora.client.values import Answer, FrameResult, HeadResult, StreamOptions, TextQuestion
 from vlora.config import ServerConfig, Token
 from vlora.errors import BadRequest, OverCapacity, StepFailed, UnknownHead, UnknownStream
+from vlora.server.detokenizer import Piece
 from vlora.server.metrics import Metrics
-from vlora.server.security.message_budget import ByteBudget, ByteCharge
+from vlora.server.prompts import SharedImages, TextRequest
+from vlora.server.security.limits import ByteBudget, ByteCharge
 from vlora.server.streams.frame_stream import MAX_UNACKNOWLEDGED, StreamSession
 from vlora.server.streams.registry import StreamRegistry
-from vlora.types import SamplingParams, Timings
+from vlora.types import Timings
 
 TIMINGS = Timings(
     queue_s=0, ttft_s=0, latency_s=0, num_prompt_tokens=1, num_completion_tokens=0, num_preemptions=0, steps_by_mode={}
@@ -71,16 +73,14 @@ class Head:
             raise TimeoutError("a socket")
         return answer(image.decode())
 
-    async def generate(
-        self, prompt: str, images: Any, *, adapter: str | None, sampling: SamplingParams, whole: bool, **_: Any
-    ) -> AsyncIterator[str | Answer]:
-        assert whole
-        await images.processed(self._read)
-        if prompt == "slow":
+    async def generate(self, asked: TextRequest) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
+        assert asked.whole and isinstance(asked.images, SharedImages) and isinstance(asked.prompt, str)
+        await asked.images.processed(self._read)
+        if asked.prompt == "slow":
             await asyncio.sleep(3600)
-        text = prompt[: sampling.max_tokens]
+        text = asked.prompt[: asked.sampling.max_tokens]
         counts: dict[str, Any] = {"num_prompt_tokens": 1, "num_completion_tokens": 1}
-        yield Answer(text=text, finish_reason="length", adapter=adapter, **counts, timings=TIMINGS, total_s=0)
+        yield 0, Answer(text=text, finish_reason="length", adapter=asked.adapter, **counts, timings=TIMINGS, total_s=0)
 
     async def _read(self, images: Any) -> Any:
         self.num_read += 1

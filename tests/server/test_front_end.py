@@ -64,6 +64,7 @@ from vlora.server.adapter_catalog import AdapterCatalog, prompt_warnings
 from vlora.server.frontend import FrontEnd
 from vlora.server.launch import starting_adapters
 from vlora.server.metrics import MAX_ADAPTERS, MAX_TENANTS, MAX_TRAININGS, LabelSlots, Metrics
+from vlora.server.prompts import TextRequest
 from vlora.server.security.public_errors import error_for, named, without_places
 from vlora.training.plan import TrainingPlan
 from vlora.types import (
@@ -86,9 +87,9 @@ def front_end(engine: ScriptedInterface | None = None, **settings: Any) -> Front
 
 
 async def ask(front: FrontEnd, *args: Any, **kwargs: Any) -> tuple[list[str], Answer]:
-    *parts, answer = [part async for part in front.generate(*args, **kwargs)]
+    *parts, (_, answer) = [part async for part in front.generate(TextRequest(*args, **kwargs))]
     assert isinstance(answer, Answer)
-    return [str(part) for part in parts], answer
+    return [part.text for _, part in parts], answer
 
 
 async def test_text_streams_in_whole_characters_and_no_part_of_a_stop_string() -> None:
@@ -121,7 +122,7 @@ def test_a_reader_that_is_slower_than_the_engine_has_the_time_limit_too() -> Non
     async def main() -> None:
         num_read = 0
         with pytest.raises(DeadlineMissed):
-            async for _ in front_end(Ready(), request_timeout_s=10.0).generate("forever"):
+            async for _ in front_end(Ready(), request_timeout_s=10.0).generate(TextRequest("forever")):
                 num_read += 1
                 assert num_read < 100
                 await asyncio.sleep(1)
@@ -133,14 +134,14 @@ def test_a_reader_that_is_slower_than_the_engine_has_the_time_limit_too() -> Non
 
 async def test_requests_over_capacity_are_refused_until_others_end() -> None:
     front = front_end(max_requests=2)
-    held = [front.generate("forever") for _ in range(2)]
+    held = [front.generate(TextRequest("forever")) for _ in range(2)]
     for stream in held:
         await anext(stream)
     with pytest.raises(OverCapacity, match="2 requests are in progress"):
         await ask(front, "say:x")
-    await held[0].aclose()  # type: ignore[attr-defined]
+    await held[0].aclose()
     assert (await ask(front, "say:x"))[1].text == "x"
-    await held[1].aclose()  # type: ignore[attr-defined]
+    await held[1].aclose()
     with pytest.raises(BadRequest, match=r"1000000 heads are asked; the number must be from 1 to 2"):
         await front.ask_heads([PNG], [("cam", "night")] * 10**6)
 

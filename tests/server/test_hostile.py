@@ -40,7 +40,6 @@ from vlora.client import Client
 from vlora.client.requests import ClientCall
 from vlora.config import ServerConfig, Token
 from vlora.errors import BadConfig, BadRequest, Unauthorized, VLoraError, error_from_code
-from vlora.server.http import protocol as http_protocol
 from vlora.server.http import server as http_server
 from vlora.server.rpyc import channel
 from vlora.server.rpyc import protocol as rpyc_protocol
@@ -48,8 +47,8 @@ from vlora.server.rpyc import server as rpyc_server
 from vlora.server.rpyc import service as rpyc_service
 from vlora.server.rpyc.channel import BoundedChannel
 from vlora.server.rpyc.protocol import MAX_READS, ByteConnection
-from vlora.server.security import connection_limits
-from vlora.server.security.message_budget import ByteBudget, ByteCharge
+from vlora.server.security import limits as connection_limits
+from vlora.server.security.limits import ByteBudget, ByteCharge
 
 SETTINGS = settings(max_examples=scaled(200))
 PNG, NAN = png(), float("nan")
@@ -549,14 +548,14 @@ def post(body: bytes) -> bytes:
 
 
 def test_a_caller_that_does_not_read_frees_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = http_protocol.BoundedProtocol.connection_made
+    made = http_server.BoundedProtocol.connection_made
 
     def with_small_buffer(self: Any, transport: Any) -> None:
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         made(self, transport)
 
-    monkeypatch.setattr(http_protocol.BoundedProtocol, "connection_made", with_small_buffer)
-    monkeypatch.setattr(http_protocol, "SEND_S", 0.3)
+    monkeypatch.setattr(http_server.BoundedProtocol, "connection_made", with_small_buffer)
+    monkeypatch.setattr(http_server, "SEND_S", 0.3)
     with running_api(max_requests=4) as api:
         api.engine.engine.limits.max_context = 10**9
         messages = [{"role": "user", "content": "forever"}]
@@ -579,7 +578,7 @@ BEGUN = [
 
 @pytest.mark.parametrize("tokens", [(), TOKENS], ids=["no tokens", "tokens"])
 def test_silent_callers_have_a_time_limit(tokens: tuple[Token, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((http_protocol, "HEADER_S"), (http_protocol, "BODY_S"), (rpyc_service, "AUTHENTICATE_S")):
+    for module, name in ((http_server, "HEADER_S"), (http_server, "BODY_S"), (rpyc_service, "AUTHENTICATE_S")):
         monkeypatch.setattr(module, name, 0.3)
     monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 1)
     with running_api(tokens=tokens) as api, api._replace(token=USER).client() as known:
@@ -595,8 +594,8 @@ def test_silent_callers_have_a_time_limit(tokens: tuple[Token, ...], monkeypatch
 
 @pytest.mark.slow
 def test_a_body_may_take_long_while_data_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "BODY_S", 0.3)
-    monkeypatch.setattr(http_protocol, "LEAST_BYTES_PER_S", 10)
+    monkeypatch.setattr(http_server, "BODY_S", 0.3)
+    monkeypatch.setattr(http_server, "LEAST_BYTES_PER_S", 10)
     with running_api() as api:
         data = post(json.dumps({"model": "base", "messages": [{"role": "user", "content": "say:x"}]}).encode())
         head, body = data.partition(b"\r\n\r\n")[::2]
@@ -650,7 +649,7 @@ def test_a_slow_handshake_has_a_deadline(certificates: Certificates, monkeypatch
 
 
 def test_silent_connections_make_room_for_new_ones_and_busy_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "connection_share", lambda: 5)
+    monkeypatch.setattr(http_server, "connection_share", lambda: 5)
     with running_api() as api, ThreadPoolExecutor(1) as threads:
         asking = threads.submit(api.chat, "forever", max_tokens=90_000)
         until(lambda: bool(api.engine.engine.running))
@@ -695,7 +694,7 @@ def test_authenticated_connections_are_not_closed_for_new_ones(monkeypatch: pyte
 
 @pytest.mark.slow
 def test_handshakes_count_as_connections(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (http_server, http_protocol, rpyc_server):
+    for module in (http_server, rpyc_server):
         monkeypatch.setattr(module, "connection_share", lambda: 4)
     with running_api(tls_cert=certificates.cert, tls_key=certificates.key) as api:
         for port in (api.port, api.rpyc_port):

@@ -34,7 +34,7 @@ from tests.server.running import png
 from tests.server.scripted import write_adapter
 from vlora.client.values import sampling_params
 from vlora.errors import BadRequest
-from vlora.server.http import protocol
+from vlora.server.http import server as http_server
 from vlora.server.http.chat_request import ChatRequest
 from vlora.server.http.operator_routes import ROWS
 from vlora.server.http.text_completions import CompletionRequest
@@ -99,7 +99,7 @@ def test_health_models_and_other_routes(api: Api) -> None:
 
 def test_readiness_and_names_with_a_slash() -> None:
     rpyc = SimpleNamespace(listening=True)
-    with running_api(model="Someone/Model-2B", other_listener=rpyc) as api:
+    with running_api(model="Someone/Model-2B", rpyc_listens=lambda: rpyc.listening) as api:
         for path in ("/v1/models/Someone/Model-2B", "/v1/models/Someone%2FModel-2B"):
             assert api.call("GET", path)[1]["id"] == "Someone/Model-2B"
         assert api.call("GET", "/ready") == (200, {"status": "ready"})
@@ -542,13 +542,13 @@ def test_invalid_or_truncated_http_is_no_server_error(
 def test_small_packets_are_sent_without_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each response of two packets waits 40 ms for the caller's acknowledgement."""
     options: list[int] = []
-    made = protocol.BoundedProtocol.connection_made
+    made = http_server.BoundedProtocol.connection_made
 
     def connection_made(self: Any, transport: Any) -> None:
         options.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         made(self, transport)
 
-    monkeypatch.setattr(protocol.BoundedProtocol, "connection_made", connection_made)
+    monkeypatch.setattr(http_server.BoundedProtocol, "connection_made", connection_made)
     with running_api() as api:
         assert api.call("GET", "/health")[0] == 200
     assert options == [1]

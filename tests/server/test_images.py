@@ -26,9 +26,8 @@ from tests.processes import PATIENCE_S
 from tests.server.running import png
 from vlora.config import ServerConfig
 from vlora.errors import BadConfig, BadImage, BadRequest, TooLarge, VLoraError
-from vlora.server.media import image_sources
-from vlora.server.media.image_decoding import RawImage, decode_images
-from vlora.server.media.image_sources import ImageSources
+from vlora.server import images as image_sources
+from vlora.server.images import ImageSources, RawImage, decode_images
 from vlora.training.samples import read_picture
 
 CONFIG = ServerConfig(max_image_bytes=100_000, max_image_pixels=10_000, max_request_pixels=15_000, max_images=3)

@@ -24,8 +24,7 @@ from vlora.config import ServerConfig, Token
 from vlora.errors import BadConfig, Disconnected, OverCapacity, Unauthorized
 from vlora.server.http.middleware import ADMIN_PATHS
 from vlora.server.http.operator_routes import ROWS
-from vlora.server.security.access import Access
-from vlora.server.security.tokens import read_tokens
+from vlora.server.security.access import Access, read_tokens
 from vlora.wire.tls import server_context
 
 ROOT = Path(__file__).parents[2]

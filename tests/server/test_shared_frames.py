@@ -19,7 +19,7 @@ from vlora.engine import LocalEngine
 from vlora.models import InputProcessor
 from vlora.server.frontend import FrontEnd
 from vlora.server.metrics import Metrics
-from vlora.server.security.message_budget import ByteBudget, ByteCharge
+from vlora.server.security.limits import ByteBudget, ByteCharge
 from vlora.server.streams.frame_questions import images_per_frame
 from vlora.server.streams.frame_stream import StreamSession
 

@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerFast
 from vlora.models.processing import InputProcessor
 from vlora.models.qwen_vl.tokenizer import build
 from vlora.server.detokenizer import AnswerText, Detokenizer, Piece, StopFilter
-from vlora.server.http.protocol import JoinedWrites
+from vlora.server.execution import interleave
+from vlora.server.http.server import JoinedWrites
 from vlora.server.http.text_completions import TextResponseBuilder
-from vlora.server.interleave import interleave
 from vlora.server.rpyc.protocol import ReplyQueue, StreamedReply
 from vlora.types import TokenScore
 

@@ -13,6 +13,7 @@ from tests.server.api import Api, data_url, events, image_part
 from vlora.client import AsyncClient
 from vlora.client.values import Answer
 from vlora.errors import error_from_code
+from vlora.server.prompts import TextRequest
 from vlora.server.security.public_errors import to_vlora_error
 from vlora.types import SamplingParams
 
@@ -59,11 +60,11 @@ class InProcess(Wire):
 
         async def parts() -> list[Any]:
             sampling = SamplingParams(**fields)
-            asked = self.api.front_end.generate(prompt, images, sampling=sampling, whole=not stream, **options)
-            return [part async for part in asked]
+            asked = TextRequest(prompt, images, sampling=sampling, whole=not stream, **options)
+            return [part async for _, part in self.api.front_end.generate(asked)]
 
         *pieces, answer = self._run(parts())
-        assert "".join(pieces) == answer.text
+        assert "".join(piece.text for piece in pieces) == answer.text
         return Answered.of(answer)
 
     def heads(self, images: Sequence[bytes], pairs: Sequence[tuple[str, str]], **levels: Any) -> list[tuple[str, str]]:

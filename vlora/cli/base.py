@@ -114,7 +114,7 @@ def serve(
     MODEL is a folder, a hub name, or the model in the package. Clients connect with `vlora.split.connect` (see
     docs/split.md). Without tokens the server binds to loopback only. --shard 1/2 and --shard 2/2 serve halves.
     """
-    from vlora.server.security.tokens import read_tokens
+    from vlora.server.security.access import read_tokens
     from vlora.split.addresses import secured, warn_of_no_tls
 
     os.environ |= {LEVEL_VARIABLE: log_level, JSON_VARIABLE: ""}

@@ -235,7 +235,7 @@ def serve(
         vlora serve --adapters out/adapters
         vlora serve --model Qwen/Qwen2-VL-2B-Instruct --adapter signs=adapters/signs
     """
-    from vlora.server.security.tokens import read_tokens
+    from vlora.server.security.access import read_tokens
 
     os.environ |= {LEVEL_VARIABLE: log_level, JSON_VARIABLE: "1" if log_json else ""}
     configure(os.environ)

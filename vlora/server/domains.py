@@ -13,8 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from vlora.errors import BadRequest, listed
-from vlora.server.prompt_encoder import Images, SharedImages
-from vlora.server.prompts import Prompt, text_of_question
+from vlora.server.prompts import SharedImages, TextRequest, text_of_question
 from vlora.types import AdapterStatus, HeadSummary, SamplingParams, is_composed
 from vlora.types.domain import DomainSummary, Way
 from vlora.types.video import Video
@@ -49,9 +48,7 @@ class Answering(NamedTuple):
     head: HeadSummary | None = None
 
 
-def answering(
-    target: Target | None, prompt: Prompt, images: Images, sampling: SamplingParams, num_choices: int, way: Way | None
-) -> Answering:
+def answering(target: Target | None, asked: TextRequest) -> Answering:
     """Which domain a request asks about, and by which way it is answered.
 
     The domain is the one that the request names. If it names an adapter, it is the adapter's only domain with this
@@ -61,13 +58,13 @@ def answering(
 
     Raises BadRequest if the request chooses a head, and none can serve it.
     """
-    question = text_of_question(prompt)
+    question, way = text_of_question(asked.prompt), asked.answer
     domain = None if target is None else target.domain
     if target is not None and domain is None and not target.composed:
-        domain = _asked_about(target.statuses[0], question, len(images), way)
+        domain = _asked_about(target.statuses[0], question, len(asked.images), way)
     if (way or (domain.answer if domain is not None else "words")) == "words":
         return Answering(domain)
-    problem = next(_problems(target, domain, question, images, sampling, num_choices), None)
+    problem = next(_problems(target, domain, question, asked), None)
     if problem is None and way is None and domain is not None and not _same(question or "", domain.question):
         return Answering(domain)
     if problem is None:
@@ -95,12 +92,7 @@ def _same(question: str, other: str) -> bool:
 
 
 def _problems(
-    target: Target | None,
-    domain: DomainSummary | None,
-    question: str | None,
-    images: Images,
-    sampling: SamplingParams,
-    num_choices: int,
+    target: Target | None, domain: DomainSummary | None, question: str | None, asked: TextRequest
 ) -> Iterator[str]:
     """Why no head can serve a request."""
     if target is None:
@@ -114,13 +106,14 @@ def _problems(
         yield f"domain {domain.name!r} has no head"
     else:
         (num_frames,) = (head.num_frames for head in target.statuses[0].heads if head.name == domain.head)
-        visuals = images.images if isinstance(images, SharedImages) else images
+        visuals = asked.images.images if isinstance(asked.images, SharedImages) else asked.images
         if len(visuals) != num_frames or any(isinstance(visual, Video) for visual in visuals):
             yield f"head {domain.head!r} reads {num_frames} image{'s' * (num_frames != 1)} per request"
     if question is None:
         yield "a head answers one question about images, without other turns, a system message or tools"
-    if num_choices > 1:
-        yield f"n is {num_choices}, and a head has one answer"
+    if asked.num_choices > 1:
+        yield f"n is {asked.num_choices}, and a head has one answer"
+    sampling = asked.sampling
     plain = msgspec.structs.replace(SamplingParams(max_tokens=sampling.max_tokens), seed=sampling.seed)
     for field in sampling.__struct_fields__:
         if getattr(sampling, field) != getattr(plain, field):

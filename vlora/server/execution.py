@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncGenerator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
@@ -17,13 +17,15 @@ from vlora.models.vision.images import Region
 from vlora.server.active_requests import RequestClock
 from vlora.server.detokenizer import AnswerText, Piece
 from vlora.server.metrics import Metrics
-from vlora.server.prompt_encoder import Images, PromptEncoder
+from vlora.server.prompts import Images, PromptEncoder
 from vlora.server.security.public_errors import named
 from vlora.types import FoundBox, HeadAnswer, HeadSummary, Request, RequestOutput
 from vlora.types.domain import DomainSummary
 
 if TYPE_CHECKING:
     from vlora.models.processing import InputProcessor
+
+T = TypeVar("T")
 
 
 class Execution:
@@ -192,3 +194,35 @@ def _in_pixels(box: FoundBox, shown: Region) -> FoundBox:
     left, right = (shown.left + shown.width * min(1.0, max(0.0, edge)) for edge in (box.left, box.right))
     top, bottom = (shown.top + shown.height * min(1.0, max(0.0, edge)) for edge in (box.top, box.bottom))
     return msgspec.structs.replace(box, left=left, top=top, right=right, bottom=bottom)
+
+
+async def interleave(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Yield items in arrival order, with their stream's index. The first error or an early close ends all streams."""
+    if len(streams) == 1:
+        async with contextlib.aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    arrived: asyncio.Queue[tuple[int, T] | asyncio.Task[None]] = asyncio.Queue()
+
+    async def pump(place: int, stream: AsyncGenerator[T, None]) -> None:
+        async with contextlib.aclosing(stream):
+            async for item in stream:
+                arrived.put_nowait((place, item))
+
+    tasks = [asyncio.create_task(pump(place, stream)) for place, stream in enumerate(streams)]
+    for task in tasks:
+        task.add_done_callback(arrived.put_nowait)
+    running = len(tasks)
+    try:
+        while running:
+            news = await arrived.get()
+            if isinstance(news, asyncio.Task):
+                news.result()
+                running -= 1
+            else:
+                yield news
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,6 +1,6 @@
 """The front end behind RPyC and HTTP: checks and prepares a request, calls the engine, and detokenizes the answer.
 
-A request passes `FrontEnd.choices` (or `ask_head`), `ActiveRequests.admit`, `PromptEncoder.encode`, the engine's
+A request passes `FrontEnd.generate` (or `ask_head`), `ActiveRequests.admit`, `PromptEncoder.encode`, the engine's
 `generate`, and `AnswerText.feed`.
 """
 
@@ -12,7 +12,7 @@ import hashlib
 import importlib.metadata
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,14 +29,15 @@ from vlora.server.active_requests import ActiveRequests, RequestClock
 from vlora.server.adapter_catalog import AdapterCatalog
 from vlora.server.detokenizer import Piece
 from vlora.server.domains import Target, answering
-from vlora.server.execution import Execution, as_answer
-from vlora.server.interleave import interleave
-from vlora.server.learning.served_model import EngineModel
+from vlora.server.execution import Execution, as_answer, interleave
 from vlora.server.metrics import Metrics
-from vlora.server.prompt_encoder import Images, PromptEncoder, SharedImages
 from vlora.server.prompts import (
     Image,
+    Images,
     Prompt,
+    PromptEncoder,
+    SharedImages,
+    TextRequest,
     check_text,
     has_question,
     is_empty,
@@ -44,18 +45,17 @@ from vlora.server.prompts import (
     with_question,
 )
 from vlora.server.replicas import ClusterCollector, Replicas
-from vlora.server.security.message_budget import ByteBudget
+from vlora.server.security.limits import ByteBudget
 from vlora.server.security.public_errors import to_vlora_error
 from vlora.server.streams.registry import StreamRegistry
-from vlora.types import EngineStats, ErrorValue, Request, SamplingParams
+from vlora.types import EngineStats, ErrorValue, Request
 from vlora.types.composition import BASE
-from vlora.types.domain import Way
 
 if TYPE_CHECKING:
     from vlora.learning.learning import Learning
     from vlora.learning.plan import LearningEntry
     from vlora.models.processing import EncodedPrompt, InputProcessor
-    from vlora.server.learning.collector import Collector
+    from vlora.server.served_learning import Collector
 
 
 class FrontEnd:
@@ -107,7 +107,7 @@ class FrontEnd:
     ) -> dict[str, str]:
         """Let adapters learn. Returns the folders to register by name. Arguments and exceptions: see `Learning`."""
         from vlora.learning.learning import Learning  # imports torch
-        from vlora.server.learning.collector import Collector
+        from vlora.server.served_learning import Collector, EngineModel
 
         model = EngineModel(self.engine, self.adapters, self._encoder, self._processor, self.config)
         self.learning = Learning(folder, entries, initial, model, clock=clock)
@@ -118,86 +118,37 @@ class FrontEnd:
     # -- answers ------------------------------------------------------------------------------------------------------
 
     async def generate(
-        self,
-        prompt: Prompt,
-        images: Images = (),
-        *,
-        adapter: str | None = None,
-        sampling: SamplingParams | None = None,
-        max_latency_s: float | None = None,
-        max_ttft_s: float | None = None,
-        priority: int = 0,
-        tenant: str | None = None,
-        whole: bool = False,
-        answer: Way | None = None,
-    ) -> AsyncIterator[str | Answer]:
-        """Yield text as it is decoded, then the complete Answer. Closing the iterator early cancels the request.
+        self, asked: TextRequest, request_id: str | None = None
+    ) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
+        """Yield text as it is decoded, then the complete Answer, each with the index of its choice.
+
+        Choices are generated concurrently. The first equals the answer to a request for one; the others sample with
+        seeds derived from the first seed. Closing the iterator early cancels the request.
 
         Args:
-            images: Encoded bytes or URLs, and videos of such frames, in order.
-            adapter: The name of an adapter or a domain, or a composition of them (`vlora.types.composition`).
-            max_latency_s, max_ttft_s, priority, tenant: As in `Request`.
-            whole: The caller needs only the Answer.
-            answer: Whether a head or words answer; None: the domain's better way (`vlora.server.domains`).
+            request_id: Of the first choice, unused so far; a random one by default.
 
         Raises:
             BadRequest: The request is invalid (or a subclass of BadRequest).
             OverCapacity, DeadlineMissed, DeadlineUnreachable, StepFailed, EngineDead: As in `vlora.errors`.
         """
-        choices = self.choices(
-            prompt,
-            images,
-            adapter=adapter,
-            sampling=sampling,
-            max_latency_s=max_latency_s,
-            max_ttft_s=max_ttft_s,
-            priority=priority,
-            tenant=tenant,
-            whole=whole,
-            answer=answer,
-        )
-        async with contextlib.aclosing(choices):
-            async for _, part in choices:
-                if isinstance(part, Answer):
-                    yield part
-                elif part.text:
-                    yield part.text
-
-    async def choices(
-        self,
-        prompt: Prompt,
-        images: Images = (),
-        *,
-        num_choices: int = 1,
-        adapter: str | None = None,
-        sampling: SamplingParams | None = None,
-        max_latency_s: float | None = None,
-        max_ttft_s: float | None = None,
-        priority: int = 0,
-        tenant: str | None = None,
-        whole: bool = False,
-        request_id: str | None = None,
-        answer: Way | None = None,
-    ) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
-        """Yield several answers to one prompt concurrently, as `generate` does: each part with its choice's index.
-
-        The first choice equals the answer of `generate`; the others sample with seeds derived from the first seed. Each
-        choice counts as an active request. request_id: of the first choice, unused so far; a random one by default.
-        """
         request_id = request_id or uuid.uuid4().hex
-        sampling = sampling or SamplingParams()
-        with self._requests.admit(tenant, num_choices) as clock:
+        prompt, images, sampling, tenant = asked.prompt, asked.images, asked.sampling, asked.tenant
+        with self._requests.admit(tenant, asked.num_choices) as clock:
             check_text(prompt, sampling, self.config)
-            asked = adapter
+            levels: dict[str, Any] = {
+                "max_latency_s": asked.max_latency_s,
+                "max_ttft_s": asked.max_ttft_s,
+                "priority": asked.priority,
+            }
             while True:
-                target = None if asked is None else await self.adapters.resolve(asked)
+                target = None if asked.adapter is None else await self.adapters.resolve(asked.adapter)
                 adapter = None if target is None else target.adapter
                 clock.adapter = adapter or BASE
-                domain, head = answering(target, prompt, images, sampling, num_choices, answer)
+                domain, head = answering(target, asked)
                 if head is not None:
-                    assert asked is not None and domain is not None
-                    levels = {"max_latency_s": max_latency_s, "max_ttft_s": max_ttft_s, "priority": priority}
-                    result = await self._by_head(images, asked, head.name, clock, request_id, tenant, **levels)
+                    assert asked.adapter is not None and domain is not None
+                    result = await self._by_head(images, asked.adapter, head.name, clock, request_id, tenant, **levels)
                     if result.label:
                         yield 0, Piece(result.label, num_prompt_tokens=result.timings.num_prompt_tokens)
                     yield 0, as_answer(result, request_id, domain.name)
@@ -206,7 +157,7 @@ class FrontEnd:
                 if kept is not None and not isinstance(images, SharedImages):
                     images = await self._encoder.read(cast(Sequence[Image], images), clock)
                 encoded = await self._encode(prompt, images, target, clock)
-                if asked is None or (await self.adapters.resolve(asked)).adapter == adapter:
+                if asked.adapter is None or (await self.adapters.resolve(asked.adapter)).adapter == adapter:
                     break  # else the domain has moved to another adapter meanwhile
             logprobs = sampling.logprobs is not None
             if domain is not None and not logprobs:  # for the confidence
@@ -218,14 +169,12 @@ class FrontEnd:
                     vision=encoded.vision,
                     adapter=adapter,
                     sampling=msgspec.structs.replace(sampling, seed=_seed_of_choice(sampling.seed, choice)),
-                    max_latency_s=max_latency_s,
-                    max_ttft_s=max_ttft_s,
-                    priority=priority,
                     tenant=tenant,
                     # Stop strings require a check after each token.
-                    whole=whole and not sampling.stop,
+                    whole=asked.whole and not sampling.stop,
+                    **levels,
                 )
-                for choice in range(num_choices)
+                for choice in range(asked.num_choices)
             ]
             parts = interleave([self._execution.words(request, clock, domain, logprobs) for request in requests])
             async with contextlib.aclosing(parts):

@@ -124,7 +124,7 @@ async def serve(
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload, engine.replace_base_tokens)
         rpyc_server.start_in_thread(front_end, asyncio.get_running_loop(), model, access)
         if http_server is not None:
-            http_server.start(make_app(front_end, model, access, rpyc_server))
+            http_server.start(make_app(front_end, model, access, lambda: rpyc_server.listening))
         web = f" | {'http' if tls is None else 'https'} {http_server.address}" if http_server else ""
         named = adapters if state is None else state.adapters
         names = ", ".join(sorted(named)) or "none"

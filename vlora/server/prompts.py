@@ -1,18 +1,31 @@
-"""Prompts as clients send them: their forms, their limits, and an adapter's own question for images without text."""
+"""Prompts as clients send them: their forms and limits, an adapter's own question, and their encoding in threads."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from vlora.config import ServerConfig
-from vlora.errors import BadRequest, TooLarge, listed
+from vlora.engine.host_resources import default_threads
+from vlora.errors import BadRequest, TooLarge, VLoraError, listed
+from vlora.models.vision.images import Clip
+from vlora.server.active_requests import RequestClock
 from vlora.server.detokenizer import MAX_STOP_CHARS, MAX_STOP_STRINGS
-from vlora.server.media.image_decoding import RawImage
+from vlora.server.images import ImageSources, RawImage, check_number, decode_images
 from vlora.types import SamplingParams
+from vlora.types.domain import Way
 from vlora.types.video import Video
 
+if TYPE_CHECKING:
+    from vlora.models.processing import EncodedPrompt, InputProcessor, ProcessedImages
+
+T = TypeVar("T")
+
+_MAX_THREADS = 4  # that prepare requests; the cores belong to the engine
 # A prompt of this size is ready in under 0.5 ms; a round trip to a thread takes as long on a busy core.
 _SHORT_CHARS = 1000
 _SHORT_TURNS = 4
@@ -158,3 +171,148 @@ def _texts(prompt: Prompt) -> Iterator[str]:
             yield content
         else:
             yield from (part["text"] for part in content if part["type"] == "text")
+
+
+class SharedImages:
+    """The images of several requests, which are decoded and processed once: when the first request needs them."""
+
+    def __init__(self, images: Sequence[Visual]) -> None:
+        self._images = images
+        self._lock = asyncio.Lock()
+        self._outcome: ProcessedImages | VLoraError | None = None
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    @property
+    def images(self) -> Sequence[Visual]:
+        """As given."""
+        return self._images
+
+    async def processed(self, process: Callable[[Sequence[Visual]], Awaitable[ProcessedImages]]) -> ProcessedImages:
+        """The processed images, by the first call of `process` that ends. Raises its VLoraError, each time."""
+        async with self._lock:  # if the request that processes them is cancelled, the next one does
+            if self._outcome is None:
+                try:
+                    self._outcome = await process(self._images)
+                except VLoraError as error:
+                    self._outcome = error
+        if isinstance(self._outcome, VLoraError):
+            raise self._outcome
+        return self._outcome
+
+
+Images = Sequence[Visual] | SharedImages
+
+
+class TextRequest(NamedTuple):
+    """A prompt with images that words answer, or the head of a domain.
+
+    Attributes:
+        images: Encoded bytes or URLs, and videos of such frames, in order.
+        adapter: The name of an adapter or a domain, or a composition of them (`vlora.types.composition`).
+        max_latency_s, max_ttft_s, priority, tenant: As in `Request`.
+        num_choices: Answers to generate; each counts as an active request.
+        whole: The caller needs only the Answer.
+        answer: Whether a head or words answer; None: the domain's better way (`vlora.server.domains`).
+    """
+
+    prompt: Prompt
+    images: Images = ()
+    adapter: str | None = None
+    sampling: SamplingParams = SamplingParams()
+    max_latency_s: float | None = None
+    max_ttft_s: float | None = None
+    priority: int = 0
+    tenant: str | None = None
+    num_choices: int = 1
+    whole: bool = False
+    answer: Way | None = None
+
+
+class PromptEncoder:
+    """One per front end, used from its event loop."""
+
+    def __init__(self, processor: InputProcessor, config: ServerConfig) -> None:
+        self._processor = processor
+        self._config = config
+        self._sources = ImageSources(config)
+        num_threads = min(_MAX_THREADS, default_threads())
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="vlora-prepare")
+
+    async def encode(self, prompt: Prompt, images: Images, clock: RequestClock) -> EncodedPrompt:
+        """Encode a prompt with its images and videos in a thread; short prompts without any on the event loop.
+
+        The frames of videos count as images.
+
+        Raises:
+            BadRequest: The prompt or a video cannot be encoded, or an image's source is not allowed.
+            BadImage, TooLarge: An image is invalid, or over a limit of the server.
+            DeadlineMissed: The request's deadline passed meanwhile.
+        """
+        if not images and is_short(prompt):
+            return self._encode(prompt, self._processor.process_images(()))
+        with clock.bound():
+            async with asyncio.timeout_at(clock.deadline):
+                if isinstance(images, SharedImages):
+                    processed = await images.processed(self._read_and_process)
+                    return await self._in_thread(self._encode, prompt, processed)
+                encoded = await self._read(images)
+                return await self._in_thread(self._process_and_encode, prompt, images, encoded)
+
+    async def read(self, images: Sequence[Image], clock: RequestClock) -> list[bytes | RawImage]:
+        """The images' bytes or raw pixels from their sources. Raises as `encode`."""
+        with clock.bound():
+            async with asyncio.timeout_at(clock.deadline):
+                return await self._sources.read(images)
+
+    async def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        await self._sources.close()
+
+    async def _read(self, visuals: Sequence[Visual]) -> list[bytes | RawImage]:
+        """All images, those of videos included."""
+        images: list[Image] = []
+        for visual in visuals:
+            images += visual.frames if isinstance(visual, Video) else (visual,)
+        check_number(images, self._config)
+        for visual in visuals:
+            if isinstance(visual, Video):
+                visual.check()
+        return await self._sources.read(images)
+
+    async def _read_and_process(self, visuals: Sequence[Visual]) -> ProcessedImages:
+        return await self._in_thread(self._process, visuals, await self._read(visuals))
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    def _process(self, visuals: Sequence[Visual], images: Sequence[bytes | RawImage]) -> ProcessedImages:
+        """images: as `_read` returns them."""
+        decoded = iter(decode_images(images, self._config))
+        pixels = [
+            Clip(tuple(itertools.islice(decoded, len(one.frames))), one.times)
+            if isinstance(one, Video)
+            else next(decoded)
+            for one in visuals
+        ]
+        return self._processor.process_images(pixels)
+
+    def _process_and_encode(
+        self, prompt: Prompt, visuals: Sequence[Visual], images: Sequence[bytes | RawImage]
+    ) -> EncodedPrompt:
+        return self._encode(prompt, self._process(visuals, images))
+
+    def _encode(self, prompt: Prompt, images: ProcessedImages) -> EncodedPrompt:
+        match prompt:
+            case PromptTokens():
+                return self._processor.as_given(prompt.token_ids)
+            case PlainText():
+                return self._processor.encode_processed(self._processor.as_text(prompt.text), images)
+            case str():
+                text = self._processor.ask(prompt, [item.kind for item in images.vision])
+            case Conversation():
+                text = self._processor.template(prompt.messages, prompt.tools)
+            case _:
+                text = self._processor.template(prompt)
+        return self._processor.encode_processed(text, images)

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from vlora.errors import Aborted, BadRequest, DeadlineUnreachable, OverCapacity, Unauthorized, VLoraError
-from vlora.server.http.callers import caller_of
+from vlora.server.security.access import caller_of
 from vlora.server.security.public_errors import error_for
 from vlora.wording import json_errors, pydantic_errors
 

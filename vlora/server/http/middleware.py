@@ -14,7 +14,7 @@ from vlora.server.console.files import CONSOLE_FILES
 from vlora.server.http.errors import error_response
 from vlora.server.metrics import Metrics
 from vlora.server.security.access import Access
-from vlora.server.security.message_budget import ByteBudget
+from vlora.server.security.limits import ByteBudget
 from vlora.server.security.public_errors import ANYONE
 
 ADAPTER_PATHS, TRAINING_PATHS, CLUSTER_PATHS = "/v1/adapters", "/v1/trainings", "/v1/cluster"

@@ -16,10 +16,10 @@ from pydantic import BaseModel, Field, create_model, field_validator
 from vlora import operations as op
 from vlora.config import Token
 from vlora.server.frontend import FrontEnd, choice_id
-from vlora.server.http.callers import caller_of
 from vlora.server.http.middleware import ADAPTER_PATHS, CLUSTER_PATHS, LEARNING_PATHS, TRAINING_PATHS
 from vlora.server.http.sampling_fields import StrictModel
 from vlora.server.operations import perform
+from vlora.server.security.access import caller_of
 from vlora.server.security.public_errors import shown_to
 
 _QUERY: Mapping[str, Any] = {

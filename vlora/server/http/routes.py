@@ -9,7 +9,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -24,8 +24,8 @@ from vlora.config import Token
 from vlora.errors import Aborted, BadRequest, UnknownAdapter, VLoraError, listed
 from vlora.server.console.routes import ConsoleRoutes
 from vlora.server.detokenizer import Piece
+from vlora.server.execution import interleave
 from vlora.server.frontend import FrontEnd
-from vlora.server.http.callers import caller_of, tenant
 from vlora.server.http.chat_request import MAX_PARTS, ChatRequest
 from vlora.server.http.chat_response import ChatResponseBuilder, event, head_json
 from vlora.server.http.errors import ErrorBody, add_error_handlers, error_body
@@ -34,9 +34,8 @@ from vlora.server.http.operator_routes import add_operator_routes
 from vlora.server.http.sampling_fields import SamplingFields, ServiceLevelFields, StrictModel
 from vlora.server.http.text_completions import CompletionRequest, TextResponseBuilder
 from vlora.server.http.tools import as_messages
-from vlora.server.interleave import interleave
-from vlora.server.prompts import Conversation, Prompt
-from vlora.server.security.access import Access
+from vlora.server.prompts import Conversation, Prompt, TextRequest
+from vlora.server.security.access import Access, caller_of, tenant
 from vlora.server.security.public_errors import error_for, shown_to
 from vlora.types import SamplingParams
 from vlora.types.video import Video
@@ -70,21 +69,14 @@ class HeadsRequest(HeadRequest):
     heads: list[HeadName] = Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)
 
 
-class Listener(Protocol):
-    """Another server of this process, as `RpycServer` is."""
-
-    @property
-    def listening(self) -> bool:
-        """Whether new connections are accepted."""
-        ...
-
-
-def make_app(front_end: FrontEnd, model: str, access: Access, other_listener: Listener | None = None) -> ASGIApp:
+def make_app(
+    front_end: FrontEnd, model: str, access: Access, rpyc_listens: Callable[[], bool] = lambda: True
+) -> ASGIApp:
     """The ASGI application.
 
     Args:
         model: The base model's name in requests; every other name is an adapter name.
-        other_listener: While it accepts no connections, this server is not ready either.
+        rpyc_listens: Whether RPyC takes new connections; while it does not, this server is not ready either.
     """
     app = FastAPI(
         title="V-LoRA",
@@ -97,7 +89,7 @@ def make_app(front_end: FrontEnd, model: str, access: Access, other_listener: Li
     add_error_handlers(app)
     ModelRoutes(front_end, model).add_to(app)  # first, because routes are matched in order
     CompletionRoutes(front_end, model).add_to(app)
-    HealthRoutes(front_end, model, other_listener).add_to(app)
+    HealthRoutes(front_end, model, rpyc_listens).add_to(app)
     add_operator_routes(app, front_end)
     ConsoleRoutes(front_end, model, access).add_to(app)
     return with_checks(app, access, front_end.metrics, front_end.message_budget, front_end.config)
@@ -106,10 +98,10 @@ def make_app(front_end: FrontEnd, model: str, access: Access, other_listener: Li
 class HealthRoutes:
     """Health checks and metrics."""
 
-    def __init__(self, front_end: FrontEnd, model: str, other_listener: Listener | None) -> None:
+    def __init__(self, front_end: FrontEnd, model: str, rpyc_listens: Callable[[], bool]) -> None:
         self._front_end = front_end
         self._model = model
-        self._other_listener = other_listener
+        self._rpyc_listens = rpyc_listens
 
     def add_to(self, app: FastAPI) -> None:
         for path, endpoint in (("/health", self.health), ("/ready", self.ready)):
@@ -126,7 +118,7 @@ class HealthRoutes:
         """Whether requests are accepted: 503 during shutdown or when a part of the server is dead."""
         if self._front_end.draining:
             return JSONResponse({"status": "draining"}, 503)
-        if self._other_listener is not None and not self._other_listener.listening:
+        if not self._rpyc_listens():
             return JSONResponse({"status": "rpyc takes no connections"}, 503)
         await self._front_end.stats()
         return JSONResponse({"status": "ready"})
@@ -290,20 +282,20 @@ class CompletionRoutes:
         request: Request,
         request_id: str | None = None,
     ) -> Parts:
-        return self._front_end.choices(
+        asked = TextRequest(
             prompt,
             images,
-            num_choices=body.n,
             adapter=None if body.model == self._model else body.model,
             sampling=sampling,
             max_latency_s=body.max_latency_s,
             max_ttft_s=body.max_ttft_s,
             priority=body.priority,
             tenant=tenant(request),
+            num_choices=body.n,
             whole=not body.stream,
-            request_id=request_id,
             answer=body.answer if isinstance(body, ChatRequest) else "words",
         )
+        return self._front_end.generate(asked, request_id)
 
 
 # -- responses --------------------------------------------------------------------------------------------------------

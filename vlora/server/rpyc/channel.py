@@ -11,8 +11,7 @@ from typing import NoReturn
 from rpyc.core.channel import Channel
 from rpyc.core.stream import SocketStream
 
-from vlora.server.security.connection_limits import PeerSocket
-from vlora.server.security.message_budget import ByteBudget, ByteCharge
+from vlora.server.security.limits import ByteBudget, ByteCharge, PeerSocket
 
 _SMALL_BYTES = 64 * 1024  # smaller messages are neither counted nor timed
 FRAME_S = 120.0  # to receive a whole message

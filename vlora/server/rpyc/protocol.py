@@ -19,7 +19,7 @@ from rpyc.core import brine, consts
 from rpyc.core.channel import Channel
 
 from vlora.client.values import PROTOCOL_VERSION
-from vlora.server.security.message_budget import ByteCharge
+from vlora.server.security.limits import ByteCharge
 
 _MAX_CALLS = 1024  # unanswered calls of one connection; further calls wait in the socket
 _MAX_PING = 4096

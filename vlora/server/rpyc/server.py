@@ -19,7 +19,7 @@ from vlora.server.rpyc.channel import BoundedChannel, Peer, end_after
 from vlora.server.rpyc.protocol import PROTOCOL_CONFIG, ByteConnection
 from vlora.server.rpyc.service import VLoraService
 from vlora.server.security.access import Access
-from vlora.server.security.connection_limits import ConnectionLimits, PeerSocket, connection_share
+from vlora.server.security.limits import ConnectionLimits, PeerSocket, connection_share
 
 log = logging.getLogger(__name__)
 

@@ -34,12 +34,13 @@ from vlora.config import Token
 from vlora.errors import Aborted, BadRequest, DeadlineMissed, Disconnected, UnknownStream, VLoraError
 from vlora.operations import Operation
 from vlora.server.frontend import FrontEnd
-from vlora.server.media.image_decoding import RawImage
+from vlora.server.images import RawImage
 from vlora.server.operations import perform
+from vlora.server.prompts import TextRequest
 from vlora.server.rpyc.channel import Peer
 from vlora.server.rpyc.protocol import StreamedReply
 from vlora.server.security.access import Access
-from vlora.server.security.message_budget import ByteCharge
+from vlora.server.security.limits import ByteCharge
 from vlora.server.security.public_errors import error_for, shown_to, to_vlora_error
 from vlora.server.streams.frame_questions import images_per_frame
 from vlora.server.streams.frame_stream import StreamSession
@@ -182,7 +183,7 @@ class VLoraService(rpyc.Service):
 
     async def _generate(self, call: Generate, tenant: str | None, stream: TextReply | None) -> Answer | StreamPart:
         answer: Answer | None = None
-        parts: Any = self._front_end.generate(
+        asked = TextRequest(
             call.question,
             call.images,
             adapter=call.adapter,
@@ -194,12 +195,12 @@ class VLoraService(rpyc.Service):
             whole=stream is None,
             answer=call.answer,
         )
-        async with contextlib.aclosing(parts):
-            async for part in parts:  # to its end, which counts the request as answered
+        async with contextlib.aclosing(self._front_end.generate(asked)) as parts:
+            async for _, part in parts:  # to its end, which counts the request as answered
                 if isinstance(part, Answer):
                     answer = part
-                elif stream is not None:
-                    stream.put(part)
+                elif stream is not None and part.text:
+                    stream.put(part.text)
         assert answer is not None, "an answer is the last part"
         return answer if stream is None else StreamPart(answer=answer)
 

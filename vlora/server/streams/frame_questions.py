@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -13,9 +13,9 @@ from vlora.client.values import Answer, FrameAnswer, HeadResult, StreamOptions, 
 from vlora.config import ServerConfig
 from vlora.errors import BadRequest, DeadlineMissed
 from vlora.server.adapter_catalog import AdapterCatalog
-from vlora.server.media.image_decoding import RawImage
-from vlora.server.prompt_encoder import Images, SharedImages
-from vlora.server.prompts import check_text
+from vlora.server.detokenizer import Piece
+from vlora.server.images import RawImage
+from vlora.server.prompts import Images, SharedImages, TextRequest, check_text
 from vlora.server.security.public_errors import to_vlora_error
 from vlora.types import ErrorValue, SamplingParams
 
@@ -34,19 +34,8 @@ class FrameExecutor(Protocol):
         """Run one pass through a task head."""
         ...
 
-    def generate(
-        self,
-        prompt: str,
-        images: Images,
-        *,
-        adapter: str | None,
-        sampling: SamplingParams,
-        max_latency_s: float | None,
-        priority: int,
-        tenant: str | None,
-        whole: bool,
-    ) -> AsyncIterator[str | Answer]:
-        """Yield an answer's text, then the Answer."""
+    def generate(self, asked: TextRequest) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
+        """Yield an answer's text, then the Answer, each with the index of its choice."""
         ...
 
 
@@ -122,7 +111,7 @@ class FrameQuestions:
             return await self._executor.ask_head(images, adapter, head, max_latency_s=within_s, **self._shared)
 
     async def _text(self, images: SharedImages, question: TextQuestion, within_s: float | None) -> Answer:
-        parts = self._executor.generate(
+        asked = TextRequest(
             question.question,
             images,
             adapter=question.adapter,
@@ -131,10 +120,7 @@ class FrameQuestions:
             whole=True,
             **self._shared,
         )
-        async with (
-            asyncio.timeout(within_s),
-            contextlib.aclosing(cast(AsyncGenerator[str | Answer, None], parts)) as closing,
-        ):
-            *_, answer = [part async for part in closing]
+        async with asyncio.timeout(within_s), contextlib.aclosing(self._executor.generate(asked)) as parts:
+            *_, (_, answer) = [part async for part in parts]
         assert isinstance(answer, Answer)
         return answer

@@ -11,8 +11,7 @@ from vlora.config import ServerConfig, Token
 from vlora.errors import OverCapacity, UnknownStream
 from vlora.server.metrics import Metrics
 from vlora.server.streams.frame_questions import FrameExecutor
-from vlora.server.streams.frame_stream import StreamSession
-from vlora.server.streams.preview import Preview
+from vlora.server.streams.frame_stream import Preview, StreamSession
 
 _ID_BYTES = 16
 

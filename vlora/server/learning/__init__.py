@@ -1,1 +1,0 @@
-"""Learning adapters in the server: which answers are kept, and how versions are evaluated."""

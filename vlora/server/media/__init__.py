@@ -1,1 +1,0 @@
-"""Images of requests: allowed sources, and decoding within limits."""

@@ -1,0 +1,122 @@
+"""Limits over RPyC and HTTP: the connections, of which unauthenticated ones are closed first, and message bytes."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import threading
+
+from vlora.client.sockets import shut_down
+
+_SPARE = 128  # descriptors for the engine's socket, files and fetched images
+_MAX_CONNECTIONS = 2048
+_MIN_CONNECTIONS = 8
+
+
+def connection_share() -> int:
+    """The connections that RPyC or HTTP may keep: well below the process's limit of open files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _MAX_CONNECTIONS
+    return max(_MIN_CONNECTIONS, min(_MAX_CONNECTIONS, (soft - _SPARE) // 3))
+
+
+class PeerSocket:
+    """One connection: its socket, which a TLS handshake exchanges, and whether it is authenticated."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.authenticated = False
+        self.ended = False
+
+    def end(self) -> None:
+        """Shut the connection down; its reader thread closes it."""
+        self.ended = True  # for a reader that exchanges the socket now: the former one has no descriptor left
+        shut_down(self.sock)
+
+
+class ConnectionLimits:
+    """The open connections, oldest first. Thread-safe."""
+
+    def __init__(self, max_connections: int, max_unauthenticated: int) -> None:
+        self._max_connections = max_connections
+        self._max_unauthenticated = max_unauthenticated
+        self._open: dict[PeerSocket, None] = {}
+        self._lock = threading.Lock()
+
+    def admit(self, peer: PeerSocket) -> bool:
+        """Add a connection; at a limit, end the oldest unauthenticated one. False when all are authenticated."""
+        with self._lock:
+            unauthenticated = [other for other in self._open if not other.authenticated]
+            if len(self._open) >= self._max_connections and not unauthenticated:
+                return False
+            if len(self._open) >= self._max_connections or len(unauthenticated) >= self._max_unauthenticated:
+                unauthenticated[0].end()
+                del self._open[unauthenticated[0]]
+            self._open[peer] = None
+            return True
+
+    def remove(self, peer: PeerSocket) -> None:
+        """Remove a closed connection. Connections that `admit` ended are ignored."""
+        with self._lock:
+            self._open.pop(peer, None)
+
+
+class ByteBudget:
+    """Received bytes of requests that have not ended. Thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._used = 0
+        self._changed = threading.Condition()
+
+    @property
+    def used(self) -> int:
+        """Bytes that are reserved now."""
+        return self._used
+
+    def reserve(self, num_bytes: int, wait_s: float = 0.0) -> bool:
+        """Reserve bytes, waiting up to `wait_s` for room. Returns False, with nothing reserved, when there is none."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._used + num_bytes <= self.limit, wait_s):
+                return False
+            self._used += num_bytes
+            return True
+
+    def release(self, num_bytes: int) -> None:
+        """Release reserved bytes."""
+        with self._changed:
+            self._used -= num_bytes
+            assert self._used >= 0, "more bytes were released than reserved"
+            self._changed.notify_all()
+
+
+class ByteCharge:
+    """The bytes that one message has reserved in a budget. Used from one thread at a time."""
+
+    def __init__(self, budget: ByteBudget, num_bytes: int = 0) -> None:
+        self._budget = budget
+        self.num_bytes = num_bytes
+
+    def add(self, num_bytes: int, wait_s: float) -> bool:
+        """Reserve more bytes, waiting up to `wait_s` for room. Returns False, with nothing reserved, without room."""
+        if not self._budget.reserve(num_bytes, wait_s):
+            return False
+        self.num_bytes += num_bytes
+        return True
+
+    def shrink_to(self, num_bytes: int) -> None:
+        """Release the bytes above `num_bytes`."""
+        spare, self.num_bytes = self.num_bytes - num_bytes, num_bytes
+        self._budget.release(spare)
+
+    def move(self) -> ByteCharge:
+        """Move the bytes to a new charge, which must be released instead of this one."""
+        moved = ByteCharge(self._budget, self.num_bytes)
+        self.num_bytes = 0
+        return moved
+
+    def release(self) -> None:
+        """Release all bytes. Has no effect when they were released or moved already."""
+        if self.num_bytes:
+            self.shrink_to(0)
