@@ -25,8 +25,7 @@ from vlora.bench.report import Goal, Row
 from vlora.orchestrator import Costs
 from vlora.routing import RULES, Need, Report, Room, Router
 from vlora.simulator import Arrival, ClusterConfig, Measures, ReplicaConfig, replay
-from vlora.simulator.arrivals import adapter_name
-from vlora.simulator.popularity import power_law
+from vlora.simulator.arrivals import adapter_name, power_law
 
 GPU = Costs(
     base_s=0.018,

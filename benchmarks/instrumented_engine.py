@@ -25,7 +25,7 @@ from transformers.utils import logging
 from fusion.embedded import checkpoint_path
 from vlora.config import EngineConfig, ServerConfig
 from vlora.engine.engine import Engine
-from vlora.engine.ipc.transport import EngineTransport
+from vlora.engine.ipc.messages import EngineTransport
 from vlora.engine.ipc.worker import run
 from vlora.server.launch import serve
 from vlora.types import Request, SamplingParams

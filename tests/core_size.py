@@ -126,7 +126,7 @@ BUDGETS = (
     Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_260, 2_200),
     Budget("vlora/client", 1_740, 900),
     Budget("vlora/server", 8_040, 4_900),
-    Budget("vlora/engine vlora/parallel", 7_040, 4_900),
+    Budget("vlora/engine vlora/parallel", 7_020, 4_900),
     Budget("vlora/orchestrator vlora/routing", 5_480, 4_000),
     Budget("vlora/memory vlora/lora vlora/models", 11_600, 8_300),
     Budget("vlora/cluster", 7_940, 3_700),
@@ -134,7 +134,7 @@ BUDGETS = (
     Budget("vlora/split", 2_580, 1_600),
     Budget("vlora/training vlora/learning fusion/training", 7_280, 4_500),
     Budget("vlora/simulator", 2_280, 1_500),
-    Budget("vlora/cli", 4_020, 2_600),
+    Budget("vlora/cli", 4_000, 2_600),
     Budget("vlora/bench", 4_740, 2_500),
     Budget("benchmarks", 9_000, 6_500),
     Budget("fusion", 10_040, 6_200),
@@ -143,7 +143,7 @@ BUDGETS = (
 )
 """Each file counts for the longest folder that it is in."""
 
-MAX_SINGLE_IMPORTERS = 115
+MAX_SINGLE_IMPORTERS = 113
 """Modules that only one other module imports: most of them would be easier to find as a part of it."""
 
 

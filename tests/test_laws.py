@@ -194,7 +194,7 @@ def test_ray_is_imported_by_the_driver_only() -> None:
 WITHOUT_TORCH = own(
     "orchestrator routing simulator client cluster.cluster cluster.on_ray.actor cluster.on_ray.cluster cluster.replica "
     "memory.block_manager memory.adapter_cache memory.prefix_cache engine.ipc.client engine.ipc.messages "
-    "engine.ipc.supervisor engine.ipc.transport engine.ipc.worker types server.http.routes server.launch "
+    "engine.ipc.supervisor engine.ipc.worker types server.http.routes server.launch "
     "split.batching training.plan wire.connection"
 )
 

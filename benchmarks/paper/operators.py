@@ -24,7 +24,7 @@ from benchmarks.paper.measuring import RANK, Measuring, Setting
 from benchmarks.plain_baselines import lane_factors, padded_einsum
 from vlora.bench.report import Row
 from vlora.bench.timing import by_turns, interleaved, work_seconds
-from vlora.simulator.popularity import punica
+from vlora.simulator.arrivals import punica
 from vlora.simulator.workloads import PATTERNS
 
 OURS = "this project"

@@ -28,7 +28,7 @@ from vlora.lora.merge_shadow import ShadowSwitcher
 from vlora.models.loading import dummy_model
 from vlora.orchestrator import Costs
 from vlora.simulator import Arrival, ClusterConfig, ReplicaConfig, replay
-from vlora.simulator.popularity import hottest, power_law
+from vlora.simulator.arrivals import hottest, power_law
 from vlora.simulator.workloads import Gamma, Hottest, Video
 
 SIMULATOR_COSTS = "machine-costs.json"

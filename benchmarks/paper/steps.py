@@ -26,7 +26,7 @@ from vlora.bench.timing import interleaved, median_ms, work_seconds
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.models.loading import dummy_model
-from vlora.simulator.popularity import power_law
+from vlora.simulator.arrivals import power_law
 from vlora.types import Request, SamplingParams
 
 _LIMIT_S = 60.0  # of the rounds of one comparison: on a CPU, prompts of 4,096 tokens take up to a minute

@@ -26,7 +26,7 @@ from tests.cluster.running import outputs_of, run
 from tests.cluster.serving import serving
 from tests.processes import PATIENCE_S
 from tests.server.scripted import ENGINE_COMMAND
-from vlora.cli.cluster_nodes import visible_gpus
+from vlora.cli.cluster import visible_gpus
 from vlora.client import AsyncClient, Client
 from vlora.cluster.nodes.join import Adapter, Facts
 from vlora.cluster.on_ray.settings import is_free

@@ -21,7 +21,7 @@ from vlora.cluster.members import Health
 from vlora.engine import operations
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.client import EngineClient
-from vlora.engine.ipc.load_reports import LoadReporter
+from vlora.engine.ipc.messages import LoadReporter
 from vlora.engine.ipc.worker import OutputCoalescer
 from vlora.errors import BadAdapter, BadRequest, Disconnected, VLoraError
 from vlora.operations import GetStats, Operation, PinAdapter, UnloadAdapter

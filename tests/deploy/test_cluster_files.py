@@ -16,7 +16,7 @@ import yaml
 
 from tests.deploy.files import DEPLOY, DOCKERFILE, UNIT
 from vlora.cli import cli
-from vlora.cli.cluster_nodes import REPLACED
+from vlora.cli.cluster import REPLACED
 from vlora.cluster.nodes.plan import ClusterPlan, read_cluster_plan
 from vlora.config import ServerConfig
 

@@ -13,8 +13,7 @@ import msgspec
 from tests.server.scripted import ENGINE_COMMAND, write_adapter
 from vlora.config import EngineConfig
 from vlora.engine.ipc.client import EngineClient
-from vlora.engine.ipc.load_reports import LoadReporter, WatchedLoad
-from vlora.engine.ipc.messages import LoadReport, decode_from_engine, encode
+from vlora.engine.ipc.messages import LoadReport, LoadReporter, WatchedLoad, decode_from_engine, encode
 from vlora.engine.snapshot import EngineLoad
 from vlora.types import Request, SamplingParams
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlora.engine.ipc.transport import EngineTransport
+from vlora.engine.ipc.messages import EngineTransport
 from vlora.wire.framing import MessageTransport
 
 _LARGE = 3_000_001  # more than the kernel buffers for one end

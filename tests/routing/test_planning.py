@@ -26,7 +26,7 @@ from vlora.routing.scaling import (
     ScalingSettings,
     Situation,
 )
-from vlora.simulator.popularity import power_law
+from vlora.simulator.arrivals import power_law
 
 COSTS = MoveCosts(load_s=0.16, again_s=0.05)
 

@@ -11,7 +11,7 @@ import pytest
 
 from vlora.errors import BadConfig
 from vlora.simulator import WORKLOADS, Arrival, make_workload, read_trace
-from vlora.simulator.popularity import hottest, power_law, punica
+from vlora.simulator.arrivals import hottest, power_law, punica
 
 
 def take(text: str, num_requests: int = 4000, num_adapters: int = 10, seed: int = 0) -> list[Arrival]:

@@ -16,8 +16,6 @@ from vlora.cli import (  # noqa: F401  (they join their commands)
     bench,
     check,
     cluster,
-    cluster_nodes,
-    gpu_check,
     query,
     retrieve,
     serve,

@@ -14,9 +14,8 @@ from click.core import ParameterSource
 
 from vlora.adapter_files import CONFIG_FILE, DOMAINS_FILE, HEAD_FILES, content_hash
 from vlora.cli.group import cli
-from vlora.cli.options import long_flag
+from vlora.cli.options import long_flag, print_json, server_options
 from vlora.cli.progress import waiting
-from vlora.cli.server_flags import print_json, server_options
 from vlora.errors import listed
 from vlora.types.composition import MAX_NAME
 

@@ -16,9 +16,8 @@ from click.core import ParameterSource
 from vlora.cli.extras import needs, require
 from vlora.cli.group import cli
 from vlora.cli.interrupt import INTERRUPTED, stopping, until_stopped
-from vlora.cli.options import check_given_once
+from vlora.cli.options import answer_option, check_given_once, print_json, server_options, wait_option
 from vlora.cli.progress import counting, waiting
-from vlora.cli.server_flags import answer_option, print_json, server_options, wait_option
 from vlora.errors import BadConfig, BadImage, BadRequest
 from vlora.run_folder import write_whole, writing
 

@@ -13,9 +13,8 @@ from click.core import ParameterSource
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.interrupt import ends_with
-from vlora.cli.options import RULES
+from vlora.cli.options import RULES, json_option, print_json
 from vlora.cli.progress import waiting
-from vlora.cli.server_flags import json_option, print_json
 from vlora.cli.settings import config_flags
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig

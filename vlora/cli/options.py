@@ -1,13 +1,19 @@
-"""Options of several commands: headings in the help, flags as names, values that are given once."""
+"""Options of several commands: headings in the help, flags as names, the server; and how a command prints."""
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from vlora.config import ServerConfig
 from vlora.errors import BadRequest
+
+if TYPE_CHECKING:
+    from vlora.client import Answer, Client
 
 RULES = ("placed", "punica", "where_it_is", "least_loaded", "round_robin")
 """Of `vlora.routing`, which takes long to import."""
@@ -48,3 +54,86 @@ def check_given_once(flags: Mapping[str, Sequence[str]]) -> None:
     for flag, values in flags.items():
         if repeated := [value for value in dict.fromkeys(values) if values.count(value) > 1]:
             raise BadRequest(f"{flag} {repeated[0]!r} is given more than once; give it once")
+
+
+def server_option(command: Any) -> Any:
+    """Passes the command a `client` of the server that the flags name. The token comes from VLORA_TOKEN only: every
+    user of the machine can read a command line.
+    """
+
+    @functools.wraps(command)
+    def with_client(*, server: str, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, **args: Any) -> Any:
+        return command(client=client_of(server, tls_ca, tls_cert, tls_key), **args)
+
+    for name, text in (
+        ("key", "Private key of --tls-cert"),
+        ("cert", "Client certificate to present to the server"),
+        ("ca", "CA of the server's certificate; enables TLS"),
+    ):
+        variable = f"VLORA_TLS_{name.upper()}"
+        with_client = click.option(f"--tls-{name}", envvar=variable, metavar="FILE", help=f"{text} (or {variable}).")(
+            with_client
+        )
+    return click.option(
+        "-s",
+        "--server",
+        envvar="VLORA_SERVER",
+        default=f"{ServerConfig.host}:{ServerConfig.rpyc_port}",
+        show_default=True,
+        metavar="HOST:PORT",
+        help="Address of `vlora serve` (or VLORA_SERVER).",
+    )(with_client)
+
+
+def wait_option(command: Any) -> Any:
+    return click.option(
+        "--wait-s",
+        type=click.FloatRange(min=0),
+        default=0.0,
+        show_default=True,
+        help="How long to wait at startup for a server that is not ready yet.",
+    )(command)
+
+
+def answer_option(command: Any) -> Any:
+    return click.option(
+        "--answer",
+        type=click.Choice(["head", "words"]),
+        help="Way to answer a domain's question. Default: the one that was more accurate on validation data.",
+    )(command)
+
+
+def how(answer: Answer) -> str:
+    """The way and the confidence of an answer about a domain, to print behind it; empty for other answers."""
+    if answer.domain is None:
+        return ""
+    by = "in words" if answer.result is None else f"head {answer.result.head}"
+    sure = "" if answer.confidence is None else f"  {answer.confidence:.1%}"
+    return f"{sure}  ({by})"
+
+
+def json_option(command: Any) -> Any:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")(command)
+
+
+def server_options(command: Any) -> Any:
+    return server_option(json_option(command))
+
+
+def client_of(
+    server: str, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, *, flag: str = "--server"
+) -> Client:
+    """flag: of the address, in errors. Raises BadConfig."""
+    from vlora.client import Client
+    from vlora.client.connection import address_of
+    from vlora.client.sockets import client_context
+
+    host, port = address_of(server, flag)
+    tls = client_context(tls_ca, tls_cert, tls_key)
+    return Client(host, port, token=os.environ.get("VLORA_TOKEN") or None, tls=tls)
+
+
+def print_json(value: Any) -> None:
+    import msgspec
+
+    click.echo(msgspec.json.encode(value))

@@ -14,8 +14,8 @@ import click
 from click.core import ParameterSource
 
 from vlora.cli.group import cli
+from vlora.cli.options import answer_option, how, print_json, server_options
 from vlora.cli.progress import waiting
-from vlora.cli.server_flags import answer_option, how, print_json, server_options
 from vlora.errors import BadImage, BadRequest, TooLarge
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ from click.core import ParameterSource
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.interrupt import until_stopped
-from vlora.cli.options import check_given_once
+from vlora.cli.options import check_given_once, print_json, server_options
 from vlora.cli.progress import counting, waiting
-from vlora.cli.server_flags import print_json, server_options
 from vlora.errors import BadRequest
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from vlora.adapter_files import CONFIG_FILE
-from vlora.cli.cluster_nodes import read_cluster
+from vlora.cli.cluster import read_cluster
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.options import RULES, headed

@@ -16,8 +16,8 @@ import click
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.interrupt import ends_with
+from vlora.cli.options import client_of, json_option, print_json
 from vlora.cli.progress import waiting
-from vlora.cli.server_flags import client_of, json_option, print_json
 from vlora.config import EngineConfig, Quantize
 from vlora.errors import BadConfig, BadPlan
 from vlora.run_folder import UNFINISHED, remove, writing

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from vlora.cli.group import cli
+from vlora.cli.options import print_json, server_options
 from vlora.cli.progress import waiting
-from vlora.cli.server_flags import print_json, server_options
 from vlora.errors import BadRequest
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import click
 
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
+from vlora.cli.options import json_option, print_json
 from vlora.cli.progress import waiting
-from vlora.cli.server_flags import json_option, print_json
 from vlora.cli.settings import model_path
 from vlora.errors import BadConfig
 

@@ -20,10 +20,9 @@ from vlora.cluster.members import Health, Member, alive, clients
 from vlora.cluster.replica_adapters import ReplicaAdapters
 from vlora.cluster.status import Events, status_of
 from vlora.cluster.summary import merged_stats
-from vlora.engine.interface import EngineInterface
+from vlora.engine.interface import EngineInterface, OutputStream
 from vlora.engine.ipc.client import EngineClient
 from vlora.engine.operations import GetSnapshot, LoadAdapter, RegisterAdapters, Train
-from vlora.engine.output_stream import OutputStream
 from vlora.engine.snapshot import EngineLoad
 from vlora.errors import Aborted, BadRequest, EngineDead, UnknownReplica
 from vlora.operations import CancelTraining, GetStats, ListTrainings, Operation, PinAdapter, UnloadAdapter

@@ -1,4 +1,4 @@
-"""The CPU cores and the memory that this process may use, and the default number of compute threads.
+"""The CPU cores and memory that this process may use, its default number of threads, and how a process has ended.
 
 Linux control groups (containers, services) leave a process less CPU time and memory than the machine has.
 """
@@ -6,6 +6,7 @@ Linux control groups (containers, services) leave a process less CPU time and me
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -127,3 +128,10 @@ def _memory_left(group: _Group) -> int | None:
         return most - used + int(stat.get(unused, 0))
     except (OSError, ValueError):  # "max" is not a number: no limit
         return None
+
+
+def describe_exit(code: int) -> str:
+    """code: the process's return code, negative for a signal."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 from vlora.config import EngineConfig
 from vlora.engine.engine import Engine
-from vlora.engine.interface import EngineInterface
+from vlora.engine.interface import EngineInterface, OutputStream
 from vlora.engine.operations import perform
-from vlora.engine.output_stream import OutputStream
 from vlora.errors import EngineDead, VLoraError
 from vlora.operations import Operation
 from vlora.threads import compute_with, launch_on

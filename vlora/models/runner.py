@@ -28,8 +28,7 @@ from vlora.models.hf_model import HFModel
 from vlora.models.last_layer import LastLayer
 from vlora.models.launched_step import HostClock, LaunchedStep, StreamClock, TokenChoice
 from vlora.models.request_state import RequestState
-from vlora.models.vision.encoder import VisionEncoder
-from vlora.models.vision.image_encoding import ImageEncoding
+from vlora.models.vision.encoder import ImageEncoding, VisionEncoder
 from vlora.parallel import CollectiveFailed, ProcessGroup
 from vlora.types import Batch, BatchItem, Request, StepResult
 

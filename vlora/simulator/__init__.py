@@ -1,6 +1,6 @@
 """The scheduler without a model: real bookkeeping and policies, a simulated clock, and a model of step times.
 
-Reading order: `arrivals.py` (requests), `popularity.py`, `workloads.py` and `traces.py` (their sources), `machine.py`
+Reading order: `arrivals.py` (requests), `workloads.py` and `traces.py` (their sources), `machine.py`
 (the cost of a step), `replica.py` (one simulated engine), `world.py` (the simulation), `measures.py`.
 """
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vlora.errors import BadConfig
-from vlora.simulator.arrivals import Arrival, adapter_name
-from vlora.simulator.popularity import power_law
+from vlora.simulator.arrivals import Arrival, adapter_name, power_law
 from vlora.types import MAX_PRIORITY
 
 TIME, PROMPT, ANSWER, ADAPTER = "TIMESTAMP", "ContextTokens", "GeneratedTokens", "Adapter"

@@ -11,8 +11,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from vlora.errors import BadConfig
-from vlora.simulator.arrivals import Arrival, adapter_name, tenant_name
-from vlora.simulator.popularity import hottest, power_law, punica
+from vlora.simulator.arrivals import Arrival, adapter_name, hottest, power_law, punica, tenant_name
 
 PATTERNS = ("distinct", "uniform", "skewed", "identical")
 

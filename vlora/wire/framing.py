@@ -1,7 +1,7 @@
 """Messages on a stream: the length in eight bytes, low byte first, then the message.
 
 An event loop reads them with `MessageTransport`, a thread with `receive`, which has a deadline and takes descriptors
-that a Unix socket carries. The engine's own thread has `EngineTransport` (`vlora.engine.ipc.transport`).
+that a Unix socket carries. The engine's own thread has `EngineTransport` (`vlora.engine.ipc.messages`).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from vlora.errors import BadConfig
-from vlora.simulator.popularity import hottest, power_law
+from vlora.simulator.arrivals import hottest, power_law
 
 WORDS = (
     *("a", "an", "the", "is", "are", "was", "in", "on", "at", "of", "to", "and", "or", "not", "with", "from", "this"),

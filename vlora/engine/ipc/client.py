@@ -13,13 +13,11 @@ from typing import Any, Protocol
 import msgspec
 
 from vlora.config import EngineConfig, Token
-from vlora.engine.exit_status import describe_exit
-from vlora.engine.host_resources import thread_waiting
-from vlora.engine.interface import EngineInterface
+from vlora.engine.host_resources import describe_exit, thread_waiting
+from vlora.engine.interface import EngineInterface, OutputStream
 from vlora.engine.ipc import messages
-from vlora.engine.ipc.load_reports import WatchedLoad
+from vlora.engine.ipc.messages import WatchedLoad
 from vlora.engine.operations import KeepAdapters, LoadAdapter, RegisterAdapters
-from vlora.engine.output_stream import OutputStream
 from vlora.engine.snapshot import EngineLoad
 from vlora.errors import BadRequest, EngineDead
 from vlora.operations import Operation

@@ -25,8 +25,7 @@ from msgspec.structs import replace
 from vlora.config import EngineConfig
 from vlora.engine.host_resources import default_threads
 from vlora.engine.ipc import messages
-from vlora.engine.ipc.load_reports import LoadReporter
-from vlora.engine.ipc.transport import EngineTransport
+from vlora.engine.ipc.messages import EngineTransport, LoadReporter
 from vlora.engine.operations import perform
 from vlora.errors import EngineDead, StepFailed, VLoraError
 from vlora.lazy import hidden

@@ -11,7 +11,7 @@ from concurrent.futures import Future, InvalidStateError
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-from vlora.engine.exit_status import describe_exit
+from vlora.engine.host_resources import describe_exit
 from vlora.engine.tensor_parallel import messages
 from vlora.errors import BadAdapter, EngineDead, StepFailed, VLoraError
 from vlora.parallel import CollectiveFailed

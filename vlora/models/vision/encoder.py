@@ -1,17 +1,30 @@
-"""Image and video embeddings: the vision tower runs once per content, and its results are cached."""
+"""Image and video embeddings: the vision tower runs once per content, and its results are cached.
+
+The images of requests are encoded as scheduled, ahead of the step that needs them, or at the latest in that step.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 import atmm
+from vlora.errors import BadRequest, StepFailed, VLoraError
+from vlora.models.families import patch_flops
 from vlora.models.hf_model import HFModel, VisionFeatures
 from vlora.models.processing import to_tensor
-from vlora.types import VisionInput
+from vlora.models.request_state import RequestState, Visual
+from vlora.models.vision.stepwise_tower import PacedCall
+from vlora.parallel import ProcessGroup
+from vlora.types import BatchItem, Encode, Encoded, ErrorValue, VisionInput
+
+log = logging.getLogger(__name__)
+
+_ELSEWHERE = ErrorValue.of(StepFailed("its images could not be encoded on another rank"))
 
 
 class VisionTask(NamedTuple):
@@ -91,3 +104,152 @@ class VisionEncoder:
         while self.num_bytes > self._cache_bytes:
             _, oldest = self._cache.popitem(last=False)
             self.num_bytes -= oldest.num_bytes
+
+
+class ImageEncoding:
+    """Manages the running call of the vision tower, and gives requests their embeddings.
+
+    Args:
+        states: The runner's requests. The runner adds and removes them.
+        group: The ranks that encode the same images. If images fail on one rank, their request fails on all.
+    """
+
+    def __init__(
+        self, hf_model: HFModel, vision: VisionEncoder, states: Mapping[str, RequestState], group: ProcessGroup | None
+    ) -> None:
+        self._hf_model = hf_model
+        self._vision = vision
+        self._states = states
+        self._group = group
+        self._patch_flops = patch_flops(hf_model.config)
+        self._call: _Call | None = None
+        self._last_done = 0  # number of the last completed call
+
+    def release(self, request_id: str) -> None:
+        """Handle the end of a request: abandon a running call that serves no other request."""
+        if self._call is not None and all(state.request.request_id == request_id for state, _ in self._call.alive()):
+            self._abandon()
+
+    def advance(self, encode: Encode) -> tuple[Encoded, dict[str, ErrorValue]]:
+        """Run one step's share of a call.
+
+        Returns:
+            The progress without its seconds, and the error by request id if the call was for a single request and has
+            failed.
+        """
+        if encode.number == self._last_done:
+            return Encoded(num_patches=0.0, done=True), {}  # reported again after a failed step
+        if self._call is None or self._call.number != encode.number:
+            self._abandon()
+            self._call = _Call(encode, self._states, self._vision)
+        call = self._call
+        flops = call.running.flops
+        error: Exception | None = None
+        done = False
+        try:
+            done = call.running.advance(encode.budget * self._patch_flops)
+        except Exception as raised:
+            error = raised
+        num_patches = (call.running.flops - flops) / self._patch_flops
+        fine = error is None
+        if self._group is not None:
+            # Ranks with different numbers of threads use different pieces: the call is done when all ranks are done.
+            fine, done = map(bool, self._group.smallest([fine, done], "images"))
+        if not fine:
+            self._abandon()
+            requests = {state.request.request_id: state for state, _ in call.items}
+            log.warning("encoding images of %d requests failed: %s", len(requests), error or "on another rank")
+            errors = {
+                request_id: _ELSEWHERE if error is None else _error_of(state, error)
+                for request_id, state in requests.items()
+                if len(requests) == 1
+            }
+            return Encoded(num_patches=num_patches, failed=True), errors
+        if done:
+            self._call, self._last_done = None, encode.number
+            for (state, index), features in zip(call.items, call.running.result, strict=True):
+                state.features[index] = features
+        return Encoded(num_patches=num_patches, done=done), {}
+
+    def prepare(self, items: Sequence[BatchItem]) -> dict[str, ErrorValue]:
+        """Give starting requests their embeddings and positions.
+
+        Missing images are encoded here, in as few calls as possible: after prefix-cache blocks were evicted within a
+        step, and if no scheduler planned the encoding. Images with reused KV are not encoded.
+
+        Returns:
+            Errors by request id.
+        """
+        new = [
+            (state, item.start) for item in items if not (state := self._states[item.request_id]).prepared(item.start)
+        ]
+        if not new:
+            return {}
+        errors: dict[str, ErrorValue] = {}
+        with self._hf_model.vision_scope.suspended():
+            try:
+                self._encode(new)
+            except Exception as together:
+                log.warning("encoding a batch of images failed (%s); encoding each request separately", together)
+                for state, start in new:
+                    try:
+                        self._encode([(state, start)])
+                    except Exception as error:
+                        errors[state.request.request_id] = _error_of(state, error)
+        seen = [state.request.request_id for state, _ in new if state.request.vision]
+        return errors if self._group is None or not seen else self._agree(self._group, seen, errors)
+
+    @staticmethod
+    def _agree(group: ProcessGroup, seen: Sequence[str], errors: dict[str, ErrorValue]) -> dict[str, ErrorValue]:
+        """Fail a request with images on all ranks if it fails on any, since all ranks must run the same batch."""
+        fine = group.smallest([request_id not in errors for request_id in seen], "images")
+        failed = [request_id for request_id, is_fine in zip(seen, fine, strict=True) if not is_fine]
+        return {**dict.fromkeys(failed, _ELSEWHERE), **errors}
+
+    def _encode(self, starting: Sequence[tuple[RequestState, int]]) -> None:
+        needed = [state.visible(start) for state, start in starting]
+        missing = [
+            (state, i)
+            for (state, _), items in zip(starting, needed, strict=True)
+            for i in items
+            if i not in state.features
+        ]
+        for (state, i), features in zip(missing, self._vision.encode(_tasks(missing)), strict=True):
+            state.features[i] = features
+        for (state, start), items in zip(starting, needed, strict=True):
+            own = [state.features[i] for i in items]
+            places = [state.places[i] for i in items]
+            visual = Visual.build(state.request, places, own, self._hf_model.device) if own else None
+            ids = torch.tensor(state.request.prompt_ids)
+            state.prepare(self._hf_model.positions(ids, state.grids()), visual, start)
+
+    def _abandon(self) -> None:
+        if self._call is not None:
+            self._call.running.close()
+            self._call = None
+
+
+class _Call:
+    def __init__(self, encode: Encode, states: Mapping[str, RequestState], vision: VisionEncoder) -> None:
+        self.number = encode.number
+        self.items = [(states[request_id], index) for request_id, index in encode.items if request_id in states]
+        self._states = states
+        tasks = _tasks(self.items)
+        self.running: PacedCall[list[VisionFeatures]] = PacedCall(lambda: vision.encode(tasks))
+
+    def alive(self) -> list[tuple[RequestState, int]]:
+        return [(state, i) for state, i in self.items if self._states.get(state.request.request_id) is state]
+
+
+def _tasks(items: Sequence[tuple[RequestState, int]]) -> list[VisionTask]:
+    return [VisionTask(state.request.vision[i], state.vision_key) for state, i in items]
+
+
+def _error_of(state: RequestState, error: Exception) -> ErrorValue:
+    if isinstance(error, VLoraError):
+        return ErrorValue.of(error)
+    return ErrorValue.of(
+        BadRequest(
+            f"the images of request {state.request.request_id} cannot be encoded: {type(error).__name__}: {error}"
+        )
+    )

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 from vlora.errors import DeadlineMissed, DeadlineUnreachable, PromptTooLong
 from vlora.memory.block_manager import BlockManager
-from vlora.orchestrator.admission.early_abort import Admission
+from vlora.orchestrator.admission.early_abort import AdapterCapacity, Admission, Load
 from vlora.orchestrator.admission.kv_admission import KvAdmission
-from vlora.orchestrator.admission.load import AdapterCapacity, Load
 from vlora.orchestrator.budgets import StepBudget
 from vlora.orchestrator.cost_model import CostModel
 from vlora.orchestrator.encoder_budget import EncodeQueue
