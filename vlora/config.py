@@ -222,12 +222,10 @@ class EngineConfig:
 
     @property
     def weights(self) -> dict[str, float]:
-        """`weight` by adapter's name."""
         return _parse_weights("weight", self.weight)
 
     @property
     def tenant_weights(self) -> dict[str, float]:
-        """`tenant_weight` by tenant's name."""
         return _parse_weights("tenant_weight", self.tenant_weight)
 
     def sharding_of(self, adapter: str) -> str:

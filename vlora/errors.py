@@ -168,7 +168,6 @@ def _tree(cls: type[VLoraError]) -> dict[str, type[VLoraError]]:
 
 
 def error_codes() -> tuple[str, ...]:
-    """The `code` of every error class."""
     return tuple(_tree(VLoraError))
 
 

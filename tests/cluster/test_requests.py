@@ -21,6 +21,7 @@ from vlora.cluster.in_flight_request import MAX_BLOCKS, prefix_keys
 from vlora.cluster.members import Health
 from vlora.engine.operations import Train
 from vlora.errors import BadRequest, DeadlineUnreachable, Disconnected, EngineDead
+from vlora.operations import CancelTraining, ListTrainings
 from vlora.routing import Router
 from vlora.routing.router import Recalled
 from vlora.types import Request, SamplingParams, VisionInput, seed_of
@@ -48,8 +49,8 @@ async def test_answers_statistics_and_an_id_in_use(cluster: Maker) -> None:
         answer, refused = await asyncio.gather(*same, return_exceptions=True)
         assert isinstance(answer, list) and isinstance(refused, BadRequest)
         # Replicas would train the same adapters in the same folder.
-        assert await here.cluster.trainings() == ()
-        for call in (here.cluster.train("plan.yaml"), here.cluster.cancel_training("signs")):
+        assert await here.cluster.call(ListTrainings()) == ()
+        for call in (here.cluster.call(Train("plan.yaml")), here.cluster.call(CancelTraining("signs"))):
             with pytest.raises(BadRequest, match="a cluster does not train"):
                 await call
         assert not any(isinstance(call, Train) for replica in here.replicas.values() for call in replica.calls)

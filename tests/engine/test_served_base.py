@@ -25,6 +25,7 @@ from vlora.engine import Engine, device_runtime
 from vlora.engine.base_service import base_layers
 from vlora.engine.ipc import messages
 from vlora.errors import BadConfig, Unauthorized
+from vlora.operations import ListTrainings
 from vlora.split import connect, transport
 from vlora.split.executor import BaseExecutor
 from vlora.split.layers import frozen_layers
@@ -161,7 +162,7 @@ def test_a_client_and_a_training_of_the_engine_change_nothing_in_each_other(tmp_
     with running(settings) as engine:
         client.start()
         client.check()
-        until(lambda: engine.wait(engine.local.trainings())[0].state == "finished")
+        until(lambda: engine.wait(engine.local.call(ListTrainings()))[0].state == "finished")
     assert losses_of(case.folder / "beside" / "first") == Alone(case, ["first"]).losses["first"]
 
 

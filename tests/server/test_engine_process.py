@@ -23,8 +23,9 @@ from vlora.config import EngineConfig, ServedBase
 from vlora.engine.ipc import supervisor
 from vlora.engine.ipc.client import EngineClient
 from vlora.engine.ipc.supervisor import SupervisedEngine
-from vlora.engine.operations import ADAPTERS_PER_REPLY
+from vlora.engine.operations import ADAPTERS_PER_REPLY, Train
 from vlora.errors import BadAdapter, BadConfig, BadPlan, BadRequest, EngineDead, UnknownAdapter
+from vlora.operations import ListTrainings
 from vlora.types import Request, RequestOutput, SamplingParams
 from vlora.wire.framing import MessageTransport
 
@@ -301,11 +302,11 @@ async def test_a_replacement_process_has_the_adapters_and_pins(tmp_path: Path) -
         await engine.pin_adapter(name, True)
     await engine.pin_adapter("one", False)
     await engine.unload_adapter("gone")
-    await engine.train(write_adapter(tmp_path / "finished"))
+    await engine.call(Train(write_adapter(tmp_path / "finished")))
     await engine.unload_adapter("finished")
-    assert [one.name for one in await engine.train("/plans/signs")] == ["signs"]
+    assert [one.name for one in await engine.call(Train("/plans/signs"))] == ["signs"]
     with pytest.raises(BadPlan, match="/plans/bad: cannot be read"):
-        await engine.train("/plans/bad")
+        await engine.call(Train("/plans/bad"))
     shutil.rmtree(tmp_path / "lost")
     assert not engine.starting
     await kill(engine)
@@ -314,7 +315,7 @@ async def test_a_replacement_process_has_the_adapters_and_pins(tmp_path: Path) -
         with pytest.raises(EngineDead, match="killed by SIGKILL; it is being restarted"):
             await call
     await alive(engine)
-    assert [one.name for one in await engine.trainings()] == ["finished", "signs"]
+    assert [one.name for one in await engine.call(ListTrainings())] == ["finished", "signs"]
     assert not engine.starting
     pins = {"one": False, "three": True, "two": False}
     assert {each.name: each.pinned for each in await engine.adapters()} == pins

@@ -43,6 +43,7 @@ from vlora.cluster.nodes.plan import ClusterPlan
 from vlora.cluster.summary import failed_status, merged_stats
 from vlora.config import EngineConfig, ServerConfig, Token
 from vlora.engine import LocalEngine
+from vlora.engine.operations import Train
 from vlora.errors import (
     BadAdapter,
     BadConfig,
@@ -58,6 +59,7 @@ from vlora.learning.plan import LearningSettings
 from vlora.lora import AdapterRegistry
 from vlora.lora.peft_format import read_header
 from vlora.models.processing import InputProcessor
+from vlora.operations import ListTrainings, Operation
 from vlora.plan_files.fields import PlanModel
 from vlora.server import adapter_catalog
 from vlora.server.adapter_catalog import AdapterCatalog, prompt_warnings
@@ -545,11 +547,12 @@ class TrainingEngine(ScriptedInterface):
         super().__init__()
         self.looks = 0
 
-    async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
-        self.plan = plan
-        return (TrainingStatus(name=plan.partition("=")[0], state="running", step=0, num_steps=1),)
-
-    async def trainings(self) -> tuple[TrainingStatus, ...]:
+    async def call(self, operation: Operation) -> Any:
+        if isinstance(operation, Train):
+            self.plan = operation.plan
+            return (TrainingStatus(name=self.plan.partition("=")[0], state="running", step=0, num_steps=1),)
+        if not isinstance(operation, ListTrainings):
+            return await super().call(operation)
         self.looks += 1
         name, _, path = self.plan.partition("=")
         if self.looks == 1:

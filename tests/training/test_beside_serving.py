@@ -28,10 +28,12 @@ from tests.learning.test_store import files_of_at_most
 from tests.training.beside import STEPS, Alone, Case, Running, adapter_of, assert_same, losses_of, request
 from vlora.engine import LocalEngine
 from vlora.engine.limits import Room
+from vlora.engine.operations import Train
 from vlora.errors import BadConfig, BadPlan, BadRequest, OverCapacity, VLoraError
 from vlora.lora import Registration
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import load_model
+from vlora.operations import CancelTraining, ListTrainings
 from vlora.run_folder import lock_folder
 from vlora.training import LoraSettings, MicroStep, PackedTrainer, Sample, TrainableLora, Update
 from vlora.training.job import MAX_TRIES, TrainingJob
@@ -107,18 +109,18 @@ def test_an_engine_in_a_thread_trains_between_calls(case: Case, first_alone: Alo
 
     async def main() -> None:
         local = LocalEngine(case.config())
-        (begun,) = await local.train(str(case.plan("local", ["first"])))
+        (begun,) = await local.call(Train(str(case.plan("local", ["first"]))))
         assert begun.state == "running"
         outputs = [output async for output in local.generate(request("r", None))]
         assert sum(len(output.token_ids) for output in outputs) == 6
-        while (await local.trainings())[0].state == "running":
+        while (await local.call(ListTrainings()))[0].state == "running":
             await asyncio.sleep(1e-3)
-        assert (await local.trainings())[0].state == "finished"
+        assert (await local.call(ListTrainings()))[0].state == "finished"
         assert [status.name for status in await local.adapters()] == ["first"]
         with pytest.raises(BadRequest, match="no training named 'first' is running; running: none"):
-            await local.cancel_training("first")
+            await local.call(CancelTraining("first"))
         with pytest.raises(BadPlan, match="cannot be read"):
-            await local.train(str(case.folder / "absent.yaml"))
+            await local.call(Train(str(case.folder / "absent.yaml")))
         await local.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))

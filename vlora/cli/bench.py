@@ -47,7 +47,6 @@ _CLUSTER_SETTINGS: tuple[tuple[str, Any, Any, str], ...] = (
 
 
 def cluster_options(command: Any) -> Any:
-    """Add the options."""
     command = click.option(
         "--quick/--full",
         default=None,

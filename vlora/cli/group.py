@@ -108,8 +108,6 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """A group of such commands and groups."""
-
     command_class = Command
     group_class = type
 

@@ -20,8 +20,6 @@ RULES = ("placed", "punica", "where_it_is", "least_loaded", "round_robin")
 
 
 class HeadedOption(click.Option):
-    """heading: the heading in `--help`."""
-
     def __init__(self, *args: Any, heading: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.heading = heading

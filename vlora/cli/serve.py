@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,7 +16,7 @@ from vlora.adapter_files import CONFIG_FILE
 from vlora.cli.cluster import read_cluster
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
-from vlora.cli.options import RULES, headed
+from vlora.cli.options import headed
 from vlora.cli.progress import waiting
 from vlora.cli.settings import EMBEDDED, config_flags, make_config, model_path
 from vlora.config import EngineConfig, ServedBase, ServerConfig
@@ -27,61 +27,21 @@ from vlora.types.composition import name_problem
 if TYPE_CHECKING:
     from vlora.cluster.nodes.plan import ClusterPlan
 
-_SECONDS = click.FloatRange(min=0, min_open=True, max=1e9)
-# Name in `ReplicaOptions`, type, default, help.
-_OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
-    ("replicas", int, 1, "Number of engines on this machine; more than one needs Ray."),
-    ("max_replicas", int, None, "Limit of `vlora cluster scale` and of --autoscale.  [default: --replicas]"),
-    ("autoscale", None, False, "Add replicas under load, up to --max-replicas, and release them down to --replicas."),
-    ("scale_up_s", _SECONDS, 2.0, "Seconds that requests wait before --autoscale adds a replica."),
-    ("scale_down_s", _SECONDS, 60.0, "Seconds that the others could carry the load before one is released."),
-    ("routing_rule", click.Choice(RULES), "placed", "Which replica gets the next request."),
-    (
-        "routing_journal",
-        click.Path(),
-        None,
-        "Record routing in this file, up to 256 MiB, for `vlora simulate --replay`.",
-    ),
-    (
-        "ship_adapters",
-        None,
-        False,
-        "With --cluster: send adapters' files to machines that lack them, as `ship_adapters: true` of the plan.",
-    ),
-)
+_MOST_SECONDS = 1e9
 
 
-class ReplicaOptions(NamedTuple):
-    """The values."""
+@dataclasses.dataclass(frozen=True)
+class ReplicaOptions:
+    """Several engines; a flag each."""
 
-    replicas: int
-    max_replicas: int | None
-    autoscale: bool
-    scale_up_s: float
-    scale_down_s: float
-    routing_rule: str
-    routing_journal: str | None
-    ship_adapters: bool
-
-    @property
-    def several(self) -> bool:
-        """Whether there may be more than one engine."""
-        return max(self.replicas, self.max_replicas or 1) > 1
-
-
-def replica_options(command: Any) -> Any:
-    """Add the options."""
-    for name, kind, default, text in reversed(_OPTIONS):
-        command = headed(
-            "Replicas",
-            f"--{name.replace('_', '-')}",
-            type=kind,
-            is_flag=kind is None,
-            default=default,
-            show_default=bool(default),
-            help=text,
-        )(command)
-    return command
+    replicas: int = 1
+    max_replicas: int | None = None
+    autoscale: bool = False
+    scale_up_s: float = 2.0
+    scale_down_s: float = 60.0
+    routing_rule: str = "placed"
+    routing_journal: str | None = None
+    ship_adapters: bool = False
 
 
 def take_replica_options(
@@ -104,7 +64,7 @@ def take_replica_options(
             would train the same adapters in the same folder, or one address for their weights; Ray cannot be used,
             which is not imported; or an option has no effect.
     """
-    given = ReplicaOptions(**{name: settings.pop(name) for name, *_ in _OPTIONS})
+    given = ReplicaOptions(**{field.name: settings.pop(field.name) for field in dataclasses.fields(ReplicaOptions)})
     number, most = given.replicas, given.max_replicas
     if number < 1:
         raise BadConfig(f"--replicas is {number}; at least one engine serves")
@@ -112,8 +72,8 @@ def take_replica_options(
         raise BadConfig(f"--max-replicas is {most}, below --replicas {number}; set it to {number} or more")
     most = most or number
     for name in ("scale_up_s", "scale_down_s"):
-        if math.isnan(getattr(given, name)):  # which click compares with no limit
-            raise BadConfig(f"--{name.replace('_', '-')} is nan; set a number of seconds above 0")
+        if not 0 < getattr(given, name) <= _MOST_SECONDS:
+            raise BadConfig(f"--{name.replace('_', '-')} is {getattr(given, name):g}; set a number of seconds above 0")
     if cluster is not None:
         if given.autoscale and cluster.replicas.limit == cluster.replicas.number:
             raise BadConfig("--autoscale needs `replicas.most` of the plan above `replicas.number`")
@@ -134,7 +94,8 @@ def take_replica_options(
     if given.routing_journal is not None:
         if most == 1 and cluster is None:
             raise BadConfig("--routing-journal needs --replicas 2 or more: one engine has no router")
-        given = given._replace(routing_journal=os.path.abspath(os.path.expanduser(given.routing_journal)))
+        path = os.path.abspath(os.path.expanduser(given.routing_journal))
+        given = dataclasses.replace(given, routing_journal=path)
     if most > 1:
         from vlora.cluster.on_ray.settings import check_ray
 
@@ -168,7 +129,7 @@ def take_replica_options(
     type=click.Path(path_type=Path),
     help="Serve every adapter folder in this folder.",
 )
-@replica_options
+@config_flags(ReplicaOptions)
 @headed(
     "Replicas",
     "--cluster",
@@ -290,7 +251,7 @@ def serve(
                 cluster=plan,
                 learn=learning,
                 adapter_state=adapter_state,
-                **replicas._asdict(),
+                **dataclasses.asdict(replicas),
             )
         )
     # Skip torch's teardown, which only delays the exit.

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from vlora.cli.options import headed
+from vlora.cli.options import RULES, headed
 from vlora.config import DTYPES, POLICY_ALIASES, POLICY_NAMES
 from vlora.errors import BadConfig
 
@@ -66,6 +66,17 @@ _SETTINGS = {
         "vision_cache_bytes": "Size of the image embedding cache.",
         "prefix_cache": "Reuse KV across requests with a common prefix.",
     },
+    "Replicas": {
+        "replicas": "Number of engines on this machine; more than one needs Ray.",
+        "max_replicas": "Limit of `vlora cluster scale` and of --autoscale.  [default: --replicas]",
+        "autoscale": "Add replicas under load, up to --max-replicas, and release them down to --replicas.",
+        "scale_up_s": "Seconds that requests wait before --autoscale adds a replica.",
+        "scale_down_s": "Seconds that the others could carry the load before one is released.",
+        "routing_rule": "Which replica gets the next request.",
+        "routing_journal": "Record routing in this file, up to 256 MiB, for `vlora simulate --replay`.",
+        "ship_adapters": "With --cluster: send adapters' files to machines that lack them, as `ship_adapters: true` of "
+        "the plan.",
+    },
     "Network": {
         "host": "Address to listen on; loopback only without tokens.",
         "rpyc_port": "Port to listen on; 0 selects a free port.",
@@ -93,7 +104,7 @@ _SETTINGS = {
 }
 _HEADINGS = {name: heading for heading, settings in _SETTINGS.items() for name in settings}
 _SHORT = {"http_port": "-p"}
-_CHOICES = {"dtype": DTYPES, "policy": POLICY_NAMES}
+_CHOICES = {"dtype": DTYPES, "policy": POLICY_NAMES, "routing_rule": RULES}
 _ALIASES = {"policy": POLICY_ALIASES}
 
 

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
 
-from vlora.engine.operations import ADAPTERS_PER_REPLY, GetSnapshot, ListAdapters, LoadAdapter, RegisterAdapters, Train
+from vlora.engine.operations import ADAPTERS_PER_REPLY, GetSnapshot, ListAdapters, LoadAdapter, RegisterAdapters
 from vlora.engine.snapshot import EngineSnapshot
-from vlora.operations import CancelTraining, GetStats, ListTrainings, Operation, PinAdapter, UnloadAdapter
-from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput, TrainingStatus
+from vlora.operations import GetStats, Operation, PinAdapter, UnloadAdapter
+from vlora.types import AdapterStatus, EngineStats, Request, RequestOutput
 
 
 class EngineInterface(Protocol):
@@ -84,27 +84,6 @@ class EngineInterface(Protocol):
             found += page
             if len(page) < ADAPTERS_PER_REPLY:
                 return found
-
-    async def train(self, plan: str, *, reopen: bool = True) -> tuple[TrainingStatus, ...]:
-        """Begin or continue the trainings of a plan file, all or none. Returns when its files were read.
-
-        Args:
-            plan: A file of this engine's machine.
-            reopen: Continue trainings that were cancelled or have failed, too.
-
-        Raises:
-            BadPlan: The plan or its data cannot be used.
-            BadRequest: The engine cannot train, the model lacks a target, or the name of a training is in use.
-        """
-        return await self.call(Train(plan, reopen))
-
-    async def trainings(self) -> tuple[TrainingStatus, ...]:
-        """Every training since the engine started."""
-        return await self.call(ListTrainings())
-
-    async def cancel_training(self, name: str) -> TrainingStatus:
-        """End a training; its checkpoint remains. Raises BadRequest if it is not running."""
-        return await self.call(CancelTraining(name))
 
     async def stats(self) -> EngineStats:
         """Counters since the engine started."""

@@ -49,7 +49,12 @@ class ListAdapters(Operation, frozen=True):
 
 
 class Train(operations.Train, frozen=True):
-    """reopen: also those that were cancelled or have failed."""
+    """Returns when the plan's files were read. reopen: also those that were cancelled or have failed.
+
+    Raises:
+        BadPlan: The plan or its data cannot be used.
+        BadRequest: The engine cannot train, the model lacks a target, or the name of a training is in use.
+    """
 
     reopen: bool = True
 

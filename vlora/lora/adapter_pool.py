@@ -51,9 +51,7 @@ class OtherRanks(Protocol):
         """Use another run for an adapter. Its bytes were already copied there."""
         ...
 
-    def evict(self, key: str) -> None:
-        """Evict an adapter on the other ranks."""
-        ...
+    def evict(self, key: str) -> None: ...
 
     def pack(self, keys: tuple[str, ...], run: PageRun) -> None:
         """Create packed copies of these adapters on the other ranks."""

@@ -79,7 +79,6 @@ class Counters:
         num_waiting_for_kv: int,
         block_manager: BlockManager,
     ) -> EngineStats:
-        """The sums and the current state."""
         running = [tracked.status is RequestStatus.RUNNING for tracked in admitted]
         return EngineStats(
             model=model,

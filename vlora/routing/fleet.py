@@ -31,7 +31,6 @@ class Fleet:
 
     @property
     def names(self) -> Sequence[str]:
-        """All replicas in order of their names."""
         return self._names
 
     def from_busiest(self) -> Iterator[Standing]:

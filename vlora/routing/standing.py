@@ -48,8 +48,6 @@ class Need(NamedTuple):
 
 
 class Room(NamedTuple):
-    """The capacity of a replica."""
-
     max_batch_size: int
     blocks: int
     adapters: int = 1 << 30

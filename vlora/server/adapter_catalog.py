@@ -18,7 +18,9 @@ import msgspec
 
 from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.engine.interface import EngineInterface
+from vlora.engine.operations import Train
 from vlora.errors import BadAdapter, BadRequest, EngineDead, UnknownAdapter, UnknownHead, VLoraError, listed
+from vlora.operations import ListTrainings
 from vlora.server.domains import Target
 from vlora.server.metrics import Metrics
 from vlora.types import AdapterStatus, HeadSummary, TrainingStatus, adapter_name, composed_of, is_composed
@@ -233,7 +235,7 @@ class AdapterCatalog:
 
     async def train(self, plan: str) -> tuple[TrainingStatus, ...]:
         """Begin the trainings of a plan file. The adapters that they finish are kept for the next start."""
-        begun = await self._engine.train(plan)
+        begun = await self._engine.call(Train(plan))
         keeping = asyncio.create_task(self._keep_trained({one.name for one in begun}))
         self._changes.add(keeping)
         keeping.add_done_callback(self._on_changed)
@@ -270,7 +272,7 @@ class AdapterCatalog:
         while self._state is not None and names:
             await asyncio.sleep(TRAINED_S)
             with contextlib.suppress(VLoraError):  # the engine is restarting, or the disk is full
-                found = [one for one in await self._engine.trainings() if one.name in names]
+                found = [one for one in await self._engine.call(ListTrainings()) if one.name in names]
                 served = {status.name for status in await self._engine.adapters()}
                 finished = [one for one in found if one.state == "finished" and one.name in served]
                 if finished:

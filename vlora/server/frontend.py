@@ -351,7 +351,6 @@ class FrontEnd:
 
 
 def choice_id(request_id: str, choice: int) -> str:
-    """The request id of a choice."""
     return request_id if choice == 0 else f"{request_id}-{choice}"
 
 

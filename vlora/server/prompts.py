@@ -186,7 +186,6 @@ class SharedImages:
 
     @property
     def images(self) -> Sequence[Visual]:
-        """As given."""
         return self._images
 
     async def processed(self, process: Callable[[Sequence[Visual]], Awaitable[ProcessedImages]]) -> ProcessedImages:

@@ -14,9 +14,11 @@ from PIL import Image as Pillow
 from vlora.client.values import Answer
 from vlora.config import ServerConfig
 from vlora.engine.interface import EngineInterface
+from vlora.engine.operations import Train
 from vlora.errors import BadRequest, UnknownAdapter
 from vlora.learning.learning import Learning
 from vlora.learning.sample_store import AnsweredRequest
+from vlora.operations import ListTrainings
 from vlora.server.active_requests import RequestClock
 from vlora.server.adapter_catalog import AdapterCatalog
 from vlora.server.detokenizer import AnswerText
@@ -177,7 +179,7 @@ class EngineModel:
 
     async def train(self, plan: Path) -> None:
         """See `ServedModel`. A training that was cancelled or has failed remains so."""
-        await self._engine.train(str(plan), reopen=False)
+        await self._engine.call(Train(str(plan), reopen=False))
 
     async def trainings(self) -> tuple[TrainingStatus, ...]:
-        return await self._engine.trainings()
+        return await self._engine.call(ListTrainings())

@@ -280,7 +280,6 @@ class Replica:
 
     @property
     def jobs(self) -> Collection[Job]:
-        """The unfinished requests."""
         return self._jobs.values()
 
     @property

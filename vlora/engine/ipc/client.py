@@ -46,9 +46,7 @@ class EngineProcess(Protocol):
         """
         ...
 
-    def kill(self) -> None:
-        """End it at once."""
-        ...
+    def kill(self) -> None: ...
 
 
 class EngineClient(EngineInterface):

@@ -175,7 +175,6 @@ class EngineTransport:
 
     @property
     def has_message(self) -> bool:
-        """Whether `receive` would return a message."""
         return not self._messages.empty()
 
     def wake(self) -> None:

@@ -205,7 +205,7 @@ class SupervisedEngine(EngineInterface):
     async def _restore(self, engine: EngineClient) -> None:
         """Restore adapters and trainings of the old process in a new one; log and forget what cannot be restored."""
         for plan in tuple(self._plans):
-            if not await self._try(engine.train(plan, reopen=False), f"the trainings of {plan} do not continue"):
+            if not await self._try(engine.call(Train(plan, reopen=False)), f"the trainings of {plan} do not continue"):
                 del self._plans[plan]
         trained = {status.name for status in await engine.adapters()} if self._unloaded else set()
         for name in self._unloaded & trained:

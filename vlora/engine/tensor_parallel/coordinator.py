@@ -241,7 +241,6 @@ class TensorParallelRunner:
 
     @property
     def num_requests(self) -> int:
-        """Requests that were added and not released."""
         return len(self._unsent) + len(self._sent)
 
     def add(self, request: Request, vision_key: str | None) -> None:

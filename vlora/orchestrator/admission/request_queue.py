@@ -76,7 +76,6 @@ class RequestQueue:
         return self.admitted.get(request_id) or self.outside.get(request_id)
 
     def add(self, request: Request, now: float, *, held: bool, vision_key: str | None) -> None:
-        """Add a request, see `Scheduler.add`."""
         assert self.get(request.request_id) is None
         tracked = TrackedRequest(request, now, self._block_manager.chain(request))
         tracked.held = held

@@ -133,7 +133,6 @@ class RunningCounts:
 
 
 def event(value: dict[str, Any]) -> bytes:
-    """One server-sent event."""
     return b"data: %b\n\n" % msgspec.json.encode(value)
 
 

@@ -28,7 +28,6 @@ _FIELDS = 20_000  # allowance for the structure of a body, in addition to commas
 
 
 def with_checks(app: ASGIApp, access: Access, metrics: Metrics, budget: ByteBudget, config: ServerConfig) -> ASGIApp:
-    """Wrap the app in its checks."""
     app = _BoundedBody(app, budget, config.max_message_bytes, config.max_prompt_chars + _FIELDS)
     if access.required:
         return _TokenCheck(app, access, metrics)

@@ -184,19 +184,15 @@ class JoinedWrites(asyncio.Transport):
         self._transport.abort()
 
     def is_closing(self) -> bool:
-        """Whether the transport is closing."""
         return self._transport.is_closing()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """The transport's extra info."""
         return self._transport.get_extra_info(name, default)
 
     def pause_reading(self) -> None:
-        """Pause the transport's reads."""
         self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Resume the transport's reads."""
         self._transport.resume_reading()
 
     def _write(self) -> None:

@@ -117,5 +117,4 @@ class Peer:
         return self._channel.take_charge()
 
     def close(self) -> None:
-        """Close the connection."""
         self._channel.close()

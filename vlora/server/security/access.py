@@ -51,12 +51,10 @@ class Access:
 
     @property
     def tokens(self) -> tuple[Token, ...]:
-        """The permitted tokens."""
         return tuple(token for _, token in self._tokens)
 
     @property
     def required(self) -> bool:
-        """Whether authentication is required."""
         return bool(self._tokens)
 
     def replace(self, tokens: Sequence[Token]) -> None:

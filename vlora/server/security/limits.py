@@ -72,7 +72,6 @@ class ByteBudget:
 
     @property
     def used(self) -> int:
-        """Bytes that are reserved now."""
         return self._used
 
     def reserve(self, num_bytes: int, wait_s: float = 0.0) -> bool:
@@ -84,7 +83,6 @@ class ByteBudget:
             return True
 
     def release(self, num_bytes: int) -> None:
-        """Release reserved bytes."""
         with self._changed:
             self._used -= num_bytes
             assert self._used >= 0, "more bytes were released than reserved"

@@ -157,7 +157,6 @@ class StreamSession:
 
     @property
     def num_running(self) -> int:
-        """Frames in progress."""
         return len(self._running)
 
     # -- inside -------------------------------------------------------------------------------------------------------
