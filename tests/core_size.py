@@ -62,7 +62,6 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
         "vlora.lora.composition",
         "vlora.lora.output_changes",
         "vlora.lora.own_layers",
-        "vlora.lora.placements",
     ),
     "processes": ("vlora.engine.ipc",),
     "grammars": ("vlora.engine.grammar_cache", "vlora.models.grammar"),
@@ -125,10 +124,10 @@ class Budget(NamedTuple):
 BUDGETS = (
     Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_260, 2_200),
     Budget("vlora/client", 1_740, 900),
-    Budget("vlora/server", 8_040, 4_900),
-    Budget("vlora/engine vlora/parallel", 7_000, 4_900),
+    Budget("vlora/server", 8_020, 4_900),
+    Budget("vlora/engine vlora/parallel", 6_940, 4_900),
     Budget("vlora/orchestrator vlora/routing", 5_480, 4_000),
-    Budget("vlora/memory vlora/lora vlora/models", 11_600, 8_300),
+    Budget("vlora/memory vlora/lora vlora/models", 11_580, 8_300),
     Budget("vlora/cluster", 7_940, 3_700),
     Budget("vlora/wire", 880, 1_000),
     Budget("vlora/split", 2_580, 1_600),
@@ -143,7 +142,7 @@ BUDGETS = (
 )
 """Each file counts for the longest folder that it is in."""
 
-MAX_SINGLE_IMPORTERS = 113
+MAX_SINGLE_IMPORTERS = 112
 """Modules that only one other module imports: most of them would be easier to find as a part of it."""
 
 

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.example_counts import scaled
-from vlora.engine.piece_prices import PiecePrices
 from vlora.orchestrator import CostModel, Costs, StepSize, TokenThresholds
 from vlora.orchestrator.cost_model import measured_s
 from vlora.orchestrator.encoder_budget import encode_budget
-from vlora.orchestrator.latency_promise import LatencyPromise
+from vlora.orchestrator.latency_promise import LatencyPromise, PiecePrices
 from vlora.split.batching import Call, CallQueue
 from vlora.training.loop import Piece
 from vlora.types import Batch, BatchItem, Mode

@@ -272,7 +272,7 @@ class PlainMemoryDemand(MemoryDemand):
     """Recomputes the demand from all requests."""
 
     def blocks_short(self) -> int:
-        requests, blocks, budget = self._queue.admitted.values(), self._block_manager, self._budget
+        requests, blocks, budget = self.queue.admitted.values(), self._block_manager, self._budget
         running_first = [
             t
             for status in (RequestStatus.RUNNING, RequestStatus.WAITING)

@@ -159,7 +159,7 @@ async def test_many_viewers_share_two_snapshots_per_second() -> None:
             self.engine.num_steps += 10
             return await super().snapshot(since)
 
-    feed = SnapshotFeed(Source(), interval_s=0.2)
+    feed = SnapshotFeed(Source().snapshot, interval_s=0.2)
     first = await asyncio.gather(*(feed.read(0) for _ in range(50)))
     assert len(taken) == 1
     await asyncio.sleep(0.2)
@@ -171,7 +171,7 @@ async def test_many_viewers_share_two_snapshots_per_second() -> None:
 async def test_an_old_snapshot_of_a_dead_engine_is_not_shown_and_a_restarted_one_counts_from_one() -> None:
     source = EngineSource()
     source.engine.num_steps = 40
-    feed = SnapshotFeed(source, interval_s=0.05)
+    feed = SnapshotFeed(source.snapshot, interval_s=0.05)
     await feed.read(0)
     source.dead = True
     await asyncio.sleep(0.06)

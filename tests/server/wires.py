@@ -12,7 +12,9 @@ import msgspec
 from tests.server.api import Api, data_url, events, image_part
 from vlora.client import AsyncClient
 from vlora.client.values import Answer
+from vlora.engine.operations import Train
 from vlora.errors import error_from_code
+from vlora.operations import CancelTraining, ListTrainings
 from vlora.server.prompts import TextRequest
 from vlora.server.security.public_errors import to_vlora_error
 from vlora.types import SamplingParams
@@ -77,9 +79,9 @@ class InProcess(Wire):
             "unload_adapter": catalog.unload,
             "pin_adapter": catalog.pin,
             "adapters": catalog.list,
-            "train": engine.train,
-            "trainings": engine.trainings,
-            "cancel_training": engine.cancel_training,
+            "train": lambda plan: engine.call(Train(plan)),
+            "trainings": lambda: engine.call(ListTrainings()),
+            "cancel_training": lambda name: engine.call(CancelTraining(name)),
         }
         return _plain(self._run(calls[name](*args, **options)))
 

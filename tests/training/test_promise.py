@@ -9,8 +9,7 @@ import pytest
 
 from tests.training.beside import Alone, Case, Running, losses_of, request
 from vlora.engine import Engine
-from vlora.engine.piece_prices import PiecePrices
-from vlora.orchestrator.latency_promise import QUIET_S
+from vlora.orchestrator.latency_promise import QUIET_S, PiecePrices
 from vlora.training import LoraSettings, PackedTrainer, TrainableLora
 from vlora.training.loop import Piece, TrainingLoop
 

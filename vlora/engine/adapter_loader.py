@@ -107,7 +107,7 @@ class AdapterLoader:
         load_needed_adapters(self._scheduler.demand, self._adapter_cache, self._load)
         evict_for_kv(self._scheduler.demand, self._adapter_cache, switcher.merged_key)
         self._pool.detach_evicted()
-        for key in self._scheduler.demand.adapters_outside():
+        for key in self._scheduler.queue.waiting_adapters:
             self._registry.fetch(key)  # into host memory only: their requests are not admitted yet
         merged = switcher.merged_key
         if merged is not None and merged not in self._pool.resident:

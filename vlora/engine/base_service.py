@@ -16,9 +16,8 @@ from torch import nn
 from atmm.stored_linear import StoredLinear
 from vlora.config import ServedBase, Token
 from vlora.engine.device_runtime import DeviceRuntime
-from vlora.engine.piece_prices import PiecePrices
 from vlora.errors import BadConfig
-from vlora.orchestrator.latency_promise import QUIET_S, LatencyPromise
+from vlora.orchestrator.latency_promise import QUIET_S, LatencyPromise, PiecePrices
 from vlora.split import frames, transport
 from vlora.split.addresses import secured, warn_of_no_tls
 from vlora.split.admission import Limits

@@ -19,13 +19,12 @@ from vlora.config import EngineConfig
 from vlora.engine.adapter_admin import AdapterAdmin
 from vlora.engine.device_runtime import DeviceRuntime
 from vlora.engine.limits import free_room
-from vlora.engine.piece_prices import PiecePrices
 from vlora.errors import Aborted, BadConfig, BadRequest
 from vlora.lora import AdapterRegistry
 from vlora.models.processing import InputProcessor
 from vlora.models.vision.encoder import VisionEncoder
 from vlora.orchestrator import CostModel
-from vlora.orchestrator.latency_promise import LatencyPromise
+from vlora.orchestrator.latency_promise import LatencyPromise, PiecePrices
 from vlora.threads import background_executor
 from vlora.training import PackedTrainer
 from vlora.training.job import TrainingJob

@@ -18,7 +18,7 @@ from atmm.stored_linear import StoredLinear
 from atmm.strategies.shared_shrink import CachedInput
 from vlora.lora.joined_weights import JoinedWeights
 from vlora.lora.output_changes import OutputChange, apply_changes, changed_inputs, undo_changes
-from vlora.lora.placements import Placement, new_placement
+from vlora.lora.own_layers import Placement, new_placement
 from vlora.parallel import LinearShard
 from vlora.parallel.adapter_sharding import FactorShape
 

@@ -62,7 +62,7 @@ class MemoryDemand:
         quantum: ResidencyQuantum,
         clock: Callable[[], float],
     ) -> None:
-        self._queue = queue
+        self.queue = queue
         self._budget = budget
         self._credits = credits
         self._encoding = encoding
@@ -77,16 +77,12 @@ class MemoryDemand:
         Adapters of requests that wait for admission or KV room are excluded: they would take pages that entered
         requests are expected to need.
         """
-        return self._queue.kv.entered_adapters
-
-    def adapters_outside(self) -> Set[str]:
-        """Adapters of requests that wait for KV room, then for admission, each in order of arrival."""
-        return self._queue.waiting_adapters
+        return self.queue.kv.entered_adapters
 
     def adapters_by_credit(self) -> tuple[str, ...]:
         """The needed adapters in descending order of their requests' highest credit."""
         highest: dict[str, float] = {}
-        tracked = [t for t in self._queue.admitted.values() if t.adapter is not None and t.entered]
+        tracked = [t for t in self.queue.admitted.values() if t.adapter is not None and t.entered]
         for t, credit in zip(tracked, self._credits.current(tracked, self._clock()), strict=True):
             assert t.adapter is not None
             if credit > highest.get(t.adapter, -1.0):
@@ -102,22 +98,18 @@ class MemoryDemand:
         wait in turn.
         """
         now = self._clock()
-        holders = (self._queue.admitted[holder] for holder in self._block_manager.holders)
+        holders = (self.queue.admitted[holder] for holder in self._block_manager.holders)
         held = frozenset(
             t.adapter
             for t in holders
             if t.adapter is not None
-            and (t.protected or not self._queue.adapter_starves or not self._quantum.has_expired(t.adapter, now))
+            and (t.protected or not self.queue.adapter_starves or not self._quantum.has_expired(t.adapter, now))
         )
         return held | self._encoding.adapters_encoding
 
     def blocks_short(self) -> int:
         """Additional free KV blocks that the next step needs, see `budgets.blocks_short`."""
-        return blocks_short(self._queue.admitted.values(), self._block_manager, self._budget)
-
-    def blocks_short_to_enter(self) -> int:
-        """Additional free KV blocks that the next request needs to enter; 0 if none waits for room."""
-        return self._queue.kv.blocks_short
+        return blocks_short(self.queue.admitted.values(), self._block_manager, self._budget)
 
 
 def load_needed_adapters(demand: MemoryDemand, adapter_cache: AdapterCache, load: Callable[[str], bool]) -> None:
@@ -150,8 +142,8 @@ def evict_for_kv(demand: MemoryDemand, adapter_cache: AdapterCache, merged: str 
     needed = {*demand.needed_adapters, merged}
     if num_blocks := demand.blocks_short():
         adapter_cache.evict_for_blocks(num_blocks, kept=needed)
-    if num_blocks := demand.blocks_short_to_enter():
-        adapter_cache.evict_for_blocks(num_blocks, kept=needed | demand.adapters_outside())
+    if num_blocks := demand.queue.kv.blocks_short:
+        adapter_cache.evict_for_blocks(num_blocks, kept=needed | demand.queue.waiting_adapters)
 
 
 def pin_in_use(demand: MemoryDemand, adapter_cache: AdapterCache) -> list[str]:

@@ -22,14 +22,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, Protocol
+
+from vlora.orchestrator.cost_model import measured_s
 
 QUIET_S = 10.0
 _WINDOW_S = 10.0  # time constant of the utilization; so long is a batch known to be limited
 _SMOOTH = 0.05  # weight of the newest request in the usual duration
 _RECENT = 200  # requests with a known duration
 _SHORT = 0.05  # share of them that are shorter than a short request
+_RECENT_PIECES = 64  # of one kind
+_RARE = 0.05  # share of the pieces that take longer than expected
 
 
 class _Arrival(NamedTuple):
@@ -192,3 +196,34 @@ class LatencyPromise:
         now = max(self._updated_s, self._clock())
         self._busy *= math.exp((self._updated_s - now) / _WINDOW_S)
         self._updated_s = now
+
+
+class Piece(Protocol):
+    """Pieces of one kind take time in proportion to `num_tokens`, or one time if it is 0."""
+
+    @property
+    def kind(self) -> Hashable: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+class PiecePrices:
+    """Learns how long pieces take, by kind."""
+
+    def __init__(self) -> None:
+        self._recent: dict[Hashable, deque[float]] = {}
+
+    def observe(self, piece: Piece, seconds: float) -> None:
+        """Learn from a piece that took `seconds`."""
+        self._recent.setdefault(piece.kind, deque(maxlen=_RECENT_PIECES)).append(
+            measured_s(seconds) / max(1, piece.num_tokens)
+        )
+
+    def num_measured(self, kind: Hashable) -> int:
+        return len(self._recent.get(kind, ()))
+
+    def expected_s(self, piece: Piece) -> float:
+        """An upper bound for most pieces; 0 before the first one of its kind."""
+        recent = sorted(self._recent.get(piece.kind, (0.0,)))
+        return recent[int((1 - _RARE) * (len(recent) - 1))] * max(1, piece.num_tokens)

@@ -290,7 +290,7 @@ class Scheduler:
 
     def _start(self, batch: Batch, now: float) -> None:
         """Record that the requests of a batch run, and that others were preempted for them."""
-        self._counters.count_preempted(len(batch.preempted))
+        self._counters.num_preemptions += len(batch.preempted)
         self.queue.requeue(batch.preempted)
         for item in batch.items:
             tracked = self.queue.admitted[item.request_id]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 
@@ -10,66 +11,63 @@ from vlora.orchestrator.request_state import TrackedRequest
 from vlora.types import Batch, EngineStats, FinishReason, Mode, RequestStatus, StepResult
 
 
+@dataclasses.dataclass
 class Counters:
-    """Sums since the start, updated with each step, first answer, preemption and end of a request."""
+    """Sums since the start, with the names of `EngineStats`."""
 
-    def __init__(self) -> None:
-        self._num_steps = 0
-        self._steps_by_mode: Counter[Mode] = Counter()
-        self._requests_by_mode: Counter[Mode] = Counter()
-        self._num_switches = 0
-        self._switch_s = 0.0
-        self._num_finished = 0
-        self._num_failed = 0
-        self._num_cancelled = 0
-        self._num_preemptions = 0
-        self._num_reused = 0
-        self._num_computed = 0
-        self._num_step_tokens = 0
-        self._num_needed_tokens = 0
-        self._num_encoded_patches = 0.0
-        self._encode_s = 0.0
+    num_steps: int = 0
+    steps_by_mode: Counter[str] = dataclasses.field(default_factory=Counter)
+    requests_by_mode: Counter[str] = dataclasses.field(default_factory=Counter)
+    num_switches: int = 0
+    switch_s: float = 0.0
+    num_finished: int = 0
+    num_failed: int = 0
+    num_cancelled: int = 0
+    num_preemptions: int = 0
+    num_reused_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_step_tokens: int = 0
+    num_needed_tokens: int = 0
+    num_encoded_patches: float = 0.0
+    encode_s: float = 0.0
 
     def count_step(self, batch: Batch, result: StepResult) -> None:
-        self._num_steps += 1
+        self.num_steps += 1
         if batch.items:
-            self._steps_by_mode[batch.mode] += 1
+            self.steps_by_mode[batch.mode.value] += 1
         if result.encoded is not None:
-            self._num_encoded_patches += result.encoded.num_patches
-            self._encode_s += result.encoded.seconds
+            self.num_encoded_patches += result.encoded.num_patches
+            self.encode_s += result.encoded.seconds
         if result.switched:
-            self._num_switches += 1
-            self._switch_s += result.switch_s
+            self.num_switches += 1
+            self.switch_s += result.switch_s
 
     def count_request_step(self, tracked: TrackedRequest, mode: Mode) -> None:
         if mode in tracked.steps_by_mode:
             tracked.steps_by_mode[mode] += 1
         else:
             tracked.steps_by_mode[mode] = 1
-            self._requests_by_mode[mode] += 1
+            self.requests_by_mode[mode.value] += 1
 
     def count_computed(self, tracked: TrackedRequest, start: int, stop: int) -> None:
         """Count a request's newly computed tokens [start, stop); prompt tokens are also counted separately."""
-        self._num_step_tokens += stop - start
-        self._num_needed_tokens += max(0, stop - max(start, tracked.computed_len))
+        self.num_step_tokens += stop - start
+        self.num_needed_tokens += max(0, stop - max(start, tracked.computed_len))
         tracked.computed_len = max(tracked.computed_len, stop)
         of_prompt = max(0, min(stop, tracked.prompt_len) - start)
         tracked.num_computed += of_prompt
-        self._num_computed += of_prompt
+        self.num_computed_tokens += of_prompt
 
     def count_first_answer(self, tracked: TrackedRequest) -> None:
         """Count the reused prompt tokens of a request at its first answer."""
         tracked.num_reused = max(0, tracked.prompt_len - tracked.num_computed)
-        self._num_reused += tracked.num_reused
-
-    def count_preempted(self, num_requests: int) -> None:
-        self._num_preemptions += num_requests
+        self.num_reused_tokens += tracked.num_reused
 
     def count_ended(self, reason: FinishReason, failed: bool) -> None:
         """Count an ended request. A cancelled request did not fail."""
-        self._num_finished += not failed
-        self._num_failed += failed and reason != "cancelled"
-        self._num_cancelled += failed and reason == "cancelled"
+        self.num_finished += not failed
+        self.num_failed += failed and reason != "cancelled"
+        self.num_cancelled += failed and reason == "cancelled"
 
     def stats(
         self,
@@ -82,27 +80,13 @@ class Counters:
         running = [tracked.status is RequestStatus.RUNNING for tracked in admitted]
         return EngineStats(
             model=model,
-            num_steps=self._num_steps,
-            steps_by_mode={mode.value: count for mode, count in self._steps_by_mode.items()},
-            requests_by_mode={mode.value: count for mode, count in self._requests_by_mode.items()},
-            num_switches=self._num_switches,
-            switch_s=self._switch_s,
             num_waiting=running.count(False) + num_outside,
             num_running=running.count(True),
-            num_finished=self._num_finished,
-            num_failed=self._num_failed,
-            num_cancelled=self._num_cancelled,
-            num_preemptions=self._num_preemptions,
+            num_waiting_for_kv=num_waiting_for_kv,
             free_blocks=block_manager.num_free_blocks,
             total_blocks=block_manager.total_blocks,
             cached_blocks=block_manager.num_cached_blocks,
-            num_reused_tokens=self._num_reused,
-            num_computed_tokens=self._num_computed,
-            num_step_tokens=self._num_step_tokens,
-            num_needed_tokens=self._num_needed_tokens,
-            num_waiting_for_kv=num_waiting_for_kv,
-            num_encoded_patches=self._num_encoded_patches,
-            encode_s=self._encode_s,
+            **vars(self) | {"steps_by_mode": dict(self.steps_by_mode), "requests_by_mode": dict(self.requests_by_mode)},
         )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import deque
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -23,7 +24,7 @@ from vlora.server.streams.registry import WatchedStream
 _PRIVATE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 INTERVAL_S = 0.5
-MAX_STEPS = 2000
+MAX_STEPS = 2000  # kept for new viewers
 
 
 class ConsoleRoutes:
@@ -33,7 +34,7 @@ class ConsoleRoutes:
         self._front_end = front_end
         self._model = model
         self._access = access
-        self._feed = SnapshotFeed(front_end)
+        self._feed = SnapshotFeed(front_end.snapshot)
 
     def add_to(self, app: FastAPI) -> None:
         for path, (name, media_type) in CONSOLE_FILES.items():
@@ -137,22 +138,11 @@ def _stream_json(watched: WatchedStream, caller: Token | None) -> dict[str, Any]
     }
 
 
-"""Steps that are kept for new viewers."""
-
-
-class SnapshotSource(Protocol):
-    """The part of `FrontEnd` that a feed uses."""
-
-    async def snapshot(self, since: int = 0) -> EngineSnapshot:
-        """The engine's snapshot, with the steps after number `since`."""
-        ...
-
-
 class SnapshotFeed:
-    """Takes a snapshot on request only."""
+    """Takes a snapshot, with the steps after a number, on request only."""
 
-    def __init__(self, source: SnapshotSource, interval_s: float = INTERVAL_S) -> None:
-        self._source = source
+    def __init__(self, take: Callable[[int], Awaitable[EngineSnapshot]], interval_s: float = INTERVAL_S) -> None:
+        self._take = take
         self._interval_s = interval_s
         self._taken_at = 0.0
         self._snapshot: EngineSnapshot | None = None
@@ -165,7 +155,7 @@ class SnapshotFeed:
             now = asyncio.get_running_loop().time()
             if self._snapshot is None or now - self._taken_at >= self._interval_s:
                 self._taken_at, self._snapshot = now, None  # on failure, do not serve the old snapshot
-                self._snapshot = await self._source.snapshot(self._steps[-1].number if self._steps else 0)
+                self._snapshot = await self._take(self._steps[-1].number if self._steps else 0)
                 if self._steps and self._snapshot.stats.num_steps < self._steps[-1].number:
                     self._steps.clear()  # the engine restarted and counts from 1
                 self._steps.extend(self._snapshot.steps)
