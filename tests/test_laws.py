@@ -135,6 +135,18 @@ def test_imported_modules_exist() -> None:
             assert name.split(".")[0] not in TOPS or core_size.file_of(name).exists(), f"{file}: {name}"
 
 
+def test_no_module_assigns_a_constant_twice() -> None:
+    """The first value would be lost without an error, for example where two modules became one."""
+    for module, file in modules():
+        body = ast.parse(file.read_text()).body
+        found = [
+            node.targets[0].id
+            for node in body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        ]
+        assert len(found) == len(set(found)), (module, sorted(found))
+
+
 def test_every_operation_is_performed() -> None:
     """A cluster asks its replicas for the adapters that `EngineInterface` would list page by page."""
     of_replicas = {KeepAdapters, ListAdapters}
