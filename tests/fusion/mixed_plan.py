@@ -72,7 +72,8 @@ def served_scores(client: Client, plan: Path, report: dict[str, Any]) -> dict[st
         objective = objective_of(splits, domain["metric"])
         words = []
         if domain["task"] != "detection":
-            words = [client.generate(question, shown, adapter, max_tokens=4).text.strip() for shown in pictures]
+            asked = [client.generate(question, shown, adapter, max_tokens=4, answer="words") for shown in pictures]
+            words = [answer.text.strip() for answer in asked]
         if not objective.num_outputs:
             scores[name] = (objective.metric(words, targets), None)
             continue

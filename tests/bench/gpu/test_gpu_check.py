@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.bench.gpu.only_engine_packages import others
-from vlora.bench.gpu.runner import ROOT, STAGES
+from vlora.bench.gpu.runner import INSTALLED, ROOT, STAGES
 from vlora.simulator.machine import read_costs
 
 pytestmark = pytest.mark.slow
@@ -40,6 +40,16 @@ def without_others(tmp_path_factory: pytest.TempPathFactory) -> str:
         "from tests.bench.gpu.only_engine_packages import hide_others\nhide_others()\n"
     )
     return str(folder)
+
+
+def test_the_engine_and_every_stage_are_imported_without_a_servers_packages(without_others: str) -> None:
+    stages = [
+        f"{'vlora.bench.gpu.stages' if each.name in INSTALLED else 'benchmarks.gpu'}.{each.name}" for each in STAGES
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((without_others, str(ROOT)))}
+    command = [sys.executable, "-c", f"import vlora.engine.engine, {', '.join(stages)}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu_sim

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, Qwen2Config
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from vlora.errors import UnsupportedModel
 
@@ -162,8 +161,10 @@ class QwenVLImageProcessor:
     """Makes the image processor of a checkpoint, which has no file for it; the instances are transformers' of CLIP."""
 
     @classmethod
-    def from_pretrained(cls, model: str | os.PathLike[str], **options: Any) -> CLIPImageProcessorPil:
+    def from_pretrained(cls, model: str | os.PathLike[str], **options: Any) -> Any:
         """The processor for the image size in a checkpoint's config.json. options: have no effect."""
+        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil  # needs Pillow
+
         stored, _ = QwenVLConfig.get_config_dict(model)
         side = stored["vision_config"]["image_size"]
         return CLIPImageProcessorPil(size={"height": side, "width": side}, do_center_crop=False)
