@@ -60,6 +60,15 @@ def test_links_lead_to_files_and_headings() -> None:
             assert file.exists() and (not anchor or file.suffix != ".md" or anchor in anchors(file)), (page, target)
 
 
+def test_records_have_numbers_of_their_own_and_are_listed() -> None:
+    records = [page for page in DOCS if page.parent.name == "decisions" and page.name != "README.md"]
+    numbers = [page.name[:4] for page in records]
+    listing = (ROOT / "docs" / "decisions" / "README.md").read_text()
+    assert len(set(numbers)) == len(numbers)
+    assert [page.name for page in records if f"]({page.name})" not in listing] == []
+    assert [page.name for page in records if not page.read_text().startswith(f"# {page.name[:4]}: ")] == []
+
+
 def test_files_that_pages_name_exist() -> None:
     """A path of this repository begins with a folder of it, or is the end of one's. Others are of a user, who has no
     Python or C++ files here but two."""
