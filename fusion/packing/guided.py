@@ -163,7 +163,7 @@ class _Search:
         changed = [self._sorted(one.names) for one in former if one.trained is None]
         for history, names, trained in former:
             below = {} if trained is None else below_threshold(trained.scores, self._thresholds)
-            if below and history == History(names):  # it misses its threshold alone, so no other adapter is tried
+            if below and history == History(names[:1]):  # it misses its threshold alone, so no other adapter is tried
                 self._alone.update(names)
                 self._train_alone(names[0])
             elif trained is not None:
@@ -192,7 +192,7 @@ class _Search:
     def join_the_rest(self) -> None:
         """Train each remaining domain into an adapter that keeps all of its thresholds, or else alone."""
         for name in self.left:
-            if not self._joins_any(name, self.adapters):
+            if (name in self._alone and self._misses_alone(name)) or not self._joins_any(name, self.adapters):
                 self._train_alone(name)
         self.left = []
 

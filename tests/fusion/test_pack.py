@@ -31,7 +31,7 @@ from fusion.packing.algorithm import (
     pack_best,
     pack_in_sequence,
 )
-from fusion.packing.guided import BUDGET, pack_guided
+from fusion.packing.guided import BUDGET, Former, pack_guided
 from fusion.packing.joint import pack_jointly
 from fusion.packing.oracle import MAX_DOMAINS, Oracle
 from fusion.packing.training_counts import max_trainings, min_trainings, trained_alone
@@ -437,6 +437,14 @@ def test_a_joint_training_of_which_a_part_stays_is_a_rollback_that_is_printed() 
         "a, b, c do not fit into one adapter, below threshold: a 0.600 (threshold 0.800), c 0.600 (threshold 0.800); "
         "kept in it: b"
     )
+
+
+def test_a_domain_known_to_miss_its_threshold_alone_is_tried_in_no_earlier_adapter() -> None:
+    world = conflicting("abcd", paid=True, skill={"d": 0.5})
+    former = [Former(History(tuple("abcd")), tuple("abcd"), world.together("abcd"))]
+    packing = pack_guided(tuple("abcd"), THRESHOLDS, world, trained_alone="abcd", former=former)
+    assert list(packing.adapters) == [("a", "b", "c"), ("d",)]
+    assert world.trained == [History(tuple("abcd"))]
 
 
 @pytest.mark.parametrize(("paid", "ahead"), [(True, []), (False, [[tuple("aceg"), tuple("bdfh")]])])
