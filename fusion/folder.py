@@ -22,7 +22,7 @@ _STAGED = "results.unfinished"
 _REPLACED = "replaced.json"  # in the staged results: the report of the results that they replace
 # Names of files and folders in a run's other folders.
 _TRAININGS = re.compile(rf"packing\.json|[0-9a-f]{{24}}|{UNFINISHED}.*")
-_FEATURES = re.compile(rf"[0-9a-f]{{64}}\.(safetensors|\d+)|{UNFINISHED}.*")
+_FEATURES = re.compile(rf"[0-9a-f]{{24}}-[0-9a-f]{{32}}\.safetensors|[0-9a-f]{{64}}\.(safetensors|\d+)|{UNFINISHED}.*")
 
 
 @contextlib.contextmanager
@@ -142,7 +142,7 @@ class ResumeHint:
 
     def __str__(self) -> str:
         if self._deletes:
-            return "nothing was deleted or trained yet"
+            return "no training was deleted or run yet"
         found = self._folder.glob("*/trained.json")
         count = sum(not file.parent.name.startswith(UNFINISHED) for file in found)
         if not count:

@@ -1,7 +1,7 @@
 """A run of `vlora fuse`: a plan in, adapters and a report out.
 
-Its phases: the plan is checked, the data is encoded, the base model is scored, each domain gets its threshold, the
-domains are packed into adapters, and the adapters are tested and reported.
+Its phases: the plan is checked, the base model is scored, each domain gets its threshold, the domains are packed into
+adapters, and the adapters are tested and reported. Samples of a domain are encoded when they are first used.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def fuse(
         out: folder for the results and, during the run, for finished trainings.
         resume: reuse the trainings in OUT/checkpoint of an earlier run, also one with another plan, where everything
             that they depend on is the same.
-        restart: delete these trainings and replace the results of an earlier run.
+        restart: delete these trainings and OUT/features, and replace the results of an earlier run.
         oracle: also find the minimum number of adapters, which takes many more trainings.
         workers: number of parallel trainings; CPU only.
         resume_hint: notified when an earlier run's trainings are deleted; from then on an interrupted run can be
@@ -104,6 +104,7 @@ def fuse(
             _check_folder(out, continues=resume or restart)  # another run may have used it since
             started = time.perf_counter()
             data = prepare_data(checked, out, progress, device=device)
+            data.features.keep_only(() if restart else None)
             untrained = score_base(data, checked.text, Checkpoint(out / "checkpoint", resume=True) if resume else None)
             training = training_session(
                 data, out, progress, resume=resume, untrained=untrained, workers=workers, on_cleared=hint.mark_cleared

@@ -54,7 +54,7 @@ SETTINGS = IndexSettings(
 
 
 def features(folder: Path) -> None:
-    FeatureCache(folder, "tower").get([["picture"]], lambda: [torch.zeros(4000)])
+    FeatureCache(folder, "tower").get([["picture"]], lambda _: [torch.zeros(4000)])
 
 
 def training(folder: Path) -> None:
@@ -131,7 +131,7 @@ def sheet(folder: Path) -> None:
 
 
 WRITERS: dict[Callable[[Path], None], str] = {
-    features: r"[0-9a-f]{64}\.safetensors",
+    features: r"tower-picture\.safetensors",
     training: "[0-9a-f]{24}",
     score: r"[0-9a-f]{24}/[0-9a-f]{24}\.json",
     packing: r"packing\.json",

@@ -85,8 +85,7 @@ def report_run(
         write_test_data(folder / "test", data.plan, {name: own.splits for name, own in data.domains.items()})
         (folder / "report.html").write_text(page(report, examples))
         report.write(folder / "report.json")
-    assert data.base.features is not None, "a run stores features"
-    data.base.features.keep_only({name for one in untrained.values() for name in one.features})
+    data.features.keep_only({name for one in untrained.values() for name in one.pictures})
     return report
 
 

@@ -1,9 +1,8 @@
-"""Image features of the frozen vision tower, a file for each picture by the content of tower and picture, read on
-demand."""
+"""Image features of the frozen vision tower, a file for each picture by tower and content, read on demand."""
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,52 +11,57 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
-from vlora.run_folder import remove_unfinished, write_whole, writing
+from vlora.run_folder import write_whole, writing
+
+FEATURES_FORMAT = 1  # another one where the same encoder gives other features
 
 
 class OnDisk(NamedTuple):
-    """Features of a sample's pictures [image tokens, hidden * (1 + deepstack levels)], a file for each picture."""
+    """Features of a sample's pictures [image tokens, hidden * (1 + deepstack levels)], by their content hashes."""
 
-    folder: Path
-    names: tuple[str, ...]
+    cache: FeatureCache
+    pictures: tuple[str, ...]
 
     def rows(self) -> torch.Tensor:
-        return torch.cat([load_file(self.folder / name)["rows"] for name in self.names])
+        return torch.cat([load_file(self.cache.file(picture))["rows"] for picture in self.pictures])
 
 
 class FeatureCache:
-    """Features of pictures. tower: identifies the weights and the device that produce them."""
+    """Features of pictures. tower: hash of everything that they depend on but the picture."""
 
     def __init__(self, folder: Path, tower: str) -> None:
         self._folder = folder
         self._tower = tower
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(folder)
 
-    def get(self, samples: Sequence[Sequence[str]], compute: Callable[[], Sequence[torch.Tensor]]) -> list[OnDisk]:
-        """Features of each sample, given as its pictures' content hashes. compute: called unless all are stored;
-        returns those of each picture of each sample, in order."""
-        found = [OnDisk(self._folder, tuple(map(self._name, pictures))) for pictures in samples]
-        names = [name for one in found for name in one.names]
-        if not all(map(self._is_stored, names)):
-            for name, rows in zip(names, compute(), strict=True):
-                with writing(self._folder / name):
-                    write_whole(self._folder / name, save({"rows": rows.contiguous().cpu()}), durable=False)
-        return found
+    def file(self, picture: str) -> Path:
+        return self._folder / f"{self._tower}-{picture}.safetensors"
 
-    def keep_only(self, names: Collection[str]) -> None:
-        """Remove all features but these."""
+    def get(
+        self, samples: Sequence[Sequence[str]], compute: Callable[[Sequence[int]], Sequence[torch.Tensor]]
+    ) -> list[OnDisk]:
+        """Features of each sample, given as its pictures' content hashes. compute: called with the indices, over all
+        samples, of pictures that are not stored, each content once. A stored file is not replaced: on a GPU, values
+        depend on the batch, and trainings of this run may have read them."""
+        pictures = itertools.chain.from_iterable(samples)
+        missing = {picture: index for index, picture in enumerate(pictures) if not self._is_stored(picture)}
+        if missing:
+            for picture, rows in zip(missing, compute([*missing.values()]), strict=True):
+                with writing(self.file(picture)):
+                    write_whole(self.file(picture), save({"rows": rows.contiguous().cpu()}), durable=False)
+        return [OnDisk(self, tuple(pictures)) for pictures in samples]
+
+    def keep_only(self, pictures: Collection[str] | None = None) -> None:
+        """Remove features of other towers, and what killed processes were writing. pictures: remove those of others."""
         for file in self._folder.iterdir():
-            if file.name not in names:
+            tower, _, picture = file.stem.partition("-")
+            if tower != self._tower or (pictures is not None and picture not in pictures):
                 file.unlink()
 
-    def _is_stored(self, name: str) -> bool:
+    def _is_stored(self, picture: str) -> bool:
         try:
-            with safe_open(self._folder / name, "pt"):
+            with safe_open(self.file(picture), "pt"):
                 return True
         except (FileNotFoundError, SafetensorError):  # a truncated file is written again
             return False
-
-    def _name(self, picture: str) -> str:
-        return f"{hashlib.sha256(f'{self._tower} {picture}'.encode()).hexdigest()}.safetensors"

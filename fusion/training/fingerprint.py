@@ -71,12 +71,7 @@ def hash_of_values(values: Mapping[str, str]) -> str:
 
 
 def inputs_of(
-    plan: Plan,
-    splits: Mapping[str, Splits],
-    base: str,
-    processing: str,
-    device: str,
-    progress: Progress | None = None,
+    plan: Plan, splits: Mapping[str, Splits], base: str, processing: str, device: str, progress: Progress | None = None
 ) -> Inputs:
     """Fields of the plan, hashes of each domain's data, of the base's weights and of its processing, and the format of
     stored heads, which tells their layers.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from PIL import Image
 
 from atmm.formats import FORMATS
@@ -20,8 +21,8 @@ from fusion.plan.schema import DomainPlan, Plan
 from fusion.progress import Progress
 from fusion.training.activation import OFFSETS, invocation_tokens
 from fusion.training.collator import EncodedSample, TextInput, batch_arguments, embed, features_of_tokens
-from fusion.training.features import FeatureCache, OnDisk
-from fusion.training.fingerprint import hash_of_weights
+from fusion.training.features import FEATURES_FORMAT, FeatureCache, OnDisk
+from fusion.training.fingerprint import hash_of_processing, hash_of_values, hash_of_weights
 from fusion.training.objectives import objective_of
 from heads.boxes import Window
 from vlora.config import EngineConfig, Quantize
@@ -42,8 +43,7 @@ ENCODE_AT_ONCE = 16  # samples per batch and per progress update
 class FrozenBase:
     """The base model without gradients: image features, prompts, and the language model that adapters modify.
 
-    weights: hash of the model's weights. features: None if features of pictures are kept in memory. invocation: the
-    tokens at which adapters on it begin; empty for ordinary ones.
+    weights: their hash. invocation: the tokens at which adapters on it begin; empty for ordinary ones.
 
     Args:
         features: folder for image features; None keeps all of them in memory.
@@ -70,8 +70,7 @@ class FrozenBase:
         self.train_vision = train_vision
         self.invocation = invocation
         self.weights = hash_of_weights(model.named_parameters())
-        maker = f"{self.weights} on {self.hf_model.device.type}"  # another device rounds differently
-        self.features = None if features is None else FeatureCache(features, maker)
+        self.features = None if features is None else FeatureCache(features, self._tower())
         self._vision = VisionEncoder(self.hf_model, cache_bytes=0)
 
     @torch.no_grad()
@@ -121,8 +120,7 @@ class FrozenBase:
         return [features_of_tokens(one) for one in self._vision.encode([VisionTask(item, None) for item in items])]
 
     def features_of(self, samples: Sequence[EncodedSample]) -> list[torch.Tensor]:
-        """Features of each sample [image tokens, hidden * (1 + levels)]: the stored ones, or recomputed if the vision
-        side is trained, with gradients if they are enabled."""
+        """Features of each sample [image tokens, hidden * (1 + levels)], computed now if the vision side is trained."""
         if not self.train_vision:
             return [seen for sample in samples if (seen := sample.embeddings) is not None]
         made = iter(self.encode_images([item for sample in samples for item in sample.vision]))
@@ -145,7 +143,14 @@ class FrozenBase:
             made = iter(self.encode_images(items))
             return [torch.cat([next(made) for _ in one.vision]) for one in encoded]
         samples = [[item.content_hash for item in one.vision] for one in encoded]
-        return self.features.get(samples, lambda: self.encode_images(items))
+        return self.features.get(samples, lambda missing: self.encode_images([items[index] for index in missing]))
+
+    def _tower(self) -> str:
+        """Hash of all that features depend on but the picture: another device, or library, rounds differently."""
+        made_by = {"weights": self.weights, "processing": hash_of_processing(self.processor)}
+        libraries = {"torch": torch.__version__, "transformers": transformers.__version__}
+        device = self.hf_model.device.type
+        return hash_of_values({**made_by, **libraries, "device": device, "format": str(FEATURES_FORMAT)})
 
     def _answer_tokens(self, splits: Splits, sample: Sample) -> tuple[int, ...]:
         """Tokens of a sample's answer in words. Raises BadPlan if they include special tokens of the base model."""
@@ -263,12 +268,10 @@ def load_frozen_base(plan: Plan, device: str, progress: Progress, *, features: P
     )
 
 
-# A base model that is served quantized: adapters are trained on its rounded weights (QLoRA, arXiv:2305.14314).
-
-
 def round_base(model: Any, quantize: Quantize) -> None:
-    """Round the weights that `vlora serve --quantize` rounds, in place and in their dtype. Raises BadConfig if the
-    format cannot store a layer. Products round their inputs too when they are served; trainings do not."""
+    """Round the weights that `vlora serve --quantize` rounds, in place and in their dtype, so that adapters are trained
+    on them (QLoRA, arXiv:2305.14314). Raises BadConfig if the format cannot store a layer. Products round their inputs
+    too when they are served; trainings do not."""
     if quantize == "none":
         return
     weight_format = FORMATS[quantize]

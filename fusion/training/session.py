@@ -1,4 +1,4 @@
-"""What the trainings of a run share: its encoded data, and the trainer with the cache of finished trainings."""
+"""What the trainings of a run share: its data, and the trainer with the cache of finished trainings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusion.plan.check import PlanChecked
 from fusion.plan.schema import Plan
 from fusion.progress import Progress
 from fusion.training.checkpoint import UNTRAINED, Checkpoint
-from fusion.training.features import OnDisk
+from fusion.training.features import FeatureCache, OnDisk
 from fusion.training.fingerprint import ALL, Inputs, hash_of_processing, inputs_of
 from fusion.training.frozen_base import Domain, FrozenBase, load_frozen_base
 from fusion.training.parallel_jobs import Job, RunAhead, one_thread, run_in_parallel
@@ -25,13 +25,11 @@ from vlora.plan_files.reading import PlanText
 
 
 class Untrained(NamedTuple):
-    """A domain before any training.
-
-    score: its metric of the base model's answers in words on the first test samples. features: files of its pictures.
-    """
+    """score: a domain's metric of the base model's answers in words on the first test samples, before any training.
+    pictures: content hashes of all of its pictures."""
 
     score: float
-    features: tuple[str, ...]
+    pictures: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +45,15 @@ class RunData:
     teacher_scores: Mapping[str, float]
     inputs: Inputs
 
+    @property
+    def features(self) -> FeatureCache:
+        assert self.base.features is not None, "a run stores features"
+        return self.base.features
+
 
 def prepare_data(checked: PlanChecked, out: Path, progress: Progress, *, device: str) -> RunData:
     """Load the base model. Samples are encoded when they are first used; image features are stored in OUT/features.
-
-    Raises:
-        BadConfig: a part of the base model is missing.
-    """
+    Raises BadConfig if a part of the base model is missing."""
     plan = checked.plan
     base = load_frozen_base(plan, device, progress, features=out / "features")
     splits = {name: data.splits for name, data in checked.data.items()}
@@ -65,8 +65,8 @@ def prepare_data(checked: PlanChecked, out: Path, progress: Progress, *, device:
 def score_base(data: RunData, text: PlanText, stored: Checkpoint | None) -> dict[str, Untrained]:
     """Encode each domain whose score is not stored, and score the base model on it.
 
-    Call it before a trainer is created, which adds an adapter to the base model, and before anything is deleted. Raises
-    BadPlan for samples that the base model cannot process, with their domains' places in the plan's text.
+    Call it before a trainer is created, which adds an adapter to the base model, and before trainings are deleted.
+    Raises BadPlan for samples that the base model cannot process, with their places in the plan.
     """
     found: dict[str, Untrained] = {}
     errors = PlanErrors(text)
@@ -82,8 +82,8 @@ def score_base(data: RunData, text: PlanText, stored: Checkpoint | None) -> dict
 
 def _score_base(domain: Domain) -> Untrained:
     samples = [*domain.train, *domain.validation, *domain.test]
-    files = {name for one in samples if isinstance(one.features, OnDisk) for name in one.features.names}
-    return Untrained(score_before_training(domain), tuple(sorted(files)))
+    pictures = {name for one in samples if isinstance(one.features, OnDisk) for name in one.features.pictures}
+    return Untrained(score_before_training(domain), tuple(sorted(pictures)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,6 @@ def training_session(
     Args:
         resume: continue with the trainings in OUT/checkpoint; otherwise they are deleted.
         untrained: by domain, stored for later runs.
-        workers: number of parallel trainings.
         on_cleared: called after an earlier run's trainings have been deleted, or kept.
     """
     parallel = workers > 1

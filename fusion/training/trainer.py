@@ -74,12 +74,7 @@ class LoraTrainer:
     """
 
     def __init__(
-        self,
-        base: FrozenBase,
-        domains: Mapping[str, Domain],
-        plan: Plan,
-        *,
-        progress: Progress | None = None,
+        self, base: FrozenBase, domains: Mapping[str, Domain], plan: Plan, *, progress: Progress | None = None
     ) -> None:
         self.plan = plan
         self.progress = progress or Progress()
@@ -143,10 +138,7 @@ class LoraTrainer:
             for parameter in self.adapter.parameters.values():
                 parameter.grad = None
 
-        with (
-            self.progress.work("measuring conflicts", len(domains), "domains") as update,
-            self.adapter.recomputation(),
-        ):
+        with self.progress.work("measuring conflicts", len(domains), "domains") as update, self.adapter.recomputation():
             for count, domain in enumerate(domains, 1):
                 rng = np.random.default_rng(self.adapter.seed(f"gradient {domain}"))
                 batch = self.draw(rng, domain, batches * self.plan.training.batch_size)

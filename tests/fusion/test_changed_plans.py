@@ -191,6 +191,32 @@ def test_features_of_removed_domains_and_of_killed_processes_are_removed(made: P
     assert {file.name for file in out.glob("features/*")} == before
 
 
+@pytest.mark.parametrize("restart", [False, True], ids=["another base", "restart"])
+def test_a_run_begins_without_features_that_it_will_not_use(
+    made: Path, tmp_path: Path, restart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(made, folder := tmp_path / "made")
+    former = {*(out := folder / "out").glob("features/*")}
+    encode, seen = VisionEncoder.encode, list[set[Path]]()
+
+    def encode_and_look(self: VisionEncoder, tasks: Any) -> Any:
+        seen.append({*out.glob("features/*")})
+        return encode(self, tasks)
+
+    if not restart:
+        config = json.loads((folder / "base" / "config.json").read_text())
+        config["vision_config"]["layer_norm_eps"] = 0.1
+        (folder / "base" / "config.json").write_text(json.dumps(config))
+        dry_run(folder, out, [ONE, OTHER])
+        assert {*out.glob("features/*")} >= former
+    monkeypatch.setattr(VisionEncoder, "encode", encode_and_look)
+    fuse(
+        write_plan(folder, [ONE, OTHER]), out, resume=not restart, restart=restart, console=Console(file=io.StringIO())
+    )
+    assert not seen[0] and (restart or former.isdisjoint(set().union(*seen)))
+    assert len({*out.glob("features/*")}) == len(former)
+
+
 def test_deleted_features_are_computed_again(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "out", out := tmp_path / "out")
     shutil.rmtree(out / "features")

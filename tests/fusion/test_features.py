@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -44,14 +46,60 @@ def test_pictures_of_a_sample_come_back_together(tmp_path: Path) -> None:
     cache = FeatureCache(tmp_path, "tower")
     rows = [torch.randn(count, 4) for count in (3, 1, 2)]
     samples = [["a", "b"], ["c"]]
-    for found in (cache.get(samples, lambda: rows), cache.get([["c"], ["a", "b"]], list)[::-1]):
+    for found in (cache.get(samples, lambda _: rows), cache.get([["c"], ["a", "b"]], pytest.fail)[::-1]):
         assert torch.equal(found[0].rows(), torch.cat(rows[:2])) and torch.equal(found[1].rows(), rows[2])
-    other = FeatureCache(tmp_path, "another tower").get(samples, lambda: rows[::-1])
+    other = FeatureCache(tmp_path, "another tower").get(samples, lambda _: rows[::-1])
     assert torch.equal(other[1].rows(), rows[0])
-    cut = min(tmp_path.iterdir())
+    cut = cache.file("a")
     cut.write_bytes(cut.read_bytes()[:-1])
-    cache.get(samples, lambda: rows), FeatureCache(tmp_path, "another tower").get(samples, lambda: rows)
-    assert torch.equal(cache.get(samples, list)[0].rows(), torch.cat(rows[:2])), "a cut file is written again"
+    again = cache.get(samples, lambda missing: [rows[index] for index in missing])
+    assert torch.equal(again[0].rows(), torch.cat(rows[:2])), "a cut file is written again"
+
+
+def test_a_stored_picture_is_not_computed_again(tmp_path: Path) -> None:
+    cache, computed = FeatureCache(tmp_path, "tower"), []
+
+    def compute(missing: Sequence[int]) -> list[torch.Tensor]:
+        computed.append([*missing])
+        return [torch.full((1, 2), float(len(computed)))] * len(missing)
+
+    cache.get([["b"]], compute)
+    found = cache.get([["a", "b"], ["a"], ["c"]], compute)
+    assert computed == [[0], [2, 3]] and [one.rows()[:, 0].tolist() for one in found] == [[2, 1], [2], [2]]
+
+
+def change_epsilon(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads((base / "config.json").read_text())
+    config["vision_config"]["layer_norm_eps"] = 0.1  # in no weight
+    (base / "config.json").write_text(json.dumps(config))
+
+
+ENCODERS: dict[str, Callable[[Path, pytest.MonkeyPatch], None]] = {
+    "config": change_epsilon,
+    "torch": lambda base, monkeypatch: monkeypatch.setattr(torch, "__version__", f"{torch.__version__}.1"),
+    "transformers": lambda base, monkeypatch: monkeypatch.setattr(transformers, "__version__", "99.1"),
+    "format": lambda base, monkeypatch: monkeypatch.setattr("fusion.training.frozen_base.FEATURES_FORMAT", 0),
+}
+
+
+@pytest.mark.parametrize("changed", ENCODERS)
+def test_features_of_another_encoder_are_not_used(changed: str, tmp_path: Path) -> None:
+    plan = plan_of(write_base(tmp_path / "base"), ("colors",))
+
+    def features() -> set[Path]:
+        base = load_frozen_base(plan, "cpu", Progress(), features=tmp_path / "features")
+        assert base.features is not None
+        base.encode_samples("what color ?", Splits("classification", COLORS, [], [], [], real=False), colors(2, 0))
+        before = set((tmp_path / "features").iterdir())
+        base.features.keep_only()
+        return before
+
+    first = features()
+    assert features() == first and len(first) == 2
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        ENCODERS[changed](tmp_path / "base", monkeypatch)
+        both = features()
+        assert both > first and len(both) == 4 and features() == both - first, "one tower's features stay"
 
 
 @pytest.mark.parametrize("number", [16, 48])

@@ -336,7 +336,7 @@ def test_the_hint_counts_finished_trainings_and_knows_what_was_deleted(tmp_path:
     finish(tmp_path, "c")
     assert str(hint) == f"2 finished trainings kept in {tmp_path}/checkpoint"
     again = ResumeHint(tmp_path, restart=True)
-    assert (str(again), again.option) == ("nothing was deleted or trained yet", "--restart")
+    assert (str(again), again.option) == ("no training was deleted or run yet", "--restart")
     again.mark_cleared()
     assert again.option == "--resume"
 
