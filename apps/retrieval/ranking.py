@@ -36,6 +36,7 @@ _NAMES = {figures: name for name, figures in _FIGURES.items()}
 _GRAMMAR = frozenset(re.findall(r"\w+", "a an and are at in is it of on or that the there to with"))
 _DOUBTS = np.array([[0.05], [0.05], [0.0003]])  # of words, heads and the model; smaller differences hardly count
 _CLEAR = 1 / 3  # value of words or heads above their mean, from which the model's answers count as far as they agree
+_COMPARABLE = 10  # clips; correlations of fewer are mostly chance
 _CONSTANT = 1e-9  # norm of the odds of a signal that does not differ between clips
 _LONGEST_RUN = 3  # words
 
@@ -244,26 +245,28 @@ def combine(words: Sequence[float], heads: Sequence[float], yes: Sequence[float 
 
     Bayes' rule, with the index as its own reference: the log odds of a clip are those of the mean of the signals that
     are not 0 everywhere, and for each signal its log odds less those of its mean, times its weight (`_weights`).
-    _DOUBTS bounds the odds.
     """
     read = np.array([value is not None for value in yes])
     known = np.array([np.ones_like(read), np.ones_like(read), read])
     signals = np.array([words, heads, [value or 0.0 for value in yes]])
     means = signals.sum(1, keepdims=True) / np.maximum(1, known.sum(1, keepdims=True))
     odds = known * (_log_odds(signals, _DOUBTS) - _log_odds(means, _DOUBTS))
-    weights = _weights(odds[:, read] if read.any() else odds, clearest=np.max(signals[:2] - means[:2]))
+    compared = read if read.any() else ~read
+    weights = _weights(odds[:, compared], signals[:2, compared])
     prior = _log_odds(means.sum() / max(1, np.count_nonzero(means)), _DOUBTS[0])
     scores: list[float] = (1 / (1 + np.exp(-prior - weights @ odds))).tolist()
     return scores
 
 
-def _weights(odds: np.ndarray, clearest: float) -> np.ndarray:
+def _weights(odds: np.ndarray, cheap: np.ndarray) -> np.ndarray:
     """Weights of words, heads and the model: how far another signal confirms each, by the correlation of their odds.
 
-    Of words and heads, the one that is confirmed better has weight 1. The model has weight 1 if words and heads say
-    nothing; the more clearly they prefer a clip, the more its weight is its correlation with one of them. odds: of each
-    signal, by clip. clearest: the largest value of words or heads above their mean.
+    Of words and heads, the one that is confirmed better has weight 1. The model has weight 1 if words and heads are
+    equal for all clips; the more they prefer one, the more its weight is its correlation with one of them. odds: of
+    each signal, by clip that the model has read. cheap: words and heads of these clips.
     """
+    if odds.shape[1] < _COMPARABLE:
+        return np.ones(3)
     centered = odds - odds.mean(1, keepdims=True)
     lengths = np.linalg.norm(centered, axis=1)
     lengths[lengths < _CONSTANT] = np.inf
@@ -272,7 +275,7 @@ def _weights(odds: np.ndarray, clearest: float) -> np.ndarray:
     words, heads, yes = correlations.max(1)  # at least 0, the diagonal
     chance = odds.shape[1] ** -0.5
     best = max(words, heads) + chance
-    clear = min(1.0, clearest / _CLEAR) ** 2
+    clear = min(1.0, (cheap.max(1) - cheap.mean(1)).max() / _CLEAR) ** 2
     return np.array([(words + chance) / best, (heads + chance) / best, 1 - clear * (1 - yes)])
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import cv2
 import numpy as np
 import pytest
+import scipy.special
 from sklearn.metrics import average_precision_score
 
 from apps.retrieval import RetrievalIndex, ask_for, clock, make_settings, search, update_index, vqa_score, write_sheet
@@ -404,7 +405,7 @@ def test_signals_are_combined_as_written_down() -> None:
     agreed = [max(0, ab, ac), max(0, ab, bc), max(0, ac, bc)]
     chance = 1 / np.sqrt((~unread).sum())
     best = max(agreed[:2]) + chance
-    clear = min(1, 3 * max(words.max() - means[0], heads.max() - means[1])) ** 2
+    clear = min(1, 3 * max(one[~unread].max() - one[~unread].mean() for one in (words, heads))) ** 2
     weights = (agreed[0] + chance) / best, (agreed[1] + chance) / best, 1 - clear * (1 - agreed[2])
     assert min(weights) < 0.7 < max(weights[:2]) == 1, "all cases of the formula are covered"
     for value, ratio, weight in zip((words, heads, yes), ratios, weights, strict=True):
@@ -476,8 +477,34 @@ NO = [0.0] * 4
 def test_the_signal_that_tells_clips_apart_decides(
     words: list[float], heads: list[float], yes: list[float | None], order: list[int]
 ) -> None:
-    scores = combine(words, heads, yes)
-    assert sorted(range(4), key=lambda place: -scores[place]) == order
+    for copies in (1, 3):  # correlations count from ten clips on
+        scores = combine(words * copies, heads * copies, yes * copies)
+        assert sorted(range(4), key=lambda place: -scores[place]) == order
+
+
+@pytest.mark.parametrize("least", [1.0, 0.9, 0.7])
+@pytest.mark.parametrize("signal", ["words", "heads"])
+@pytest.mark.parametrize("count", [100, 10, 2])
+def test_what_selected_the_candidates_does_not_contradict_the_model(least: float, signal: str, count: int) -> None:
+    """Of 1,000 clips, the model reads those that words or heads prefer, which hardly differ by these: it decides."""
+    draws, found = np.random.default_rng(0), []
+    for _ in range(20):
+        fits = draws.permutation(count) < count // 2
+        given = np.concatenate([draws.uniform(least, 1.0, count), np.zeros(1000 - count)]).tolist()
+        yes = [*np.where(fits, draws.beta(6, 1.5, count), draws.beta(0.3, 3, count)), *[None] * (1000 - count)]
+        none = [0.0] * 1000
+        scores = combine(given, none, yes) if signal == "words" else combine(none, given, yes)
+        found.append(average_precision_score(fits, scores[:count]))
+    assert np.mean(found) > 0.95
+
+
+def test_two_candidates_or_one_are_no_sample_to_measure_a_correlation_on() -> None:
+    for words in ([0.9, 1.0], [1.0, 0.9], [1.0, 1.0]):
+        first, second, *_ = combine([*words, *[0.0] * 8], [0.0] * 10, [0.99, 0.001, *[None] * 8])
+        assert first > second
+    scores = [combine([1.0, *[0.0] * 9], [0.0] * 10, [yes, *[None] * 9]) for yes in (None, 0.001, 0.99)]
+    without, no, yes = (np.diff(scipy.special.logit(each)).tolist() for each in scores)
+    assert no == pytest.approx(without) and yes == pytest.approx(without), "one is compared with itself"
 
 
 @with_adapter
