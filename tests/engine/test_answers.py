@@ -69,7 +69,7 @@ def modes_change(reference: FormReference, switching: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vlora.engine.device_runtime.InPlaceSwitcher", made)
-        run = reference.run(changing(reference), max_step_tokens=24, **settings)
+        run = reference.run(changing(reference), max_step_tokens=24, encode_share=IMAGES_FIRST, **settings)
     assert run.modes >= {Mode.UNMERGED, Mode.MIXED} and run.num_switches > 5
 
 

@@ -35,7 +35,7 @@ from vlora.learning.evaluation import Interrupted
 from vlora.learning.learner import MAX_INTERRUPTED, Learner
 from vlora.learning.learning import Learning
 from vlora.learning.plan import LearningEntry, LearningSettings
-from vlora.learning.sample_store import AnsweredRequest, Corrector
+from vlora.learning.sample_store import AnsweredRequest, Corrector, StoreSize
 from vlora.learning.versions import VersionFolder
 from vlora.training.plan import TrainingSettings
 
@@ -472,19 +472,27 @@ async def test_corrections_are_kept_while_a_training_is_written(
     """The store's thread is free after some records: pictures may be many."""
     monkeypatch.setattr("vlora.learning.attempt.PART", 4)
     school.record(learner, questions(60), "new")
-    image, read, order = learner.store.image, threading.Event(), []
+    image, size, order = learner.store.image, learner.store.size, list[str]()
+    read, asked = threading.Event(), threading.Event()
 
     def noted(number: int) -> bytes | None:
         order.append("record")
         read.set()
+        asked.wait(10)
         return image(number)
+
+    def sized() -> StoreSize:
+        order.append("status")
+        return size()
 
     monkeypatch.setattr(learner.store, "image", noted)
     writing = asyncio.ensure_future(learner.advance())
     await asyncio.to_thread(read.wait, 10)
-    await learner.status()
-    order.append("status")
-    await writing
+    monkeypatch.setattr(learner.store, "size", sized)
+    status = asyncio.ensure_future(learner.status())
+    await asyncio.sleep(0)  # until it waits for the store's thread
+    asked.set()
+    await asyncio.gather(status, writing)
     assert order.index("status") <= 12 and order.count("record") > 25
 
 

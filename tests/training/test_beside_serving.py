@@ -183,7 +183,11 @@ def test_trainings_may_be_cancelled_and_submitted_again_at_any_piece(case: Case,
             on.settle(most=1 + number % 7)
             name = ("first", "second")[number % 2]
             if on.states()[name][0] == "running":
-                on.trainings.cancel(name)
+                try:
+                    on.trainings.cancel(name)
+                except BadRequest as error:  # after its last piece
+                    assert "is complete" in str(error)
+                    continue
                 num_cancelled += 1
                 on.settle(most=number % 3)
                 on.submit(case.plan("often", [name]))
