@@ -473,4 +473,4 @@ def test_a_detection_domain_is_said_what_to_expect(real: bool, threshold: float,
     assert "expected  F1 0.39 was measured with 349" in shown and "; there are 70" in shown
     assert ("warning: the threshold is above that; let a detector label more" in shown) == warned
     assert "note 1    of a reader" in shown and "about 1.5 GiB" in shown
-    assert "74 MB for image features (1000 kB a picture), and 4.0 MB for each finished training" in shown
+    assert "74 MB for image features (1000 kB a picture; they stay in --out), and 4.0 MB for each" in shown
