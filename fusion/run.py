@@ -148,6 +148,7 @@ def preview(
                     for name in alone:
                         session.cache((name,))
                     packing = None if missing else pack_domains(quiet, set_thresholds(quiet))
+                packings = 2 if _former(session)[1] else 1  # again from the beginning
                 each_s = session.checkpoint.seconds(data.inputs.training[ALL])
         if packing is not None and not missing:
             adapters = "; ".join(", ".join(adapter) for adapter in packing.adapters)
@@ -158,7 +159,6 @@ def preview(
         for what, size in missing.items():
             progress.say(f"would run: {what}, about {duration(size * each_s)}")
         fits = "then packing" if packing is None else f"about {duration(sum(missing.values()) * each_s)} if each fits"
-        packings = 1 if session.checkpoint.packing(_Stored) is None else 2  # again from the beginning
         most = packings * (max_trainings(plan, alone) - len(alone)) + (len(missing) if packing is None else 0)
         progress.say(f"in all: {fits}, at most {duration(most * each_s)}")
 
@@ -177,7 +177,7 @@ def set_thresholds(session: Session) -> dict[str, float]:
     data = session.data
     alone = trained_alone(data.plan, data.teacher_scores)
     session.progress.expect(min_trainings(data.plan, alone))
-    session.run_ahead([partial(session.cache, (name,)) for name in alone])
+    session.run_ahead({partial(session.cache, (name,)): (name,) for name in alone})
     counts = {name: len(domain.splits.validation) for name, domain in data.domains.items()}
     return thresholds_of(data.plan, session.cache, data.teacher_scores, counts, session.progress.say)
 
@@ -260,30 +260,40 @@ def pack_domains(session: Session, thresholds: Mapping[str, float]) -> Packing:
     data, cache, say = session.data, session.cache, session.progress.say
     pack = partial(packing_of, data.plan, data.domains, thresholds, cache)
     alone = trained_alone(data.plan, data.teacher_scores)
-    stored = session.checkpoint.packing(_Stored) if data.plan.packing == "guided" else None
-    if stored is None:
+    stored, former = _former(session)
+    if not former:
         return pack(say, session.run_ahead, alone)
-    stored = stored.in_names_of(data.inputs.identities)
-    left = [(history, tuple(name for name in old if name in data.domains)) for old, history in stored.adapters]
-    former = [Former(history, names, cache.stored(history, names)) for history, names in left if names]
-    kept = {name for one in former if one.trained is not None for name in one.names}
     with cache.supposing_success() as missing:
         packing = pack(lambda line: None, alone=alone)
-    if not kept or not (missing or _grew(packing, former)):
+    if not missing and _added(packing, stored) <= 0:
         return pack(say, session.run_ahead, alone)
     packing = pack_guided(tuple(data.domains), thresholds, cache, trained_alone=alone, say=say, former=former)
-    before = [step for step in stored.steps if kept.issuperset(step.trained.scores)]
-    packing = dataclasses.replace(packing, steps=(*before, *packing.steps))
-    if not _grew(packing, former):
+    kept = {name for one in former if one.trained is not None for name in one.names}
+    steps = [step for step in stored.steps if kept.issuperset(step.trained.scores)]
+    packing = dataclasses.replace(packing, steps=(*steps, *packing.steps))
+    if (added := _added(packing, stored)) <= 0:
         return packing
-    say(f"{len(packing.adapters)} adapters, {len(former)} before: packing from the beginning, which may need fewer")
+    say(f"{len(packing.adapters)} adapters, {added} more than before: packing from the beginning, which may need fewer")
     return min(pack(say, session.run_ahead, alone), packing, key=lambda one: one.rank[:2])
 
 
-def _grew(packing: Packing, former: Sequence[Former]) -> bool:
-    """Whether a packing has more adapters than an earlier one, those of domains that miss their thresholds aside."""
-    before = [one for one in former if not packing.missed.keys() >= set(one.names)]
-    return len(packing.adapters) - len(packing.missed) > len(before)
+def _former(session: Session) -> tuple[_Stored, list[Former]]:
+    """The packing of an earlier run, and its adapters to begin with: none if all of their trainings changed."""
+    data = session.data
+    stored = session.checkpoint.packing(_Stored) if data.plan.packing == "guided" else None
+    stored = (stored or _Stored([], [], {})).in_names_of(data.inputs.identities)
+    left = [(history, tuple(name for name in old if name in data.domains)) for old, history in stored.adapters]
+    former = [Former(history, names, session.cache.stored(history, names)) for history, names in left if names]
+    return stored, former if any(one.trained for one in former) else []
+
+
+def _added(packing: Packing, stored: _Stored) -> int:
+    """How many more adapters a packing has than an earlier one, those of domains that miss their thresholds aside."""
+    present = {name for adapter in packing.adapters for name in adapter}
+    missed = {name for step in stored.steps if step.kept and not step.removed for name in step.broken}
+    missed = missed - present | packing.missed.keys()  # of a domain that is present, the latest score counts
+    before = sum(not missed.issuperset(old) for old, _ in stored.adapters)
+    return len(packing.adapters) - len(packing.missed) - before
 
 
 def keep_packing(session: Session, packing: Packing) -> None:
@@ -311,7 +321,7 @@ def packing_of(
     """
 
     def train_ahead(parts: Iterable[Collection[str]]) -> None:
-        run_ahead([partial(cache.together, part) for part in parts])
+        run_ahead({partial(cache.together, part): part for part in parts})
 
     if plan.packing == "guided":
         return pack_guided(tuple(domains), thresholds, cache, trained_alone=alone, say=say, run_ahead=train_ahead)
@@ -320,7 +330,7 @@ def packing_of(
     orders = list(dict.fromkeys(orders_of(plan, domains, cache)))
     if len(orders) > 1:
         pack_one = pack if plan.packing == "first_fit" else pack_in_sequence
-        run_ahead([partial(pack_one, order, thresholds, cache) for order in orders])
+        run_ahead({partial(pack_one, order, thresholds, cache): order for order in orders})
     if plan.packing == "first_fit":
         return pack_best(orders, thresholds, cache, say=say)
     found = [pack_in_sequence(order, thresholds, cache, say=say) for order in orders]

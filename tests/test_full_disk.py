@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import errno
 import io
 import shutil
 from collections.abc import Callable
@@ -177,6 +178,14 @@ def test_a_video_on_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(NotWritten, match=r"street\.webm': No space left"):
         video.add(chunk, RESULT)
     video.close()
+
+
+def test_a_failed_read_is_not_named_as_a_write() -> None:
+    with pytest.raises(ValueError, match=r"/data/cat\.jpg cannot be read"), writing("/out", only_disks=True):
+        try:
+            raise OSError(errno.EIO, "Input/output error")
+        except OSError as error:
+            raise ValueError("/data/cat.jpg cannot be read: Input/output error") from error
 
 
 def test_a_folder_is_locked_on_a_full_disk_too(tmp_path: Path) -> None:

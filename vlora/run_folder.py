@@ -37,7 +37,7 @@ def writing(place: str | os.PathLike[str], *, only_disks: bool = False) -> Itera
         yield
     except Exception as error:
         found = _IN_A_MESSAGE.search(str(error))
-        cause = error if isinstance(error, OSError | VLoraError) else error.__context__  # of torch.save
+        cause = error.__context__ if "enforce fail" in str(error) else error  # of torch.save
         number = cause.errno if isinstance(cause, OSError) else found and int(found[1])
         named = getattr(error, "filename", None) or place
         if number in _OF_DISKS:

@@ -14,18 +14,7 @@ from fusion.report.examples import Example
 from fusion.report.report import FusionReport, StepReport
 
 # Colour-blind safe: Okabe and Ito's palette, and two of Tol's colours.
-COLORS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#b8860b",
-    "#56b4e9",
-    "#882255",
-    "#44aa99",
-    "#666666",
-    "#e69f00",
-)
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#882255", "#44aa99", "#666666", "#e69f00")
 _WIDTH, _HEIGHT, _LEFT = 640, 320, 48
 
 

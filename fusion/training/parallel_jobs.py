@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pickle import UnpicklingError
@@ -19,8 +19,8 @@ import torch
 from fusion.progress import Progress
 
 Job = Callable[[], object]
-RunAhead = Callable[[Sequence[Job]], None]
-"""Runs jobs in advance if their results will be needed, or does nothing; later calls find the stored results."""
+RunAhead = Callable[[Mapping[Job, Collection[str]]], None]
+"""Runs jobs, with the domains of each, in advance, or does nothing; later calls find the stored results."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STOP = (signal.SIGINT, signal.SIGTERM)

@@ -58,6 +58,11 @@ class RunCache:
         finally:
             self._supposed = before
 
+    def would_train(self, job: Callable[[], object]) -> bool:
+        with self.supposing_success() as missing:
+            job()
+        return bool(missing)
+
     def __call__(self, adapter: Adapter) -> TrainingResult:
         """Train the last domain into the adapter of the domains before it."""
         return self._load_or_train(History.in_sequence(adapter), adapter)

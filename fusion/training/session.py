@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -122,10 +122,13 @@ def training_session(
     """
     parallel = workers > 1
 
-    def run_ahead(jobs: Sequence[Job]) -> None:
-        if parallel and jobs:
-            progress.say(f"running {len(jobs)} trainings in parallel, {workers} at a time")
-            run_in_parallel(jobs, workers, progress)
+    def run_ahead(jobs: Mapping[Job, Collection[str]]) -> None:
+        left = [job for job in jobs if cache.would_train(job)] if parallel else []
+        for name in {name: None for job in left for name in jobs[job]}:
+            _ = data.domains[name].train, data.domains[name].validation  # a fork's own would end with it
+        if left:
+            progress.say(f"running {len(left)} trainings in parallel, {workers} at a time")
+            run_in_parallel(left, workers, progress)
 
     with one_thread() if parallel else contextlib.nullcontext():
         trainer = LoraTrainer(data.base, data.domains, data.plan, progress=progress)

@@ -249,7 +249,7 @@ def test_a_domain_that_joins_no_adapter_is_packed_as_from_nothing(
     shutil.copytree(made / "out", out := tmp_path / "out")
     before = trainings(out)
     said = run(made, out, [ONE, OTHER, NEW])
-    assert "2 adapters, 1 before: packing from the beginning, which may need fewer" in said
+    assert "2 adapters, 1 more than before: packing from the beginning, which may need fewer" in said
     new = {what for key, what in trainings(out).items() if key not in before}
     assert new == {JOINED, "alone: new", "together: colors, new, others"}
     run(made, whole := tmp_path / "whole", [ONE, OTHER, NEW])
@@ -257,6 +257,47 @@ def test_a_domain_that_joins_no_adapter_is_packed_as_from_nothing(
     done = trainings(out)
     run(made, out, [ONE, OTHER, NEW])
     assert trainings(out) == done and adapters(out) == adapters(whole)
+
+
+def test_a_replaced_domain_with_its_own_adapter_is_no_growth(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join = RunCache.join
+
+    def unfit(self: RunCache, before: History, beside: Adapter, domain: str) -> TrainingResult:
+        trained = join(self, before, beside, domain)
+        return dataclasses.replace(trained, scores={**trained.scores, domain: Score(0.0, 0.0)})
+
+    monkeypatch.setattr(RunCache, "join", unfit)
+    shutil.copytree(made / "out", out := tmp_path / "out")
+    run(made, out, [ONE, OTHER, NEW | {"threshold": 1.0}])  # in an adapter of its own, where it then suffices
+    run(made, out, [ONE, OTHER, NEW])
+    assert len(adapters(out)) == 2
+    before = trainings(out)
+    said = run(made, out, [ONE, OTHER, NEW | {"question": "which of them ?"}])
+    assert {what for key, what in trainings(out).items() if key not in before} == {JOINED, "alone: new"}
+    assert len(adapters(out)) == 2 and "from the beginning" not in said
+
+
+def test_forks_encode_nothing(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(made / "out", out := tmp_path / "out")
+    encode, encoded_by = FrozenBase.encode_samples, tmp_path / "encoded_by"
+
+    def encode_samples(*args: Any) -> Any:
+        with encoded_by.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return encode(*args)
+
+    monkeypatch.setattr(FrozenBase, "encode_samples", encode_samples)
+    alone = {"threshold": "{relative_to: alone, minus: 0.9}"}
+    plan, console = write_plan(made, [ONE | alone, OTHER | alone]), Console(file=io.StringIO(), width=200)
+    fuse(plan, out, resume=True, workers=2, console=console)
+    assert "running 2 trainings in parallel" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert {"alone: colors", "alone: others"} <= {*trainings(out).values()}
+    assert {*encoded_by.read_text().split()} == {str(os.getpid())}
+    encoded_by.unlink()
+    fuse(plan, out, resume=True, workers=2, console=console)
+    assert not encoded_by.exists(), "everything is stored"
 
 
 def test_a_changed_run_that_is_killed_ends_with_the_same_adapters(
@@ -297,6 +338,10 @@ PREVIEWS = {
             "would run: training new into colors, others, about 5 s",
             "in all: about 5 s if each fits, at most 60 s",
         ],
+    ),
+    "nothing kept": (
+        [ONE | {"question": "which color ?"}, OTHER | {"question": "which is it ?"}],
+        ["in all: about 10 s if each fits, at most 20 s"],
     ),
     "alone": (
         [ONE, OTHER | {"threshold": "{relative_to: alone, minus: 0.9}"}],

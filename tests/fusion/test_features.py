@@ -46,7 +46,7 @@ def test_pictures_of_a_sample_come_back_together(tmp_path: Path) -> None:
     cache = FeatureCache(tmp_path, "tower")
     rows = [torch.randn(count, 4) for count in (3, 1, 2)]
     samples = [["a", "b"], ["c"]]
-    for found in (cache.get(samples, lambda _: rows), cache.get([["c"], ["a", "b"]], pytest.fail)[::-1]):
+    for found in (cache.get(samples, lambda _: rows), cache.get([["c"], ["a", "b"]], lambda _: pytest.fail())[::-1]):
         assert torch.equal(found[0].rows(), torch.cat(rows[:2])) and torch.equal(found[1].rows(), rows[2])
     other = FeatureCache(tmp_path, "another tower").get(samples, lambda _: rows[::-1])
     assert torch.equal(other[1].rows(), rows[0])

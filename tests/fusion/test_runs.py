@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -180,9 +180,9 @@ def test_trainings_in_parallel_give_the_packing_of_those_in_sequence(tmp_path: P
     trainer: Any = Counting(plan)
     cache = RunCache(trainer, Checkpoint(tmp_path / "together", resume=True), inputs(*NAMES), rehearsal=0.5)
 
-    def run_ahead(jobs: Sequence[Job]) -> None:
+    def run_ahead(jobs: Mapping[Job, object]) -> None:
         sizes.append(len(jobs))
-        run_in_parallel(jobs, 2, Progress())
+        run_in_parallel([*jobs], 2, Progress())
         if packing == "first_fit":
             trainer.train = trainer.train_together = pytest.fail
 
