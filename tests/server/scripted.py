@@ -191,8 +191,9 @@ class ScriptedTrainings:
                 name=name, state="running", step=1, num_steps=2, loss=0.5, num_bad=len(bad) and 3, bad=bad
             )
             if Path(plan, "adapter_config.json").exists():
-                self._load(name, plan)
-                self._found[name] = msgspec.structs.replace(self._found[name], state="finished", path=plan)
+                path = os.path.realpath(plan)
+                self._load(name, path)
+                self._found[name] = msgspec.structs.replace(self._found[name], state="finished", path=path)
             done.set_result((self._found[name],))
         return done
 

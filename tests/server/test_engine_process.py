@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from tests.processes import PATIENCE_S, until
-from tests.server.scripted import ENGINE_COMMAND, write_adapter
+from tests.server.scripted import ENGINE_COMMAND, ByteProcessor, write_adapter
 from tests.server.served import children
+from vlora.cluster.adapter_state import AdapterState
 from vlora.config import EngineConfig, ServedBase
 from vlora.engine.ipc import supervisor
 from vlora.engine.ipc.client import EngineClient
@@ -26,6 +27,8 @@ from vlora.engine.ipc.supervisor import SupervisedEngine
 from vlora.engine.operations import ADAPTERS_PER_REPLY, Train
 from vlora.errors import BadAdapter, BadConfig, BadPlan, BadRequest, EngineDead, UnknownAdapter
 from vlora.operations import ListTrainings
+from vlora.server.adapter_catalog import AdapterCatalog
+from vlora.server.metrics import Metrics
 from vlora.types import Request, RequestOutput, SamplingParams
 from vlora.wire.framing import MessageTransport
 
@@ -304,6 +307,8 @@ async def test_a_replacement_process_has_the_adapters_and_pins(tmp_path: Path) -
     await engine.unload_adapter("gone")
     await engine.call(Train(write_adapter(tmp_path / "finished")))
     await engine.unload_adapter("finished")
+    await engine.call(Train(write_adapter(tmp_path / "taught")))
+    await engine.pin_adapter("taught", True)
     assert [one.name for one in await engine.call(Train("/plans/signs"))] == ["signs"]
     with pytest.raises(BadPlan, match="/plans/bad: cannot be read"):
         await engine.call(Train("/plans/bad"))
@@ -315,9 +320,9 @@ async def test_a_replacement_process_has_the_adapters_and_pins(tmp_path: Path) -
         with pytest.raises(EngineDead, match="killed by SIGKILL; it is being restarted"):
             await call
     await alive(engine)
-    assert [one.name for one in await engine.call(ListTrainings())] == ["finished", "signs"]
+    assert [one.name for one in await engine.call(ListTrainings())] == ["finished", "taught", "signs"]
     assert not engine.starting
-    pins = {"one": False, "three": True, "two": False}
+    pins = {"one": False, "taught": True, "three": True, "two": False}
     assert {each.name: each.pinned for each in await engine.adapters()} == pins
     assert (await answer(engine, request("r", "say:x")))[0] == "x"
     assert (await engine.stats()).num_restarts == 1 == len(restarts)
@@ -326,11 +331,27 @@ async def test_a_replacement_process_has_the_adapters_and_pins(tmp_path: Path) -
     # A missing adapter is not looked up a second time.
     await kill(engine)
     await alive(engine)
-    assert len(logged) == 5 and len(await engine.adapters()) == 3
+    assert len(logged) == 5 and len(await engine.adapters()) == 4
     with pytest.raises(UnknownAdapter):
         await engine.unload_adapter("lost")
     await engine.close()
     assert engine.cause == "the engine was closed" and not engine.starting
+
+
+@pytest.mark.slow
+async def test_a_trained_adapter_outlives_its_plan_and_the_engine(tmp_path: Path) -> None:
+    logged: list[str] = []
+    engine, plan = await supervised(logged), tmp_path / "signs"
+    plan.symlink_to(write_adapter(tmp_path / "trained"))
+    catalog = AdapterCatalog(engine, Metrics(), "model", ByteProcessor())  # type: ignore[arg-type]
+    await catalog.keep_in(AdapterState.open(tmp_path / "state"), {})
+    await catalog.train(str(plan))
+    await catalog.pin("signs", True)
+    plan.unlink()
+    await kill(engine)
+    await alive(engine)
+    assert [(each.name, each.pinned) for each in await engine.adapters()] == [("signs", True)]
+    await engine.close()
 
 
 @pytest.mark.slow

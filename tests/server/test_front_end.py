@@ -62,11 +62,11 @@ from vlora.models.processing import InputProcessor
 from vlora.operations import ListTrainings, Operation
 from vlora.plan_files.fields import PlanModel
 from vlora.server import adapter_catalog
-from vlora.server.adapter_catalog import AdapterCatalog, prompt_warnings
+from vlora.server.adapter_catalog import AdapterCatalog
 from vlora.server.frontend import FrontEnd
 from vlora.server.launch import starting_adapters
 from vlora.server.metrics import MAX_ADAPTERS, MAX_TENANTS, MAX_TRAININGS, LabelSlots, Metrics
-from vlora.server.prompts import TextRequest
+from vlora.server.prompts import TextRequest, prompt_warnings
 from vlora.server.security.public_errors import error_for, named, without_places
 from vlora.training.plan import TrainingPlan
 from vlora.types import (
@@ -192,7 +192,10 @@ async def test_a_load_completes_when_its_caller_is_cancelled(tmp_path: Path) -> 
         await find("night")
 
 
-async def test_words_are_asked_of_the_adapter_to_which_the_domain_moves_meanwhile(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("before", "after"), [(None, None), ("digit", None), ("digit", "number")])
+async def test_a_request_is_answered_by_the_adapter_to_which_the_domain_moves_meanwhile(
+    before: str | None, after: str | None, tmp_path: Path
+) -> None:
     """While a picture is processed, another packing is loaded: the former adapter stays, without the domain."""
     entered, left = threading.Event(), threading.Event()
 
@@ -203,15 +206,20 @@ async def test_words_are_asked_of_the_adapter_to_which_the_domain_moves_meanwhil
             return super().process_images(images)
 
     front = FrontEnd(ScriptedInterface(), Slow(), ServerConfig())  # type: ignore[arg-type]
-    digits, scenes = ({"name": name, "question": "say:it", "answer": "words"} for name in ("digits", "scenes"))
-    await front.adapters.load("fused-1", write_adapter(tmp_path / "one", domains=[digits]))
+
+    def packed(folder: str, name: str, head: str | None) -> str:
+        domain = {"name": name, "question": "say:it", "answer": "head" if head else "words", "head": head}
+        return write_adapter(tmp_path / folder, {head: 1} if head else {}, [domain])
+
+    await front.adapters.load("fused-1", packed("one", "digits", before))
     asked = asyncio.create_task(ask(front, "", [PNG], adapter="digits"))
     await asyncio.to_thread(entered.wait, 10)
-    await front.adapters.load("fused-2", write_adapter(tmp_path / "two", domains=[digits]))
-    await front.adapters.load("fused-1", write_adapter(tmp_path / "three", domains=[scenes]))
+    await front.adapters.load("fused-2", packed("two", "digits", after))
+    await front.adapters.load("fused-1", packed("three", "scenes", None))
     left.set()
     _, answer = await asked
-    assert (answer.text, answer.adapter, answer.domain) == ("it", "fused-2", "digits")
+    assert (answer.adapter, answer.domain, answer.result and answer.result.head) == ("fused-2", "digits", after)
+    assert after is not None or answer.text == "it"
 
 
 async def test_pictures_of_several_heads_are_processed_once(tmp_path: Path) -> None:
@@ -537,11 +545,19 @@ LIVES = {
     "loaded in vain": Life(["load b=nowhere"], ["a=one"]),
     "trained": Life(["train b=two"], ["a=one", "b=two"], said="kept in {}: b"),
     "trained and unloaded": Life(["train b=two", "unload b"], ["a=one"]),
+    "trained, replaced, trained": Life(
+        ["train b=two", "load b=three", "pin b", "train b=two"], ["a=one", "b=three pinned"]
+    ),
+    "just trained": Life(["finish b=two"], ["a=one", "b=two"]),
+    "just trained and pinned": Life(["finish b=two", "pin b"], ["a=one", "b=two pinned"]),
+    "just trained and unloaded": Life(["finish b=two", "unload b"], ["a=one"]),
+    "just trained and replaced": Life(["finish b=two", "load b=three"], ["a=one", "b=three"]),
+    "just trained and replaced in vain": Life(["finish b=two", "load b=nowhere"], ["a=one", "b=two"]),
 }
 
 
 class TrainingEngine(ScriptedInterface):
-    """A plan is NAME=FOLDER, and its training is finished when it is looked at for the second time."""
+    """A plan is NAME=FOLDER, and its training is finished when it is looked at for the third time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -549,6 +565,8 @@ class TrainingEngine(ScriptedInterface):
 
     async def call(self, operation: Operation) -> Any:
         if isinstance(operation, Train):
+            if self.looks > 2:
+                return await self.call(ListTrainings())
             self.plan = operation.plan
             return (TrainingStatus(name=self.plan.partition("=")[0], state="running", step=0, num_steps=1),)
         if not isinstance(operation, ListTrainings):
@@ -559,7 +577,8 @@ class TrainingEngine(ScriptedInterface):
             raise EngineDead("it is being restarted")
         if self.looks == 2:
             return (TrainingStatus(name=name, state="running", step=0, num_steps=1),)
-        await self.load_adapter(name, path)
+        if self.looks == 3:
+            await self.load_adapter(name, path)
         return (TrainingStatus(name=name, state="finished", step=1, num_steps=1, path=path),)
 
 
@@ -572,20 +591,20 @@ async def test_adapters_changed_while_a_server_runs_outlive_it(
     for number, name in enumerate(("one", "two", "three"), 1):
         write_adapter(tmp_path / name, {"head": number})  # the frames of its head tell the folder
 
-    async def start(given: Sequence[str]) -> tuple[AdapterCatalog, AdapterState]:
+    async def start(given: Sequence[str]) -> tuple[AdapterCatalog, AdapterState, TrainingEngine]:
         named = {each.partition("=")[0]: str(tmp_path / each.partition("=")[2]) for each in given}
         state = AdapterState.open(folder)
         try:
             new = starting_adapters(state, named, [], "model", said.append)
-            catalog = AdapterCatalog(TrainingEngine(), Metrics(), "model", ByteProcessor())  # type: ignore[arg-type]
+            catalog = AdapterCatalog(engine := TrainingEngine(), Metrics(), "model", ByteProcessor())  # type: ignore[arg-type]
             await catalog.register(new)
             await catalog.keep_in(state, new)
         except VLoraError:
             state.close()
             raise
-        return catalog, state
+        return catalog, state, engine
 
-    catalog, state = await start(["a=one"])
+    catalog, state, engine = await start(["a=one"])
     for change in life.changes:
         verb, name, _, path = re.fullmatch(r"(\w+) (\w+)(=(\w+))?", change).groups()  # type: ignore[union-attr]
         match verb:
@@ -597,6 +616,11 @@ async def test_adapters_changed_while_a_server_runs_outlive_it(
                 async with asyncio.timeout(10):
                     while name not in state:
                         await asyncio.sleep(0.01)
+            case "finish":
+                monkeypatch.setattr(adapter_catalog, "TRAINED_S", 1000.0)
+                await catalog.train(f"{name}={tmp_path / path}")
+                engine.looks = 2
+                await engine.call(ListTrainings())
             case "unload":
                 await catalog.unload(name)
             case "pin":
@@ -604,12 +628,13 @@ async def test_adapters_changed_while_a_server_runs_outlive_it(
             case "lose":
                 (tmp_path / name / "adapter_config.json").unlink()
     assert said == []
+    await catalog.close()
     state.close()  # as at the end of the process
     if life.refused:
         with pytest.raises(BadAdapter, match=life.refused):
             await start(life.given)
         return
-    catalog, state = await start(life.given)
+    catalog, state, _ = await start(life.given)
     folders = {1: "one", 2: "two", 3: "three"}
     served = [f"{a.name}={folders[a.heads[0].num_frames]}" + " pinned" * a.pinned for a in await catalog.list()]
     assert served == life.served
@@ -622,8 +647,23 @@ async def test_adapters_changed_while_a_server_runs_outlive_it(
     state.close()
 
 
-async def test_a_change_that_cannot_be_kept_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    catalog = AdapterCatalog(ScriptedInterface(), Metrics(), "model", ByteProcessor())  # type: ignore[arg-type]
+async def test_a_training_has_no_name_that_an_adapter_may_not_have(tmp_path: Path) -> None:
+    engine, state = ScriptedInterface(), AdapterState.open(tmp_path / "state")
+    catalog = AdapterCatalog(engine, Metrics(), "model", ByteProcessor())  # type: ignore[arg-type]
+    await catalog.keep_in(state, {})
+    catalog.learning = frozenset({"cam"})
+    for name, error in (("model", "is the base model's name"), ("cam", "learns, so")):
+        with pytest.raises((BadAdapter, BadRequest), match=error):
+            await catalog.train(f"/plans/{name}")
+    assert [one.state for one in await engine.call(ListTrainings())] == ["cancelled"] * 2
+    await catalog.close()
+    assert not state.adapters
+
+
+async def test_a_change_that_cannot_be_kept_is_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    catalog = AdapterCatalog(TrainingEngine(), Metrics(), "model", ByteProcessor())  # type: ignore[arg-type]
     await catalog.keep_in(AdapterState.open(tmp_path / "state"), {})
 
     def full(path: Path, data: bytes, mode: int) -> None:
@@ -635,6 +675,13 @@ async def test_a_change_that_cannot_be_kept_is_not_made(tmp_path: Path, monkeypa
     ):
         await catalog.load("a", str(write_adapter(tmp_path / "a")))
     assert await catalog.list() == ()
+    monkeypatch.setattr(adapter_catalog, "TRAINED_S", 0.01)
+    await catalog.train(f"b={write_adapter(tmp_path / 'b')}")
+    await asyncio.sleep(0.1)
+    assert caplog.text.count("trained adapters are not kept: ") == 1
+    monkeypatch.undo()
+    await catalog.close()
+    assert (await catalog.pin("b", True)).pinned
 
 
 TEMPLATE, MORE_TOKENS, IMAGES = "another chat template", "other tokens", "image processor has another"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import logging
 import math
@@ -20,9 +19,10 @@ from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.engine.interface import EngineInterface
 from vlora.engine.operations import Train
 from vlora.errors import BadAdapter, BadRequest, EngineDead, UnknownAdapter, UnknownHead, VLoraError, listed
-from vlora.operations import ListTrainings
+from vlora.operations import CancelTraining, ListTrainings
 from vlora.server.domains import Target
 from vlora.server.metrics import Metrics
+from vlora.server.prompts import prompt_warnings
 from vlora.types import AdapterStatus, HeadSummary, TrainingStatus, adapter_name, composed_of, is_composed
 from vlora.types.composition import MAX_NAME, name_problem
 from vlora.types.domain import DomainSummary
@@ -62,6 +62,10 @@ class AdapterCatalog:
         self._listed_s = -math.inf
         self._changes: set[asyncio.Task[Any]] = set()  # in progress
         self._state: AdapterState | None = None
+        self._training: set[str] = set()  # names whose adapters are to be kept when they are trained
+        self._keeper: asyncio.Task[None] | None = None
+        self._looking = asyncio.Lock()  # held while trained adapters are kept, and while one is pinned
+        self._reported = False
 
     # -- queries ------------------------------------------------------------------------------------------------------
 
@@ -97,8 +101,7 @@ class AdapterCatalog:
 
         Raises:
             UnknownAdapter: There is no such adapter or domain; the message lists those that there are.
-            BadRequest: A composition is malformed or has an adapter twice, or several adapters with the domain were
-                loaded at once.
+            BadRequest: A composition is malformed or repeats an adapter, or the domain belongs to several adapters.
         """
         parts = composed_of(adapter_name(name))
         found = [await self._find(part.adapter) for part in parts]
@@ -235,19 +238,18 @@ class AdapterCatalog:
 
     async def train(self, plan: str) -> tuple[TrainingStatus, ...]:
         """Begin the trainings of a plan file. The adapters that they finish are kept for the next start."""
-        begun = await self._engine.call(Train(plan))
-        keeping = asyncio.create_task(self._keep_trained({one.name for one in begun}))
-        self._changes.add(keeping)
-        keeping.add_done_callback(self._on_changed)
-        return begun
+        return await self._complete(self._train(plan))
 
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
         """Pin an adapter on the device, or unpin it. Raises UnknownAdapter; OverCapacity when there is no room."""
         self._check_own(name)
-        kept = self._state.adapters.get(name) if self._state is not None else None
-        wanted = kept and msgspec.structs.replace(kept, pinned=pinned)
-        change = self._keeping(name, wanted, lambda: self._engine.pin_adapter(name, pinned))
-        return self._with_warnings(await self._complete(change))
+        return self._with_warnings(await self._complete(self._pin(name, pinned)))
+
+    async def close(self) -> None:
+        """Keep the adapters that have been trained so far."""
+        async with self._looking:
+            await self._keep_trained()
+        self._training.clear()
 
     # -- internal -----------------------------------------------------------------------------------------------------
 
@@ -257,29 +259,81 @@ class AdapterCatalog:
         """Make a change, and keep its result for the next start; if one fails, neither. Raises VLoraError."""
         if self._state is None or name in self.learning or name in self.hidden:
             return await change()
-        before = self._state.adapters.get(name)
-        await self._state.commit({name: wanted})
+        before, training = self._state.adapters.get(name), self._training & {name}
+        self._training.discard(name)
         try:
+            await self._state.commit({name: wanted})
             return await change()
         except BaseException as error:
             if not (wanted is None and before is not None and isinstance(error, UnknownAdapter)):
                 with contextlib.suppress(VLoraError):
                     await self._state.commit({name: before})
+                self._keep_later(training)
                 raise
             return cast(T, None)  # it was kept, but could not be served
 
-    async def _keep_trained(self, names: set[str]) -> None:
-        while self._state is not None and names:
+    async def _pin(self, name: str, pinned: bool) -> AdapterStatus:
+        async with self._looking:
+            await self._keep_trained()
+            if self._state is None or (kept := self._state.adapters.get(name)) is None:
+                return await self._engine.pin_adapter(name, pinned)
+            wanted = msgspec.structs.replace(kept, pinned=pinned)
+            return await self._keeping(name, wanted, lambda: self._engine.pin_adapter(name, pinned))
+
+    async def _train(self, plan: str) -> tuple[TrainingStatus, ...]:
+        begun: tuple[TrainingStatus, ...] = await self._engine.call(Train(plan))
+        try:
+            for one in begun:
+                self._check_name(one.name)
+                self._check_changeable(one.name)
+        except VLoraError:
+            for one in begun:
+                if one.state == "running":
+                    await self._engine.call(CancelTraining(one.name))
+            raise
+        if self._state is not None:
+            self._keep_later({one.name for one in begun} - self._state.adapters.keys())
+        return begun
+
+    def _keep_later(self, names: set[str]) -> None:
+        self._training |= names
+        if self._training and (self._keeper is None or self._keeper.done()):
+            self._keeper = asyncio.create_task(self._poll_trainings())
+
+    async def _poll_trainings(self) -> None:
+        while self._training:
             await asyncio.sleep(TRAINED_S)
-            with contextlib.suppress(VLoraError):  # the engine is restarting, or the disk is full
-                found = [one for one in await self._engine.call(ListTrainings()) if one.name in names]
-                served = {status.name for status in await self._engine.adapters()}
-                finished = [one for one in found if one.state == "finished" and one.name in served]
-                if finished:
-                    await self._state.commit(
-                        {one.name: DesiredAdapter(os.path.abspath(one.path or "")) for one in finished}
-                    )
-                names = {one.name for one in found if one.state == "running"}
+            async with self._looking:
+                await self._keep_trained()
+
+    async def _keep_trained(self) -> None:
+        """Keep each adapter whose training has finished. A failure is logged, and the next call tries again."""
+        try:
+            await self._keep_finished(set(self._training))
+            self._reported = False
+        except EngineDead:
+            pass  # it is restarting
+        except Exception as error:
+            if not self._reported:
+                log.warning("trained adapters are not kept: %s", error, exc_info=not isinstance(error, VLoraError))
+            self._reported = True
+
+    async def _keep_finished(self, names: set[str]) -> None:
+        if self._state is None or not names:
+            return
+        found = [one for one in await self._engine.call(ListTrainings()) if one.name in names]
+        finished = {one.name: os.path.abspath(one.path or "") for one in found if one.state == "finished"}
+        self._training -= names - finished.keys() - {one.name for one in found if one.state == "running"}
+        served = {status.name: status for status in await self._engine.adapters()} if finished else {}
+        for name, path in finished.items():
+            pinned = name in served and served[name].pinned
+            kept = self._state.adapters.get(name)
+            if name in self._training and name in served and kept is None:
+                await self._state.commit({name: DesiredAdapter(path, pinned=pinned)})
+            if name in self._training and name in served and not pinned and (kept is None or kept.path == path):
+                await self._load(name, path)  # of the content that it has: for restarts of the engine
+                self.invalidate()
+            self._training.discard(name)
 
     async def _load(self, name: str, path: str) -> AdapterStatus:
         status = await self._engine.load_adapter(name, path)
@@ -301,8 +355,7 @@ class AdapterCatalog:
         return failed and time.monotonic() - self._listed_s >= ERROR_S
 
     async def _complete(self, change: Coroutine[Any, Any, T]) -> T:
-        """Apply a change of the engine's adapters, also when its caller is cancelled meanwhile: the engine completes a
-        change that has begun, so the cache must not depend on the caller."""
+        """Complete a change of the engine's adapters also when its caller is cancelled, as the engine does."""
         task = asyncio.create_task(self._apply(change))
         self._changes.add(task)
         task.add_done_callback(self._on_changed)
@@ -338,92 +391,3 @@ class AdapterCatalog:
             raise BadAdapter(f"{name!r} is the base model's name; choose another name for the adapter")
         if (problem := name_problem(name)) is not None:
             raise BadAdapter(problem)
-
-
-# Files beside an adapter that change the prompts it was trained with: chat template, tokens, processing of images.
-#
-# Prompts are those of the base model for all adapters. Trainers copy its files beside each adapter; only a difference
-# of content is reported.
-
-
-class _Token(msgspec.Struct):
-    content: str
-    id: int = -1
-
-
-class _Tokenizer(msgspec.Struct):
-    """The parts of `tokenizer.json` and `tokenizer_config.json`; the vocabulary is left out, which takes long."""
-
-    added_tokens: list[_Token] = []
-    added_tokens_decoder: dict[int, _Token] = {}
-    chat_template: str | list[dict[str, str]] | None = None
-
-
-def prompt_warnings(name: str, folder: Path, processor: InputProcessor) -> tuple[str, ...]:
-    """How the prompts of an adapter's training differ from those that it is served with. They are logged, too."""
-    try:
-        found = tuple(_differences(folder, processor))
-    except Exception as error:  # files may have any content
-        found = (f"its files beside the weights cannot be compared with the base model's: {error}",)
-    for warning in found:
-        log.warning("adapter %r: %s", name, warning)
-    return found
-
-
-def _differences(folder: Path, processor: InputProcessor) -> Iterator[str]:
-    read = {name: _read(folder / name, _Tokenizer) for name in ("tokenizer.json", "tokenizer_config.json")}
-    config = read["tokenizer_config.json"]
-    template = config.chat_template
-    for name in ("chat_template.json", "processor_config.json"):
-        template = _read(folder / name, _Tokenizer).chat_template or template
-    if (own := folder / "chat_template.jinja").is_file():
-        template = own.read_text(encoding="utf-8")
-    if isinstance(template, list):
-        template = {each["name"]: each["template"] for each in template}.get("default")
-    if template is not None and _same_lines(template) not in _templates(processor):
-        yield (
-            "its folder has another chat template than the base model, whose template is used; an adapter that was "
-            "trained with its own answers worse: train it with the base model's, or put its own into the model's folder"
-        )
-    tokens = {each.content: each.id for each in read["tokenizer.json"].added_tokens}
-    tokens |= {each.content: number for number, each in config.added_tokens_decoder.items()}
-    tokens |= _read(folder / "added_tokens.json", dict[str, int])
-    changed = [token for token, number in tokens.items() if processor.tokenizer.convert_tokens_to_ids(token) != number]
-    if changed:
-        yield (
-            f"its tokenizer has other tokens than the base model's: {listed(sorted(map(repr, changed)))}; prompts are "
-            "tokenized as the base model's, so an adapter trained with them does not get them"
-        )
-    fields = _read(folder / "processor_config.json", dict[str, Any]).get("image_processor") or {}
-    if fields := _read(folder / "preprocessor_config.json", dict[str, Any]) or fields:
-        ours = processor.image_processor
-        made, used = type(ours).from_dict(fields).to_dict(), ours.to_dict()
-        if differing := [key for key in used if not key.endswith(("_type", "_class")) and made.get(key) != used[key]]:
-            yield f"its image processor has another {listed(differing)} than the base model's, which is used"
-
-
-def _templates(processor: InputProcessor) -> Iterator[str]:
-    """The template that is used, then the tokenizer's own: trainers that save the tokenizer alone write that one."""
-    yield _same_lines(processor.tokenizer.chat_template)
-    if place := processor.tokenizer.name_or_path:
-        kind: Any = type(processor.tokenizer)
-        yield _same_lines(_template_of(kind, place))
-
-
-@functools.cache
-def _template_of(tokenizer: Any, place: str) -> Any:
-    from vlora.models.pretrained import from_pretrained  # imports transformers, as the processor does
-
-    return from_pretrained(tokenizer, place).chat_template
-
-
-def _same_lines(template: Any) -> str:
-    """A template without a line end at its end, which has no effect. Of several templates, that of ordinary chats."""
-    return str(template.get("default") if isinstance(template, dict) else template).removesuffix("\n")
-
-
-def _read(file: Path, kind: Any) -> Any:
-    """A JSON file's content; an empty one if there is no file."""
-    if not file.is_file():
-        return kind() if isinstance(kind, type) else {}
-    return msgspec.json.decode(file.read_bytes(), type=kind)

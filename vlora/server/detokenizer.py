@@ -104,10 +104,8 @@ class Piece(NamedTuple):
 class AnswerText:
     """The text of one answer as its tokens arrive.
 
-    Args:
-        token_text: Decodes a single token, as logprobs show it.
-        token_bytes: The bytes of a token in an answer; None for one that answers do not contain.
-        min_tokens: Stop strings are ignored in the text of this many first tokens.
+    token_text: decodes a single token, as logprobs show it. token_bytes: of a token in an answer; None for one that
+    answers do not contain. min_tokens: stop strings are ignored in the text of this many first tokens.
     """
 
     def __init__(

@@ -52,8 +52,7 @@ class Execution:
     ) -> HeadResult:
         """Run one pass through a head, with the question it was trained on. Raises the request's error.
 
-        Args:
-            levels: The service level, as fields of `Request`.
+        levels: the service level, as fields of `Request`.
         """
         if len(images) != head.num_frames:
             raise BadRequest(

@@ -61,13 +61,7 @@ if TYPE_CHECKING:
 class FrontEnd:
     """One per server, used from one event loop. Decoding and image processing run in threads.
 
-    Attributes:
-        engine: The engine.
-        adapters: The registered adapters and their changes.
-        streams: The open frame streams.
-        metrics: The server's metrics.
-        learning: The adapters that learn; None if there are none.
-        message_budget: The bytes of messages in memory, over all connections.
+    learning: the adapters that learn. message_budget: the bytes of messages in memory, over all connections.
     """
 
     def __init__(
@@ -125,8 +119,7 @@ class FrontEnd:
         Choices are generated concurrently. The first equals the answer to a request for one; the others sample with
         seeds derived from the first seed. Closing the iterator early cancels the request.
 
-        Args:
-            request_id: Of the first choice, unused so far; a random one by default.
+        request_id: of the first choice, unused so far; a random one by default.
 
         Raises:
             BadRequest: The request is invalid (or a subclass of BadRequest).
@@ -148,7 +141,14 @@ class FrontEnd:
                 domain, head = answering(target, asked)
                 if head is not None:
                     assert asked.adapter is not None and domain is not None
-                    result = await self._by_head(images, asked.adapter, head.name, clock, request_id, tenant, **levels)
+                    try:
+                        result = await self._by_head(
+                            images, asked.adapter, head.name, clock, request_id, tenant, **levels
+                        )
+                    except UnknownHead:
+                        if answering(await self.adapters.resolve(asked.adapter), asked) == (domain, head):
+                            raise
+                        continue  # the domain has moved meanwhile, and is answered otherwise
                     if result.label:
                         yield 0, Piece(result.label, num_prompt_tokens=result.timings.num_prompt_tokens)
                     yield 0, as_answer(result, request_id, domain.name)
@@ -196,9 +196,7 @@ class FrontEnd:
     ) -> HeadResult:
         """Run one pass through a task head, with the question it was trained on.
 
-        Args:
-            adapter: The name of an adapter or a domain.
-            head: None for the domain's, or the adapter's only one.
+        adapter: the name of an adapter or a domain. head: None for the domain's, or the adapter's only one.
 
         Raises:
             UnknownAdapter, UnknownHead: There is no such adapter or head.
@@ -218,9 +216,6 @@ class FrontEnd:
         tenant: str | None = None,
     ) -> tuple[HeadOutcome, ...]:
         """As `ask_head`, for several pairs of an adapter and a head at once. Each counts as an active request.
-
-        Returns:
-            For each pair its answer, or its error.
 
         Raises:
             BadRequest: There are no pairs, or more than the server's limit of requests.
@@ -296,6 +291,7 @@ class FrontEnd:
         self.streams.close()
         if self.learning is not None:
             await self.learning.close()
+        await self.adapters.close()
         await self._encoder.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------

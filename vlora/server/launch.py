@@ -61,11 +61,9 @@ async def serve(
     An engine that dies is restarted. The front end stays up, so clients receive the cause and streams continue.
 
     Args:
-        adapters: Name -> folder.
         announce: Called with the "ready" line, with lines about replicas before it, and with the token names after a
             reload.
         read_tokens: Reads the tokens again on SIGHUP; None where they cannot change.
-        replicas: Number of engines; several of them run on a Ray of this machine.
         cluster: The plan of several machines, which has the number of engines; None: this machine alone.
         learn: The folder and the adapters of a learning plan.
         adapter_state: The folder that keeps the adapters, as changed while it serves; "none" keeps them in memory, None
@@ -215,14 +213,8 @@ async def _start_engine(
 ) -> RestartedEngine:
     """Start one engine, several on a Ray of this machine, or those of several machines.
 
-    Args:
-        plan: Of several machines.
-        adapters: See `Cluster`.
-        max_replicas: The limit of their number later; None: `replicas`.
-        routing_rule: Which of them gets a request.
-        routing_journal: File that records this.
-        ship_adapters: Send adapters' files to other machines that lack them.
-        scaling: By the load, see `LocalCluster.start`.
+    adapters: see `Cluster`. ship_adapters: send files to other machines that lack them. scaling: see
+    `LocalCluster.start`.
     """
     if plan is None and max(replicas, max_replicas or 1) == 1:
         return await SupervisedEngine.start(config, log=log.warning, command=command)

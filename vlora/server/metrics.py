@@ -35,10 +35,6 @@ class Metrics:
 
     The label `adapter` has at most `MAX_ADAPTERS` adapter names plus `base`, `unknown`, `composed` and `other`;
     `tenant` has at most `MAX_TENANTS` plus `other` (see `LabelSlots`).
-
-    Args:
-        model: The base model's name in requests.
-        version: Version of this package.
     """
 
     def __init__(self, model: str = "", version: str = "") -> None:

@@ -213,7 +213,7 @@ class SupervisedEngine(EngineInterface):
         for name, path in tuple(self._paths.items()):
             if not await self._try(engine.register_adapters({name: path}), f"adapter {name!r} was not restored"):
                 del self._paths[name]
-        self._pinned &= self._paths.keys()
+                self._pinned.discard(name)
         for name in tuple(self._pinned):
             if not await self._try(engine.pin_adapter(name, True), f"adapter {name!r} is no longer pinned"):
                 self._pinned.discard(name)

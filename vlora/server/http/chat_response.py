@@ -17,11 +17,7 @@ _LEAST_LOGPROB = -9999.0  # as in OpenAI's answers: JSON has no infinity
 class ChatResponseBuilder:
     """Builds the responses to one request.
 
-    Args:
-        head: The answer's id, time and model, included in each response.
-        logprobs: Whether the request asks for log probabilities.
-        counts: Whether each event has the token counts so far.
-        tools: Whether the answer may call tools.
+    head: the answer's id, time and model. counts: each event has the token counts so far.
     """
 
     def __init__(self, head: dict[str, Any], *, logprobs: bool, counts: bool = False, tools: bool = False) -> None:

@@ -91,12 +91,7 @@ class CompletionRequest(SamplingFields):
 class TextResponseBuilder:
     """Builds the responses to one request, as `ChatResponseBuilder` does.
 
-    Args:
-        head: The answer's id, time and model, included in each response.
-        num_choices: Choices per prompt.
-        echoed: The text at the beginning of each prompt's answers.
-        logprobs: Whether the request asks for log probabilities.
-        counts: Whether each event has the token counts so far.
+    num_choices: per prompt. echoed: the text at the beginning of each prompt's answers.
     """
 
     def __init__(

@@ -98,12 +98,9 @@ class ToolCall(StrictModel):
 def call_grammar(tools: Sequence[Tool], choice: Choice, parallel: bool) -> str:
     """The grammar of an answer that may call tools.
 
-    Args:
-        choice: auto for text or calls, required for at least one call, a tool for one call of it.
-        parallel: Whether one answer may have several calls.
+    choice: auto for text or calls, required for at least one call, a tool for one call of it.
 
-    Raises:
-        BadRequest: tool_choice names an undeclared tool, a name is declared twice, or the schemas are too long.
+    Raises BadRequest if it names an undeclared tool, a name is declared twice, or the schemas are too long.
     """
     names = [tool.function.name for tool in tools]
     double = next((name for place, name in enumerate(names) if name in names[:place]), None)

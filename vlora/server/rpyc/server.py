@@ -57,14 +57,9 @@ class RpycServer(ThreadedServer):
             raise self._cannot_listen(error) from error
 
     def start_in_thread(self, front_end: FrontEnd, loop: asyncio.AbstractEventLoop, model: str, access: Access) -> None:
-        """Listen, and serve every connection with its own `VLoraService`.
+        """Listen, and serve every connection with its own `VLoraService`. loop: the front end's event loop.
 
-        Args:
-            loop: The front end's event loop.
-            model: The base model's name.
-
-        Raises:
-            BadConfig: Another server has taken the address since.
+        Raises BadConfig if another server has taken the address since.
         """
         self._front_end = front_end
         self._loop = loop

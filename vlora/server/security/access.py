@@ -66,10 +66,7 @@ class Access:
     def check(self, secret: str | None, *, admin: bool = False, peer: str | None = None) -> Token | None:
         """Return the caller's token; None where the server has no tokens.
 
-        Args:
-            secret: The caller's token; None or empty when it sent none.
-            admin: Whether the call requires an admin token.
-            peer: Address of the caller; None for a connection that is authenticated already.
+        peer: the caller's address; None for a connection that is authenticated already.
 
         Raises:
             Unauthorized: The token is missing, wrong or expired.

@@ -40,10 +40,7 @@ class FrameExecutor(Protocol):
 
 
 async def images_per_frame(options: StreamOptions, adapters: AdapterCatalog, config: ServerConfig) -> int | None:
-    """Check what a stream asks of each frame.
-
-    Returns:
-        The number of images that its heads read; None for a stream without heads.
+    """Check what a stream asks of each frame. Returns the number of images that its heads read; None without heads.
 
     Raises:
         UnknownAdapter, UnknownHead: There is no such adapter or head.

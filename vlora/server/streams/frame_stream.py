@@ -51,14 +51,7 @@ class StreamSession:
         preview: Preview | None = None,
         tenant: str | None = None,
     ) -> None:
-        """Start without frames.
-
-        Args:
-            executor: Answers the frames.
-            num_images: Images per frame; None for one or more.
-            preview: Receives every answered frame, while its images are in memory.
-            tenant: Name of the owner's token.
-        """
+        """num_images: per frame; None for one or more. preview: receives every answered frame."""
         self._executor = executor
         self._metrics = metrics
         self.options = options
@@ -86,8 +79,7 @@ class StreamSession:
     async def send(self, number: int, images: tuple[bytes | RawImage, ...], wait_s: float, charge: ByteCharge) -> bool:
         """Accept a frame, waiting up to `wait_s` for room. Returns False when there is none.
 
-        Args:
-            charge: Released when the images are no longer needed: immediately when the frame is not accepted.
+        charge: released when the images are no longer needed: immediately when the frame is not accepted.
 
         Raises:
             BadRequest: The number is out of sequence, the number of images is wrong, or the stream has ended.
@@ -104,8 +96,7 @@ class StreamSession:
     async def pull(self, acknowledged: int, wait_s: float) -> FrameResults:
         """The results after frame `acknowledged`, in frame order; waits up to `wait_s` for the first.
 
-        Args:
-            acknowledged: Number of the last frame with a received result, -1 for none. Results up to it are deleted.
+        acknowledged: number of the last frame with a received result, -1 for none. Results up to it are deleted.
 
         Raises:
             BadRequest: `acknowledged` is out of range.

@@ -77,12 +77,7 @@ def grammar_schema(schema: Mapping[str, Any], field: str) -> dict[str, Any]:
     other properties stays open. So does a schema that combines several schemas for one value, because closing could
     make it unsatisfiable.
 
-    Args:
-        schema: After `check_depth`.
-        field: The request's field, for errors.
-
-    Raises:
-        BadRequest: The schema cannot be followed exactly.
+    schema: after `check_depth`. field: the request's, for errors. Raises BadRequest if it cannot be followed exactly.
     """
     return _Rewriting(schema, field).schema
 

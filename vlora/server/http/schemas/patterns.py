@@ -34,12 +34,8 @@ FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{
 def translated(pattern: str, of_names: bool) -> str:
     """The pattern in the library's dialect.
 
-    Args:
-        of_names: The result matches what Python matches, and not only texts on which Python and JavaScript agree:
-            names without a match are subject to other schemas.
-
-    Raises:
-        ValueError: The pattern needs what the library does not have.
+    of_names: the result matches what Python matches, and not only texts on which Python and JavaScript agree: names
+    without a match are subject to other schemas. Raises ValueError if the library lacks what the pattern needs.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
