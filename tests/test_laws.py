@@ -138,12 +138,18 @@ def test_imported_modules_exist() -> None:
 def test_no_module_assigns_a_constant_twice() -> None:
     """The first value would be lost without an error, for example where two modules became one."""
     for module, file in modules():
-        body = ast.parse(file.read_text()).body
-        found = [
-            node.targets[0].id
-            for node in body
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-        ]
+        found: list[str] = []
+        for node in ast.parse(file.read_text()).body:
+            match node:
+                case ast.Assign(targets=targets):
+                    names = [each for target in targets for each in ast.walk(target)]
+                    found += [
+                        each.id for each in names if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+                    ]
+                case ast.AnnAssign(target=ast.Name(id=name)) | ast.ClassDef(name=name):
+                    found.append(name)
+                case ast.FunctionDef(name=name, decorator_list=[]) | ast.AsyncFunctionDef(name=name):
+                    found.append(name)  # with decorators: overloads
         assert len(found) == len(set(found)), (module, sorted(found))
 
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, Field, FiniteFloat, StringConstraints, TypeAdapter, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    FiniteFloat,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+)
 
 from fusion.data.boxes import Annotated, Drawn, Edges, boxed_items, seem_shares
 from fusion.data.frames import Picture, find_file, read_text
@@ -21,8 +31,11 @@ from vlora.wording import pydantic_errors
 Parsed = TypeVar("Parsed")
 
 
-# A number, also as text, or the name that some tools write.
-_Id = typing.Annotated[int | str, Field(union_mode="left_to_right")]
+def _number(value: int | str) -> int | str:
+    return int(value) if isinstance(value, str) and re.fullmatch(r"0|[1-9][0-9]*", value) else value
+
+
+_Id = typing.Annotated[int | str, AfterValidator(_number)]  # a number, also as text, or the name that some tools write
 
 
 class _Image(BaseModel):

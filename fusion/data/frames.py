@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import os
 import re
 import unicodedata
@@ -120,11 +121,18 @@ def find_file(folders: Path | Sequence[Path], name: str, what: str, *, by_end: b
         last = 2 if what == "folder" else 1  # the shortest end: `images` may be the folder of another part
         ends += ["/".join(steps[first:]) for first in range(max(1, len(steps) - last + 1))]
     ends += [urllib.parse.unquote(end) for end in ends if "%" in end]
+    ends = [end for end in dict.fromkeys(ends) if end]
+    names = [[end] for end in ends]
     if what == "picture" and not plain.lower().endswith(PICTURE_SUFFIXES):
-        ends += [f"{end}{suffix}" for end in ends if end for suffix in (*PICTURE_SUFFIXES, ".JPG", ".PNG")]
-    for end in dict.fromkeys(ends):
-        if end and (found := next((folder / end for folder in folders if there(folder / end)), None)):
-            return found
+        suffixes = [case(suffix) for suffix in PICTURE_SUFFIXES for case in (str, str.upper)]
+        names += [[end + suffix for suffix in suffixes] for end in ends]
+    for same, folder in itertools.product(names, folders):
+        files = [folder / each for each in same if there(folder / each)]
+        found = {file.stat().st_ino: file for file in files}  # .jpg is .JPG in some file systems
+        if len(found) > 1:
+            return f"{' and '.join(map(str, files))} may each be the {what} {name!r}; give its suffix"
+        if found:
+            return files[0]
     file = folders[0] / plain
     with contextlib.suppress(OSError):
         if similar := [each for each in file.parent.iterdir() if each.name.lower() == file.name.lower()]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from fusion.data.coco import read_coco
 from fusion.data.folders import read_images, read_unlabelled, read_videos
-from fusion.data.frames import FileInfo, Frames
+from fusion.data.frames import Clip, FileInfo, Frames
 from fusion.data.items import Item
 from fusion.data.refs import EXPRESSION, read_references
 from fusion.data.samples import Sample, Splits, held_back
@@ -365,8 +365,12 @@ def _split_samples(
 
 
 def _note_contradictions(seen: Sequence[tuple[str, Item]], errors: PlanErrors) -> None:
-    first: dict[tuple[str, str], Item] = {}
-    others = [item for digest, item in seen if first.setdefault((digest, item.question), item).answer != item.answer]
+    first: dict[tuple[object, ...], Item] = {}
+    others = []
+    for digest, item in seen:
+        span = (item.frames.start_s, item.frames.end_s) if isinstance(item.frames, Clip) else ()
+        if first.setdefault((digest, *span, item.question), item).answer != item.answer:
+            others.append(item)
     if others:
         errors.note(
             f"warning: {len(others)} samples contradict an earlier one of the same picture, the first at "

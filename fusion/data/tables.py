@@ -151,7 +151,7 @@ def _csv(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
         before, start, first = 0, 0, source.readline()
         while first and (not first.strip() or first.startswith("sep=")):
             before, start, first = before + 1, source.tell(), source.readline()
-        delimiter = max(",;\t|", key=first.count)
+        delimiter = max(",;\t|", key=lambda mark: (mark != "|" and mark in first, first.count(mark)))
         source.seek(start)
         # Strict: otherwise an unclosed quote would join all following rows into one cell.
         reader = csv.DictReader(source, strict=True, delimiter=delimiter, skipinitialspace=delimiter != "\t")

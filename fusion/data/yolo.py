@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import NamedTuple
 
 from fusion.data.boxes import Annotated, Drawn, Edges, boxed_items
@@ -22,6 +22,7 @@ from vlora.training.records import PART_NAMES, PARTS, Part
 _NAMES = ("classes.txt", "obj.names", "_darknet.labels", "labels/classes.txt", "predefined_classes.txt")
 _LISTS: dict[str, Part] = {"train": "train", "val": "validation", "valid": "validation", "test": "test"}
 _BESIDE = {"images": "labels", "Images": "Labels", "JPEGImages": "labels"}
+_OF_CVAT = {"data"}  # the folder of its server, in names of lists and pictures
 _SHOWN = 60  # characters of a line in an error
 
 
@@ -93,15 +94,21 @@ def _from_yaml(file: Path, errors: PlanErrors) -> _Set | None:
             f"{file}: `nc` is {content['nc']!r}, but `names` has {len(names)} classes; correct one of them", "path"
         )
     bases = [file.parent]
-    if content.get("path") and not isinstance(base := find_file(file.parent, str(content["path"]), "folder"), str):
+    root = str(content.get("path") or ".")
+    if not isinstance(base := find_file(file.parent, root, "folder"), str):
         bases.insert(0, base)
+    above = {file.resolve().parent.name, PureWindowsPath(root).name}
     parts: dict[Part | None, list[Path]] = {}
+    read: dict[str, list[Path]] = {}
     for key, part in _LISTS.items():
         given = content.get(key)
         for name in given if isinstance(given, list) else [given]:
             if name:
-                pictures = _pictures(bases, str(name), part, errors)
+                read[str(name)] = pictures = _pictures(bases, above, str(name), part, errors)
                 parts.setdefault(part, []).extend(pictures)
+                others = [other for other, files in read.items() if Path(other) != Path(name) and files == pictures]
+                if pictures and others and not name.endswith(".txt"):
+                    errors.add(f"{file}: {others[0]} and {name} are both {pictures[0].parent}; correct one", "path")
     if not parts:
         errors.add(f"{file}: `train` is missing; it is a folder of pictures, a list of folders, or a text file", "path")
     return _Set(
@@ -111,9 +118,16 @@ def _from_yaml(file: Path, errors: PlanErrors) -> _Set | None:
     )
 
 
-def _pictures(bases: list[Path], name: str, part: Part | None, errors: PlanErrors) -> list[Path]:
+def _find(bases: list[Path], above: set[str], name: str, what: str) -> Path | str:
+    """`find_file`, also without the first folder of the name if it is one of those above the data."""
+    first, _, below = name.replace("\\", "/").partition("/")
+    found = [find_file(bases, each, what) for each in ((name, below) if below and first in above else (name,))]
+    return next((each for each in found if isinstance(each, Path)), found[0])
+
+
+def _pictures(bases: list[Path], above: set[str], name: str, part: Part | None, errors: PlanErrors) -> list[Path]:
     """The pictures of one entry of a data.yaml or of an obj.data."""
-    folder = find_file(bases, name, "folder", by_end=True)
+    folder = _find(bases, above, name, "folder")
     if isinstance(folder, Path):
         return _in_folder(folder, errors)
     if not name.endswith(".txt"):
@@ -121,33 +135,30 @@ def _pictures(bases: list[Path], name: str, part: Part | None, errors: PlanError
             f"{folder}, which is named for {part}"
         )
         return []
-    if isinstance(listed := find_file(bases, name, "file", by_end=True), str):
+    if isinstance(listed := _find(bases, above, name, "file"), str):
         errors.add(listed, "path")
         return []
     pictures = []
     for number, line in enumerate(_text(listed, errors).splitlines(), 1):
-        # CVAT's lists begin with the folder `data` of its server.
-        names = (line.strip(), line.strip().removeprefix("data/"))
-        found = [find_file([listed.parent, *bases], each, "picture") for each in names] if line.strip() else []
-        whole = next((each for each in found if isinstance(each, Path)), None)
-        if whole is not None:
-            pictures.append(whole)
+        found = _find([listed.parent, *bases], above | _OF_CVAT, line.strip(), "picture") if line.strip() else None
+        if isinstance(found, Path):
+            pictures.append(found)
         elif found:
-            errors.add(f"{listed}, line {number}: {found[0]}", "path")
+            errors.add(f"{listed}, line {number}: {found}", "path")
     return pictures
 
 
 def _from_darknet(file: Path, errors: PlanErrors) -> _Set | None:
     """obj.data, as CVAT exports it: `names = data/obj.names`, `train = data/train.txt`."""
     fields = dict(re.findall(r"^\s*(\w+)\s*=\s*(.+?)\s*$", _text(file, errors), re.MULTILINE))
-    names = find_file(file.parent, fields.get("names", "obj.names"), "file", by_end=True)
+    names = _find([file.parent], _OF_CVAT, fields.get("names", "obj.names"), "file")
     if isinstance(names, str):
         errors.add(f"{file}: {names}", "path")
         return None
     parts: dict[Part | None, list[Path]] = {}
     for key, part in _LISTS.items():
         if key in fields:
-            parts.setdefault(part, []).extend(_pictures([file.parent], fields[key], part, errors))
+            parts.setdefault(part, []).extend(_pictures([file.parent], _OF_CVAT, fields[key], part, errors))
     if not parts:
         parts[None] = _in_folder(file.parent, errors)
     return _Set(_lines(names, errors), {part: files for part, files in parts.items() if files})

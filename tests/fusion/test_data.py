@@ -277,6 +277,8 @@ def test_videos_with_a_table(tmp_path: Path) -> None:
         rows += [[f"{number}.avi", "early", "0", "1"], [f"{number}.avi", "late", "1", ""]]
     write_csv(tmp_path / "labels.csv", ["video", "label", "start_s", "end_s"], rows)
     lines = "data: {format: video_folder, path: videos, labels: labels.csv, frames: 1}"
+    segments = load(write_plan(tmp_path, f"{lines}\ntask: classification"))
+    assert not any("contradict" in note for note in segments.notes)
     splits = load(write_plan(tmp_path, lines)).splits
     for name, part in splits.parts.items():
         for sample in part:

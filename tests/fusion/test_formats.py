@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fusion.data.coco import COCO
 from fusion.data.load import DomainData
 from fusion.report.examples import contact_sheet
 from heads import Box
@@ -322,7 +323,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], str], tuple[int, int, int], str]] = {
     "yolo, numbers of numpy": (lambda root: ultralytics(root, line=floats), EACH, ""),
     "yolo, folders of cameras": (nested_yolo, EACH, ""),
     "yolo, folders named from above": (
-        lambda root: edit("data.yaml", lambda text: text.replace(": images/", ": lots-3/images/"))(root),
+        lambda root: edit("data.yaml", lambda text: text.replace(": images/", f": {root.name}/images/"))(root),
         EACH,
         "",
     ),
@@ -457,6 +458,20 @@ LINE = "labels/train/3.txt"
             edit("data.yaml", lambda text: text.replace("images/train", "images/tran")),
             "images/tran, which is named for",
         ),
+        (
+            edit("data.yaml", lambda text: text.replace("train: images/", "train: v2/images/")),
+            "v2/images/train, which is named for train",
+        ),
+        (
+            edit("data.yaml", lambda text: text.replace("val: images/val", "val: /v2/images/train")),
+            "images/train and /v2/images/train are both",
+        ),
+        (
+            edit(
+                "data.yaml", lambda text: text.replace("train.txt", "v2/train.txt"), lambda root: yolo_lists(root, str)
+            ),
+            "there is no file",
+        ),
         (edit("data.yaml", lambda text: text + "names: [a"), "data.yaml, line 6: not YAML"),
         (without("lots/classes.txt", labelimg_yolo), "has no data.yaml and no classes.txt or obj.names or _darknet"),
         (lambda root: "{format: yolo, path: nowhere}", "there is no folder"),
@@ -501,6 +516,13 @@ def test_what_cannot_be_read_is_named_with_the_remedy(
     with pytest.raises(BadPlan) as caught:
         read(tmp_path, build(tmp_path))
     assert message in str(caught.value)
+
+
+def test_ids_that_are_no_plain_numbers_remain_texts() -> None:
+    ids = {7: 7, "7": 7, "0": 0, "1_12": "1_12", "11_2": "11_2", "0001": "0001", "1.0": "1.0", " 1": " 1"}
+    images = [{"id": given, "file_name": "a.jpg"} for given in ids]
+    found = COCO.validate_json(json.dumps({"images": images, "annotations": []}))
+    assert [image.id for image in found.images] == list(ids.values())
 
 
 @pytest.mark.parametrize("build", [one_folder_yolo, labelimg_voc, label_studio_coco])
@@ -585,6 +607,13 @@ TABLES: dict[str, tuple[str | bytes, str, str]] = {  # -> the file, more of `dat
     ),
     "pictures in a bucket": (table(",", "path", "label", rows=[(f"s3://me/lots/{a}", b) for a, b in ROWS]), "", ""),
     "separated by bars": (table("|", "path", "label"), "", ""),
+    "bars in a name": (table(",", "path", "label (car|bus|van)"), "columns: {answer: label (car|bus|van)}", ""),
+    "ImageNet's ids": (
+        table(",", "path", "label", rows=[(f"net/{a.removesuffix('.jpg')}", b) for a, b in ROWS]),
+        "",
+        "",
+    ),
+    "two pictures of one id": (table(",", "path", "label", rows=[("net/both", "car")]), "", "both.JPEG and "),
     "another case": (table(",", "path", "label", rows=[("0.JPG", "car")]), "", "its name in the folder is 0.jpg"),
 }
 
@@ -595,6 +624,9 @@ def test_tables(tmp_path: Path, name: str) -> None:
     for number in range(COUNT):
         shot(tmp_path / "pictures" / f"{number}.jpg", number)
         shot(tmp_path / f"pictures/pictures/{number}.jpg", number)
+        shot(tmp_path / f"pictures/net/{number}.JPEG", number)
+    for suffix in ("JPEG", "png"):
+        shot(tmp_path / f"pictures/net/both.{suffix}", 0)
     (tmp_path / "rows.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
     data = f"{{format: questions, path: rows.csv, images: pictures{', ' * bool(more)}{more}}}\ntask: classification"
     if message:

@@ -73,7 +73,7 @@ def take_replica_options(
     most = most or number
     for name in ("scale_up_s", "scale_down_s"):
         if not 0 < getattr(given, name) <= _MOST_SECONDS:
-            raise BadConfig(f"--{name.replace('_', '-')} is {getattr(given, name):g}; set a number of seconds above 0")
+            raise BadConfig(f"--{name.replace('_', '-')} is {getattr(given, name):g}; set seconds from above 0 to 1e9")
     if cluster is not None:
         if given.autoscale and cluster.replicas.limit == cluster.replicas.number:
             raise BadConfig("--autoscale needs `replicas.most` of the plan above `replicas.number`")

@@ -75,7 +75,7 @@ _SETTINGS = {
         "routing_rule": "Which replica gets the next request.",
         "routing_journal": "Record routing in this file, up to 256 MiB, for `vlora simulate --replay`.",
         "ship_adapters": "With --cluster: send adapters' files to machines that lack them, as `ship_adapters: true` of "
-        "the plan.",
+        "the plan, which this does not turn off.",
     },
     "Network": {
         "host": "Address to listen on; loopback only without tokens.",

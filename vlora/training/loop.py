@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, Future
 from typing import Literal, NamedTuple
 
-from vlora.errors import BadConfig, BadImage, BadRequest
+from vlora.errors import BadConfig, BadImage, BadRequest, VLoraError
 from vlora.run_folder import writing
 from vlora.training.batch import Sample
 from vlora.training.job import TrainingJob
@@ -312,7 +312,7 @@ class TrainingLoop:
             if not self._runs(job):
                 continue
             if (error := future.exception()) is not None:
-                self._end(job, "failed", str(error))
+                self._end(job, "failed", f"{error}" if isinstance(error, VLoraError) else f"cannot write: {error!r}")
             elif is_adapter:
                 self._forget(job)
                 self._on_trained(job)
