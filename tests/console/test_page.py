@@ -139,7 +139,7 @@ def test_canvases_are_drawn_and_have_descriptions(watched: Watched) -> None:
 
 def test_what_is_free_or_unused_takes_no_room(watched: Watched, api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     """All adapters have a row; the memory's map is drawn only where something is in it."""
-    page, snapshot = watched.page, api.front_end.snapshot
+    page, snapshot = watched.page, api.front_end.engine.snapshot
     expect(page.locator("#arena-map")).to_be_visible()
 
     async def unused(since: int = 0) -> EngineSnapshot:
@@ -147,7 +147,7 @@ def test_what_is_free_or_unused_takes_no_room(watched: Watched, api: Api, monkey
         free = msgspec.structs.replace(found.arena, cells="f" * len(found.arena.cells), runs=())
         return msgspec.structs.replace(found, adapters=(), arena=free)
 
-    monkeypatch.setattr(api.front_end, "snapshot", unused)
+    monkeypatch.setattr(api.front_end.engine, "snapshot", unused)
     expect(page.locator("#arena-legend")).to_have_text("all free: no adapter is loaded, no request runs")
     expect(page.locator("#arena-map")).to_be_hidden()
     rows = page.locator("#adapter-rows tr")
