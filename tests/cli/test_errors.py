@@ -7,9 +7,7 @@ import os
 import shlex
 import socket
 import sqlite3
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import click
@@ -20,36 +18,23 @@ import vlora.cli.query
 from apps.retrieval import RetrievalIndex
 from tests.cli.conftest import Vlora
 from tests.server.running import png
+from tests.sites import Page, site
 from tests.video_files import write_video
 from vlora.cli import cli
 from vlora.errors import BadPlan
 
 PAGES = {
-    "/a.png": ("image/png", png(250)),
-    "/typeless": ("application/octet-stream", png(250)),
-    "/page": ("text/html", b"<html>"),
-    "/large.png": ("image/png", bytes(2000)),
+    "/a.png": Page(png(250)),
+    "/typeless": Page(png(250), "application/octet-stream"),
+    "/page": Page(b"<html>", "text/html"),
+    "/large.png": Page(bytes(2000)),
 }
 
 
-class _Pages(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        kind, body = PAGES.get(self.path, ("", b""))
-        self.send_response(200 if kind else 404)
-        self.send_header("Content-Type", kind)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
-def site() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Pages) as pages:
-        threading.Thread(target=pages.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{pages.server_port}"
-        pages.shutdown()
+def pages() -> Iterator[str]:
+    with site(lambda path: PAGES.get(path, Page(status=404))) as found:
+        yield found.url("")
 
 
 CAMERA = """
@@ -300,7 +285,7 @@ def silent() -> Iterator[str]:
 
 @pytest.mark.parametrize("command", ERRORS)
 def test_user_errors_are_one_line_and_code_2(
-    asking: Vlora, inputs: Path, site: str, silent: str, monkeypatch: pytest.MonkeyPatch, command: str
+    asking: Vlora, inputs: Path, pages: str, silent: str, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.setattr(vlora.cli.query, "MAX_BYTES", 1000)
     monkeypatch.setattr(vlora.cli.query, "TIMEOUT_S", 0.2)
@@ -311,7 +296,7 @@ def test_user_errors_are_one_line_and_code_2(
         write_video(inputs / "none.mp4", [])
         assert asking(*INDEX.split())[0] == 0
         other_model(inputs)
-    words = [word.replace("SITE", site).replace("SILENT", silent) for word in shlex.split(command)]
+    words = [word.replace("SITE", pages).replace("SILENT", silent) for word in shlex.split(command)]
     assert ERRORS[command].replace("FOLDER", str(inputs)) in asking.refusal(*words)
     if "other.sqlite" in command:
         with RetrievalIndex(inputs / "other.sqlite") as index:
@@ -383,7 +368,7 @@ def test_a_dead_engine_and_a_failed_step_are_failures(asking: Vlora, inputs: Pat
     assert asking("query", "a.png", "fail") == (1, "", "error: the script says fail\n")
 
 
-def test_a_picture_by_url_is_fetched(asking: Vlora, inputs: Path, site: str) -> None:
-    for address in (f"{site}/a.png", f"{site}/typeless", f"{site.replace('http', 'HTTP')}/a.png"):
+def test_a_picture_by_url_is_fetched(asking: Vlora, inputs: Path, pages: str) -> None:
+    for address in (f"{pages}/a.png", f"{pages}/typeless", f"{pages.replace('http', 'HTTP')}/a.png"):
         assert asking.out("query", address, "--adapter", "cam", "--head", "day") == "bright  98.0%\n"
-    assert asking.out("query", f"{site}/a.png", "bright.png", "say:x") == "x\n"
+    assert asking.out("query", f"{pages}/a.png", "bright.png", "say:x") == "x\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import http.server
 import io
 import os
 import random
@@ -14,7 +13,7 @@ import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import numpy as np
@@ -24,6 +23,7 @@ from PIL import Image
 from fusion.data.frames import Picture
 from tests.processes import PATIENCE_S
 from tests.server.running import png
+from tests.sites import Page, Site, site
 from vlora.config import ServerConfig
 from vlora.errors import BadConfig, BadImage, BadRequest, TooLarge, VLoraError
 from vlora.server import images as image_sources
@@ -50,14 +50,6 @@ def bomb(width: int, height: int) -> bytes:
 
 
 NOISE = saved(Image.effect_noise((64, 64), 50), "PNG")
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF"])
-def test_supported_formats_become_rgb(kind: str) -> None:
-    (image,) = decode_images([png(200, kind=kind)], CONFIG)
-    assert image.mode == "RGB" and image.size == (8, 8)
-    pixel = image.getpixel((4, 4))
-    assert isinstance(pixel, tuple) and all(abs(value - 200) <= 2 for value in pixel)
 
 
 NOT_IMAGES = {
@@ -141,6 +133,7 @@ FLOATS = np.array([-5, 0, np.nan, np.inf, 5, -np.inf], "f4")
 @pytest.mark.parametrize(
     ("data", "grey"),
     {
+        **{f"plain {kind}": (png(200, kind=kind), 200) for kind in ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")},
         # Transparency is composed over white.
         "RGBA": (saved(Image.fromarray(CLEAR), "PNG"), DRAWN),
         "RGBA WebP": (saved(Image.fromarray(CLEAR), "WEBP", lossless=True, exact=True), DRAWN),
@@ -229,63 +222,31 @@ CONTENT = bytes(range(247, 256)) + b"\0"
 BASE64 = base64.b64encode(CONTENT).decode()  # with + and / and padding
 
 
-class Site(NamedTuple):
-    port: int
-    paths: list[str]
-
-    def url(self, path: str, host: str = "127.0.0.1") -> str:
-        return f"http://{host}:{self.port}{path}"
+PAGES = {
+    "/picture": Page(PICTURE),
+    "/text": Page(b"<html>", "text/html"),
+    "/large": Page(b"x" * 2000),
+    "/endless": Page(b"x" * 2000, sized=False),
+    "/missing": Page(status=404),
+    "/forever": Page(status=302, location="/forever"),
+    **{f"/round/{number}": Page(status=302, location=f"/round/{number + 1}") for number in range(3)},
+    "/round/3": Page(status=302, location="/picture"),
+}
 
 
 @pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    """A web site with a response for each path."""
-    paths: list[str] = []
+def pages() -> Iterator[Site]:
     over = threading.Event()
+    slow = Page(wait=lambda: over.wait(PATIENCE_S))
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            paths.append(self.path)
-            assert self.headers["Host"].endswith(f":{port}") and "Authorization" not in self.headers
-            match self.path.split("/")[1:]:
-                case ["picture"]:
-                    self.answer(200, PICTURE)
-                case ["text"]:
-                    self.answer(200, b"<html>", kind="text/html")
-                case ["large"] | ["endless"]:
-                    self.answer(200, b"x" * 2000)
-                case ["missing"]:
-                    self.answer(404, b"")
-                case ["slow"]:
-                    over.wait(PATIENCE_S)
-                case ["round", number]:
-                    self.answer(302, b"", location=f"/round/{int(number) + 1}" if int(number) < 3 else "/picture")
-                case ["forever"]:
-                    self.answer(302, b"", location="/forever")
-                case ["to", *rest]:
-                    self.answer(302, b"", location="/".join(rest))
+    def page(path: str) -> Page:
+        if path == "/slow":
+            return slow
+        return PAGES.get(path) or Page(status=302, location=path.removeprefix("/to/"))
 
-        def answer(self, status: int, body: bytes, kind: str = "image/png", location: str = "") -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            if self.path != "/endless":
-                self.send_header("Content-Length", str(len(body)))
-            if location:
-                self.send_header("Location", location)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    port = server.server_address[1]
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield Site(port, paths)
-    over.set()
-    server.shutdown()
-    server.server_close()
+    with site(page) as found:
+        yield found
+        over.set()
 
 
 def read(*urls: bytes | str, **settings: Any) -> list[bytes | RawImage]:
@@ -299,8 +260,10 @@ def read(*urls: bytes | str, **settings: Any) -> list[bytes | RawImage]:
     return asyncio.run(main())
 
 
-def test_allowed_hosts_are_fetched_and_redirects_followed(site: Site) -> None:
-    assert read(b"own", site.url("/picture"), site.url("/round/1"), image_hosts=LOCAL) == [b"own", PICTURE, PICTURE]
+def test_allowed_hosts_are_fetched_and_redirects_followed(pages: Site) -> None:
+    assert read(b"own", pages.url("/picture"), pages.url("/round/1"), image_hosts=LOCAL) == [b"own", PICTURE, PICTURE]
+    for _, headers in pages.requested:
+        assert headers["Host"] == f"127.0.0.1:{pages.port}" and "Authorization" not in headers
 
 
 @pytest.mark.parametrize(
@@ -317,9 +280,9 @@ def test_allowed_hosts_are_fetched_and_redirects_followed(site: Site) -> None:
         ("/to///evil.example/x", BadRequest, "does not fetch images from 'evil.example'"),
     ],
 )
-def test_the_response_of_a_host_is_checked(site: Site, path: str, error: type[VLoraError], message: str) -> None:
+def test_the_response_of_a_host_is_checked(pages: Site, path: str, error: type[VLoraError], message: str) -> None:
     with pytest.raises(error, match=message):
-        read(site.url(path), image_hosts=LOCAL)
+        read(pages.url(path), image_hosts=LOCAL)
 
 
 PRIVATE_HOSTS = (
@@ -329,12 +292,14 @@ PRIVATE_HOSTS = (
 )
 
 
-def test_public_hosts_only_refuses_every_form_of_a_private_address(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_paths = len(site.paths)
+def test_public_hosts_only_refuses_every_form_of_a_private_address(
+    pages: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_requests = len(pages.requested)
     for host in PRIVATE_HOSTS:
         with pytest.raises((BadRequest, BadImage), match=r"is not a public address|cannot resolve host|is invalid"):
-            read(site.url("/picture", host), image_hosts=("*",))
-    assert len(site.paths) == num_paths
+            read(pages.url("/picture", host), image_hosts=("*",))
+    assert len(pages.requested) == num_requests
     real = asyncio.BaseEventLoop.getaddrinfo
 
     async def getaddrinfo(self: Any, host: str, port: int, **options: Any) -> Any:
@@ -343,11 +308,11 @@ def test_public_hosts_only_refuses_every_form_of_a_private_address(site: Site, m
     monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
     for target in ("http://10.0.0.1/", "http://localhost/picture", "//evil/x"):
         with pytest.raises(BadRequest, match="is not a public address"):
-            read(site.url(f"/to/{target}"), image_hosts=("*", *LOCAL))
-    assert len(site.paths) == num_paths + 3, "only the redirects themselves are fetched, not their targets"
+            read(pages.url(f"/to/{target}"), image_hosts=("*", *LOCAL))
+    assert len(pages.requested) == num_requests + 3, "only the redirects themselves are fetched, not their targets"
 
 
-def test_the_checked_address_is_used_for_the_connection(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checked_address_is_used_for_the_connection(pages: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that resolves first to a public address and later to a private one is resolved only once."""
     requested: list[str] = []
 
@@ -357,9 +322,9 @@ def test_the_checked_address_is_used_for_the_connection(site: Site, monkeypatch:
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
     with pytest.raises(BadRequest, match=r"'rebinding\.example' is not a public address"):
-        read(site.url("/picture", "rebinding.example"), image_hosts=("*",))
+        read(pages.url("/picture", "rebinding.example"), image_hosts=("*",))
     assert requested == ["rebinding.example"]
-    assert read(site.url("/picture", "pictures.example"), image_hosts=("pictures.example",)) == [PICTURE]
+    assert read(pages.url("/picture", "pictures.example"), image_hosts=("pictures.example",)) == [PICTURE]
     assert requested[1:2] == ["pictures.example"] and set(requested[2:]) <= {"127.0.0.1"}
 
 
@@ -419,23 +384,23 @@ def test_data_urls_are_read_as_browsers_read_them() -> None:
             read(f"data:image/png;base64,{text}")
 
 
-def test_nothing_is_fetched_or_read_unless_the_operator_allows_it(site: Site, tmp_path: Path) -> None:
-    num_paths = len(site.paths)
+def test_nothing_is_fetched_or_read_unless_the_operator_allows_it(pages: Site, tmp_path: Path) -> None:
+    num_requests = len(pages.requested)
     with pytest.raises(BadRequest, match=r"does not fetch images from '127.0.0.1'.* --image-hosts"):
-        read(site.url("/picture"))
+        read(pages.url("/picture"))
     with pytest.raises(BadRequest, match=r"does not read files.* --image-folder"):
         read(f"file://{tmp_path}/x.png")
     with pytest.raises(TooLarge, match="has 4 images"):
-        read(*[site.url("/picture")] * 4, image_hosts=LOCAL)
-    assert len(site.paths) == num_paths
+        read(*[pages.url("/picture")] * 4, image_hosts=LOCAL)
+    assert len(pages.requested) == num_requests
 
 
-def test_an_unresponsive_host_times_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_host_times_out(pages: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadImage, match=r"cannot be fetched from '127\.0\.0\.1': ConnectError"):
         read("http://127.0.0.1:1/", image_hosts=LOCAL)
     monkeypatch.setattr(image_sources, "FETCH_S", 0.2)
     with pytest.raises(BadImage, match=r"image 1 was not received from '127\.0\.0\.1' within 0\.2 s|Timeout"):
-        read(site.url("/slow"), image_hosts=LOCAL)
+        read(pages.url("/slow"), image_hosts=LOCAL)
 
 
 def test_files_are_read_from_the_allowed_folder_only(tmp_path: Path) -> None:
