@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -40,6 +41,37 @@ VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision")
 _PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 
 
+_TOWER: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+_CLIP = CLIPVisionConfig(intermediate_size=64, num_hidden_layers=3, projection_dim=32, **_TOWER)
+_SIGLIP = SiglipVisionConfig(intermediate_size=64, num_hidden_layers=3, vision_use_head=False, **_TOWER)
+_QWEN = {"depth": 3, "hidden_size": 32, "out_hidden_size": HIDDEN, "num_heads": 2, "patch_size": 4}
+_MROPE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen2_vl": (
+        Qwen2VLForConditionalGeneration,
+        Qwen2VLConfig,
+        {"depth": 2, "embed_dim": 32, "hidden_size": HIDDEN, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2},
+    ),
+    "qwen2_5_vl": (
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLConfig,
+        {**_QWEN, "intermediate_size": 64, "window_size": 16, "fullatt_block_indexes": [1]},
+    ),
+    "qwen3_vl": (
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLConfig,
+        {**_QWEN, "intermediate_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1, 2]},
+    ),
+}
+"""The model, its configuration, and the fields of its vision tower."""
+_TOKENS: dict[str, Any] = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+    "tie_word_embeddings": False,
+}
+
+
 def build_model(
     family: str,
     dtype: torch.dtype = torch.float32,
@@ -72,127 +104,40 @@ def build_model(
         "pad_token_id": 0,
         **(text_settings or {}),
     }
-    mrope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    tokens: dict[str, Any] = {
-        "image_token_id": IMAGE,
-        "video_token_id": VIDEO,
-        "vision_start_token_id": VISION_START,
-        "vision_end_token_id": VISION_END,
-        "tie_word_embeddings": False,
-    }
-    clip = CLIPVisionConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        image_size=16,
-        patch_size=4,
-        projection_dim=32,
-    )
-    siglip = SiglipVisionConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        image_size=16,
-        patch_size=4,
-        vision_use_head=False,
-    )
     torch.manual_seed(seed)
-    if family == "qwen2_vl":
-        vision: dict[str, Any] = {
-            "depth": 2,
-            "embed_dim": 32,
-            "hidden_size": HIDDEN,
-            "num_heads": 2,
-            "patch_size": 4,
-            "mlp_ratio": 2,
-        }
-        model: Any = Qwen2VLForConditionalGeneration(
-            Qwen2VLConfig(text_config={**text, "rope_parameters": mrope}, vision_config=vision, **tokens)
-        )
-    elif family == "qwen2_5_vl":
-        vision = {
-            "depth": 3,
-            "hidden_size": 32,
-            "out_hidden_size": HIDDEN,
-            "num_heads": 2,
-            "patch_size": 4,
-            "intermediate_size": 64,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-        }
-        model = Qwen2_5_VLForConditionalGeneration(
-            Qwen2_5_VLConfig(text_config={**text, "rope_parameters": mrope}, vision_config=vision, **tokens)
-        )
-    elif family == "qwen3_vl":
-        vision = {
-            "depth": 3,
-            "hidden_size": 32,
-            "out_hidden_size": HIDDEN,
-            "num_heads": 2,
-            "patch_size": 4,
-            "intermediate_size": 64,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1, 2],
-        }
-        interleaved = {**mrope, "mrope_interleaved": True}
-        model = Qwen3VLForConditionalGeneration(
-            Qwen3VLConfig(
-                text_config={**text, "head_dim": HEAD_DIM, "rope_parameters": interleaved},
-                vision_config=vision,
-                **tokens,
-            )
+    if family in _MROPE:
+        of, configured, vision = _MROPE[family]
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+        if family == "qwen3_vl":
+            text["head_dim"] = HEAD_DIM
+            rope["mrope_interleaved"] = True
+        model: Any = of(
+            configured(text_config={**text, "rope_parameters": rope}, vision_config=dict(vision), **_TOKENS)
         )
     elif family == "qwen_vl":
-        every_head = {**text, "num_key_value_heads": HEADS}
-        tower_of_queries = QwenVLVisionConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=16,
-            patch_size=4,
-            num_positions=9,
-            num_queries=9,
-            num_pool_heads=4,
-            output_dim=HIDDEN,
-        )
+        queries: dict[str, Any] = {"num_positions": 9, "num_queries": 9, "num_pool_heads": 4, "output_dim": HIDDEN}
+        pooled = QwenVLVisionConfig(intermediate_size=64, num_hidden_layers=2, **_TOWER, **queries)
+        every_head = Qwen2Config(**{**text, "num_key_value_heads": HEADS})
         model = QwenVLForConditionalGeneration(
-            QwenVLConfig(text_config=Qwen2Config(**every_head), vision_config=tower_of_queries, image_token_id=IMAGE)
+            QwenVLConfig(text_config=every_head, vision_config=pooled, image_token_id=IMAGE)
         )
     elif family == "llava":
+        chosen = copy.deepcopy({"clip": _CLIP, "siglip": _SIGLIP}[tower])
+        shown = {"image_token_index": IMAGE, "image_seq_length": 16, **settings}
         model = LlavaForConditionalGeneration(
-            LlavaConfig(
-                text_config=LlamaConfig(**text),
-                vision_config={"clip": clip, "siglip": siglip}[tower],
-                image_token_index=IMAGE,
-                image_seq_length=16,
-                **settings,
-            )
+            LlavaConfig(text_config=LlamaConfig(**text), vision_config=chosen, **shown)
         )
     elif family == "llava_next":
+        shown = {"image_token_index": IMAGE, "image_seq_length": 16, "image_grid_pinpoints": _PINPOINTS}
         model = LlavaNextForConditionalGeneration(
-            LlavaNextConfig(
-                text_config=LlamaConfig(**text),
-                vision_config=clip,
-                image_token_index=IMAGE,
-                image_seq_length=16,
-                image_grid_pinpoints=_PINPOINTS,
-            )
-        )
-    elif family == "llava_onevision":
-        model = LlavaOnevisionForConditionalGeneration(
-            LlavaOnevisionConfig(
-                text_config=Qwen2Config(**text),
-                vision_config=siglip,
-                image_token_index=IMAGE,
-                video_token_index=VIDEO,
-                image_grid_pinpoints=_PINPOINTS,
-            )
+            LlavaNextConfig(text_config=LlamaConfig(**text), vision_config=copy.deepcopy(_CLIP), **shown)
         )
     else:
-        raise AssertionError(family)
+        assert family == "llava_onevision", family
+        shown = {"image_token_index": IMAGE, "video_token_index": VIDEO, "image_grid_pinpoints": _PINPOINTS}
+        model = LlavaOnevisionForConditionalGeneration(
+            LlavaOnevisionConfig(text_config=Qwen2Config(**text), vision_config=copy.deepcopy(_SIGLIP), **shown)
+        )
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -43,19 +43,13 @@ def collect(marker: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.gpu_sim
 @pytest.mark.slow
-def test_gpu_tests_collect_without_the_libraries_of_the_server() -> None:
+def test_gpu_tests_collect_without_the_libraries_of_the_server_and_others_do_not() -> None:
     found = collect("gpu")
     assert found.returncode == 0, found.stdout
     for name in ("engine/test_answers", "engine/test_heads", "atmm/test_merge", "atmm/test_add_delta"):
         assert f"tests/{name}.py::" in found.stdout
-
-
-@pytest.mark.gpu_sim
-@pytest.mark.slow
-def test_other_tests_do_not_collect_without_them() -> None:
-    """Negative control: the libraries are missing in the subprocess."""
-    found = collect("not gpu", "tests/server/test_http.py")
-    assert found.returncode != 0 and "ModuleNotFoundError" in found.stdout
+    without = collect("not gpu", "tests/server/test_http.py")
+    assert without.returncode != 0 and "ModuleNotFoundError" in without.stdout, "they are missing in the subprocess"
 
 
 @pytest.fixture

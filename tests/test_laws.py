@@ -1,4 +1,4 @@
-"""Structural rules of the code: import order, modules without torch, public and private names."""
+"""Structural rules of the code: import order, modules without torch, private names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import get_args
-
-import pytest
 
 from tests import core_size
 from vlora.engine.operations import EngineOperation, KeepAdapters, ListAdapters
@@ -249,20 +247,3 @@ def test_tests_use_no_private_names() -> None:
     files = [file for file in (ROOT / "tests").rglob("*.py") if replaces_torch not in file.parents]
     found = {f"{file.relative_to(ROOT)}: {name}" for file in files for name in set(private_names(file)) - PATCHED}
     assert not found
-
-
-PUBLIC = {
-    "vlora.engine": "Engine EngineInterface LocalEngine",
-    "vlora.split": "Base Noise connect",
-    "vlora.models": "EncodedPrompt InputProcessor Region",
-    "vlora.training": "LoraSettings Loss MicroStep PackedTrainer Sample TrainableLora Update",
-    "vlora.lora": "AdapterRegistry HostAdapter HostFactors Registration SiteShape aligned carve",
-    "heads": "TASKS Answer Box Grid HeadSpec Task TaskHead Value load_heads save_heads",
-}
-
-
-@pytest.mark.parametrize("module", PUBLIC)
-def test_public_names(module: str) -> None:
-    loaded = __import__(module, fromlist=["__all__"])
-    assert set(loaded.__all__) == set(PUBLIC[module].split())
-    assert all(hasattr(loaded, name) for name in loaded.__all__)

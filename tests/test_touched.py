@@ -51,43 +51,29 @@ def test_a_change_of_what_all_tests_share_needs_all_folders(file: str) -> None:
     assert len(folders) == len(set(folders))
 
 
-@pytest.mark.parametrize(
-    "clone", ["whole", "shallow", "without the base", "of another user", "no repository", "no git"]
-)
+@pytest.mark.parametrize("git", ["whole", "without the base", "no program"])
 def test_all_counts_as_changed_where_git_does_not_tell(
-    clone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    git: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    origin = tmp_path / "origin"
-    origin.mkdir()
-
-    def commit(file: str) -> str:
-        (origin / file).write_text("")
+    def run(*arguments: str) -> str:
         author = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
-        for arguments in (("init", "-q"), ("add", "."), (*author, "commit", "-q", "-m", file)):
-            subprocess.run(["git", *arguments], cwd=origin, check=True)
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=origin, check=True, capture_output=True, text=True)
-        return found.stdout.strip()
+        return subprocess.run(
+            ["git", *author, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout.strip()
 
-    base = commit("first")
-    commit("second")
-    root = origin
-    if clone == "shallow":
-        root = tmp_path / "shallow"
-        subprocess.run(["git", "clone", "-q", "--depth", "1", origin.as_uri(), root], check=True)
-    elif clone == "without the base":
-        base = "0" * 39 + "1"
-    elif clone == "of another user":
-        monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
-    elif clone == "no repository":
-        root = tmp_path
-        monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    elif clone == "no git":
-        monkeypatch.setenv("PATH", str(tmp_path))
+    run("init", "-q")
+    for file in ("first", "second"):
+        (tmp_path / file).write_text("")
+        run("add", file)
+        run("commit", "-q", "-m", file)
+    base = "0" * 39 + "1" if git == "without the base" else run("rev-parse", "HEAD~1")
     (tmp_path / "full_run.json").write_text(json.dumps({"commit": base}))
     monkeypatch.setattr(touched, "RECORD", tmp_path / "full_run.json")
-    monkeypatch.setattr(touched, "ROOT", root)
+    monkeypatch.setattr(touched, "ROOT", tmp_path)
+    if git == "no program":
+        monkeypatch.setenv("PATH", str(tmp_path))
     files, said = touched.changed_files(), capsys.readouterr().err
-    if clone == "whole":
+    if git == "whole":
         assert files == ["second"] and not said
     else:
         assert touched.folders_for(files) == touched.folders_for(["pyproject.toml"])
