@@ -202,18 +202,6 @@ def test_every_shell_has_a_completion_script(vlora_command: Vlora, tmp_path: Pat
         assert subprocess.run([shell, "-n", str(tmp_path / "script")]).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "offered"), [("vlora str", {"stream"}), ("vlora serve --policy algorithm1 --switching s", {"shadow"})]
-)
-def test_commands_options_and_choices_are_completed(
-    vlora_command: Vlora, monkeypatch: pytest.MonkeyPatch, words: str, offered: set[str]
-) -> None:
-    place = str(len(words.split()) - 1)
-    for name, value in (("_VLORA_COMPLETE", "bash_complete"), ("COMP_WORDS", words), ("COMP_CWORD", place)):
-        monkeypatch.setenv(name, value)
-    assert {line.partition(",")[2] for line in vlora_command.out().splitlines()} == offered
-
-
 def test_every_command_that_reports_has_json() -> None:
     without = {name for name, command in commands() if "as_json" not in {each.name for each in command.params}}
     servers = {"serve", "base serve", "cluster up", "cluster join"}
