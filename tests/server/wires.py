@@ -23,17 +23,19 @@ LEVELS = ("max_latency_s", "max_ttft_s", "priority")
 
 
 class Answered(NamedTuple):
-    """num_tokens: of the prompt, and of the answer."""
+    """num_tokens: of the prompt, and of the answer. adapter: of HTTP's answers in words, the name that was asked."""
 
     text: str
     finish_reason: str
     adapter: str | None
     num_tokens: tuple[int, int]
+    by: str = "words"
 
     @classmethod
     def of(cls, answer: Answer) -> Answered:
+        assert answer.result is None or answer.result.label == answer.text
         counts = answer.num_prompt_tokens, answer.num_completion_tokens
-        return cls(answer.text, answer.finish_reason, answer.adapter, counts)
+        return cls(answer.text, answer.finish_reason, answer.adapter, counts, answer.answered_by)
 
 
 class Wire:
@@ -152,7 +154,8 @@ class Http(Wire):
             choice, usage = chunks[-2]["choices"][0], chunks[-1]["usage"]
             text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1])
         counts = usage["prompt_tokens"], usage["completion_tokens"]
-        return Answered(text, choice["finish_reason"], None if model == "base" else model, counts)
+        adapter = choice["head"]["adapter"] if choice["answered_by"] == "head" else None if model == "base" else model
+        return Answered(text, choice["finish_reason"], adapter, counts, choice["answered_by"])
 
     def heads(self, images: Sequence[bytes], pairs: Sequence[tuple[str, str]], **levels: Any) -> list[tuple[str, str]]:
         heads = [{"adapter": adapter, "head": head} for adapter, head in pairs]
