@@ -22,7 +22,7 @@ from pathlib import Path
 from tests.core_size import ROOT
 from tests.processes import until
 
-_SCRIPTED = "tests.docs.scripted_vlora"
+_SCRIPTED = "tests.server.scripted_vlora"
 _MODULES = ("openai", "uvicorn", "cv2", "apps.video_analytics", "tests.server.scripted", "vlora.server.http.server")
 _PROGRAM = """#!{python} -IS
 import json, os, signal, socket, sys

@@ -1,5 +1,5 @@
 """The `vlora` command with a scripted engine, and with fusing that immediately writes canned results: `python -m
-tests.docs.scripted_vlora ...`.
+tests.server.scripted_vlora ...`.
 
 As in the real one, a command imports only its own dependencies: guides run dozens of commands, and importing torch
 takes seconds each time.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import vlora.cli
@@ -30,19 +31,19 @@ def fuse(plan: Path, out: Path, *, dry_run: bool, **options: object) -> None:
     write_video(out / "test" / "actions" / "stream.mp4", [20, 230, 20])
 
 
-def script_serving() -> None:
-    import vlora.server.launch
-    from tests.server.scripted import ENGINE_COMMAND, ByteProcessor
+def main(fuse: Callable[..., None]) -> None:
+    vlora.cli.cli.commands["fuse"].callback = fuse
+    if "serve" in sys.argv:
+        from tests.server.scripted import ENGINE_COMMAND, ByteProcessor
+        from vlora.server import launch
 
-    vlora.server.launch.serve = functools.partial(  # type: ignore[assignment]
-        vlora.server.launch.serve,
-        engine_command=ENGINE_COMMAND,
-        load_processor=lambda model: ByteProcessor(),  # type: ignore[arg-type,return-value]
-    )
+        launch.serve = functools.partial(  # type: ignore[assignment]
+            launch.serve,
+            engine_command=ENGINE_COMMAND,
+            load_processor=lambda model: ByteProcessor(),  # type: ignore[arg-type,return-value]
+        )
+    vlora.cli.main()
 
 
 if __name__ == "__main__":
-    vlora.cli.cli.commands["fuse"].callback = fuse
-    if "serve" in sys.argv:
-        script_serving()
-    vlora.cli.main()
+    main(fuse)

@@ -20,7 +20,7 @@ from tests.processes import PATIENCE_S, until
 from tests.server.scripted import ENGINE_COMMAND, ByteProcessor, write_adapter
 from tests.server.served import children
 from vlora.cluster.adapter_state import AdapterState
-from vlora.config import EngineConfig, ServedBase
+from vlora.config import EngineConfig, ServedBase, Token
 from vlora.engine.ipc import supervisor
 from vlora.engine.ipc.client import EngineClient
 from vlora.engine.ipc.supervisor import SupervisedEngine
@@ -384,9 +384,14 @@ async def test_closing_during_a_restart_leaves_no_process(tmp_path: Path) -> Non
 
 
 async def test_an_engine_starts_without_an_address_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripted engines; the second one finds another process at its address."""
+    """Scripted engines; the second one finds another process at its address, and the third has the present tokens."""
     starts: list[bool] = []
-    start = EngineClient.start
+    replaced: list[tuple[Token, ...]] = []
+    start, replace = EngineClient.start, EngineClient.replace_base_tokens
+
+    def replacing(self: EngineClient, tokens: tuple[Token, ...]) -> None:
+        replaced.append(tokens)
+        replace(self, tokens)
 
     async def listening_once(config: EngineConfig, *, command: Any) -> EngineClient:
         starts.append(config.serve_base is not None)
@@ -395,12 +400,16 @@ async def test_an_engine_starts_without_an_address_that_is_lost(monkeypatch: pyt
         return await start(config, command=command)
 
     monkeypatch.setattr(EngineClient, "start", listening_once)
+    monkeypatch.setattr(EngineClient, "replace_base_tokens", replacing)
     config = EngineConfig(model="scripted", serve_base=ServedBase(addresses=("unix:base.sock",)))
     logged: list[str] = []
     engine = await SupervisedEngine.start(config, log=logged.append, command=ENGINE_COMMAND)
+    tokens = (Token(name="new", secret="n" * 16),)
+    engine.replace_base_tokens(tokens)
     await kill(engine)
     while len(logged) < 3:
         await asyncio.sleep(0.01)
     assert logged[1].startswith("starting without --serve-base: cannot listen on unix:base.sock")
     assert logged[2] == "the engine is ready again" and starts == [True, True, False]
+    assert replaced == [tokens] * 2
     await engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import json
 import os
@@ -13,38 +14,45 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from fastapi import FastAPI
 
 from tests.processes import PATIENCE_S, until
-from tests.server.scripted import ByteProcessor, ScriptedInterface, write_adapter
-from tests.server.served import ROOT, Served, call, children, launch, serving, until_alive
+from tests.server.running import png
+from tests.server.scripted import ENGINE_COMMAND, ByteProcessor, ScriptedInterface, write_adapter
+from tests.server.served import ROOT, Caller, Served, call, children, last_code, launch, serving, until_alive
 from tests.server.test_security import ADMIN, USER
 from vlora.client import Client
 from vlora.config import EngineConfig, ServerConfig
-from vlora.errors import Aborted, BadConfig, BadRequest, EngineDead, OverCapacity, Unauthorized
+from vlora.engine.ipc import supervisor
+from vlora.errors import BadConfig, BadRequest, EngineDead, OverCapacity, Unauthorized
 from vlora.server.frontend import FrontEnd
 from vlora.server.http.server import HttpServer
 from vlora.server.launch import serve
 from vlora.server.rpyc.server import RpycServer
 from vlora.server.security.access import Access
 
-SCRIPTED = "tests.server.scripted_serve"
-NO_ADAPTER = "no adapter_config.json; an adapter is a folder"
+SCRIPTED = ("tests.server.scripted_vlora", "serve", "--rpyc-port", "0", "--http-port", "0", "--threads", "1")
+
+
+def scripted(*arguments: str, model: str = "scripted", **settings: str) -> AbstractContextManager[Served]:
+    return serving(*SCRIPTED, "--model", model, *arguments, **settings)
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
 def test_ready_line_then_a_signal_drains_and_ends_with_code_0(tmp_path: Path, number: int) -> None:
-    adapters = [f"{name}={write_adapter(tmp_path / name)}" for name in ("signs", "cam")]
+    adapters = [f"--adapter={name}={write_adapter(tmp_path / name)}" for name in ("signs", "cam")]
     text = "under way " * 40
-    with serving(SCRIPTED, "scripted", "60", *adapters) as on:
+    with scripted("--drain-s", "60", *adapters) as on:
         assert on.ready.endswith("| model scripted | 1 thread | adapters: cam, signs\n")
         (engine,) = children(on.process.pid)
         holding = on.client.stream("forever", max_tokens=90_000)  # until the server drains
@@ -63,79 +71,108 @@ def test_ready_line_then_a_signal_drains_and_ends_with_code_0(tmp_path: Path, nu
 
 
 @pytest.mark.slow
-def test_requests_that_do_not_end_are_aborted_at_the_drain_limit() -> None:
-    with serving(SCRIPTED, "scripted", "0.3") as on, ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(on.client.generate, "never")
+@pytest.mark.parametrize("drain_s", ["0.3", pytest.param("60", marks=pytest.mark.exhaustive)])
+def test_a_drain_ends_at_its_limit_and_at_a_second_signal(drain_s: str) -> None:
+    with scripted("--drain-s", drain_s) as on:
+        waiting = Caller(lambda: on.client.generate("never"))
         until(lambda: bool(on.client.stats().num_running))
         on.process.send_signal(signal.SIGTERM)
+        if drain_s == "60":
+            time.sleep(0.2)
+            assert on.process.poll() is None
+            on.process.send_signal(signal.SIGINT)
         on.end()
-        assert isinstance(waiting.exception(), Aborted)
-
-
-@pytest.mark.exhaustive
-def test_a_second_signal_ends_the_server_at_once() -> None:
-    with serving(SCRIPTED, "scripted", "60") as on:
-        stream = on.client.stream("forever", max_tokens=90_000)  # kept: its end would end the drain
-        next(stream)
-        on.process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
-        assert on.process.poll() is None
-        on.process.send_signal(signal.SIGINT)
-        on.end()
+        waiting.join(PATIENCE_S)
+        assert waiting.result == "aborted"
 
 
 @pytest.mark.slow
-def test_a_killed_engine_is_reported_over_both_wires_and_restarted() -> None:
-    with serving(SCRIPTED, "scripted", "1") as on:
-        assert json.loads(call(on.http_port, "GET", "/health")[1]) == {"status": "ok", "model": "scripted"}
+def test_a_killed_engine_is_reported_over_both_wires_and_replaced(tmp_path: Path) -> None:
+    """Its adapters and pins are restored, and frames that wait for the replacement are answered."""
+    folder = write_adapter(tmp_path / "cam", {"night": 1, "never": 1})
+    with scripted("--adapter", f"cam={folder}") as on:
+        client, port = on.client, on.http_port
+        assert call(port, "POST", "/v1/adapters", {"name": "more", "path": folder})[0] == 201
+        assert call(port, "PUT", "/v1/adapters/more/pin")[0] == 200
         (engine,) = children(on.process.pid)
-        stream = on.client.stream("forever", max_tokens=90_000)
-        next(stream)
-        os.kill(engine, signal.SIGKILL)
-        with pytest.raises(EngineDead, match="the engine process was killed by SIGKILL"):
-            list(stream)
-        status, body = call(on.http_port, "GET", "/health")
-        assert status == 200 or json.loads(body)["error"]["code"] == "engine_dead"
-        assert until_alive(on.client).num_restarts == 1
-        assert on.client.generate("say:again").text == "again" and children(on.process.pid) != [engine]
+
+        def chat(**fields: Any) -> str:
+            body = {"model": "scripted", "messages": [{"role": "user", "content": "never"}], **fields}
+            return last_code(call(port, "POST", "/v1/chat/completions", body))
+
+        with client.open_stream(adapter="cam", head="night", drop="none") as frames:
+            callers = [
+                *(Caller(functools.partial(chat, **fields)) for fields in ({"stream": True}, {"n": 3}, {})),
+                Caller(lambda: client.generate("never")),
+                Caller(lambda: list(client.stream("never"))),
+                Caller(lambda: client.ask_head([png()], "cam", "never")),
+            ]
+            until(lambda: client.stats().num_running == 8)
+            os.kill(engine, signal.SIGSTOP)  # so that the frame waits on any machine
+            assert frames.send(png()) == 0
+            os.kill(engine, signal.SIGKILL)
+            for caller in callers:
+                caller.join(PATIENCE_S)
+            assert [caller.result for caller in callers] == ["engine_dead"] * 6
+            lost = next(frames)
+            assert lost.error is not None and lost.error.code == "engine_dead"
+            assert frames.send(png()) == 1  # accepted without an engine
+            assert until_alive(client).num_restarts == 1
+            assert next(frames).answer is not None
+        assert json.loads(call(port, "GET", "/health")[1]) == {"status": "ok", "model": "scripted"}
+        assert {each.name: each.pinned for each in client.adapters()} == {"cam": False, "more": True}
+        assert client.generate("say:again", adapter="more").text == "again" and children(on.process.pid) != [engine]
         on.process.send_signal(signal.SIGTERM)
         on.end()
     cause = "the engine process was killed by SIGKILL; it is being restarted"
     assert on.messages() == [cause, "the engine is ready again"]
 
 
-@pytest.mark.parametrize(
-    "gives_up", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.exhaustive)]
-)
-def test_a_server_may_be_stopped_while_its_engine_is_dead(gives_up: bool) -> None:
-    with serving(SCRIPTED, "scripted", "0") as on:
-        with pytest.raises(EngineDead, match="exit code 3") as dead:
+@pytest.mark.slow
+def test_a_server_may_be_stopped_while_its_engine_is_dead() -> None:
+    with scripted("--drain-s", "0") as on:
+        with pytest.raises(EngineDead, match="exit code 3"):
             on.client.generate("exit")
-        while gives_up and "gave up after" not in str(dead.value):  # after several starts of engines, with pauses
-            with pytest.raises(EngineDead) as dead:
-                while True:
-                    on.client.generate("exit")
-            time.sleep(0.05)
         on.process.send_signal(signal.SIGTERM)
-        on.end(code=int(gives_up))
-    cause = "the engine process ended with exit code 3"
-    assert on.messages()[-1].startswith(f"error: {cause}" if gives_up else f"{cause}; it is being restarted")
+        on.end()
+    assert on.messages() == ["the engine process ended with exit code 3; it is being restarted"]
+
+
+@pytest.mark.slow
+def test_a_server_whose_engine_stays_dead_ends_with_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
+    model = f"gone after {tmp_path / 'started'}"
+
+    def stop() -> None:
+        until(lambda: "gave up after" in caplog.text)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def kill_engine(line: str) -> None:
+        (engine,) = (each for each in psutil.Process().children() if ENGINE_COMMAND[-1] in each.cmdline())
+        engine.kill()
+        threading.Thread(target=stop).start()
+
+    parts: dict[str, Any] = {"engine_command": ENGINE_COMMAND, "load_processor": lambda model: ByteProcessor()}
+    with pytest.raises(EngineDead, match=r"exit code 3.*gave up after"):
+        asyncio.run(serve(EngineConfig(model=model), ServerConfig(rpyc_port=0), {}, announce=kill_engine, **parts))
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("broken", "1"), "error: model 'broken' cannot be loaded: there is no such folder"),
-        (("scripted", "1", "signs=/nowhere"), f"error: /nowhere: {NO_ADAPTER}"),
+        (("--model", "broken"), "error: model 'broken' cannot be loaded: there is no such folder"),
+        (("--adapter", "signs=/nowhere"), "error: /nowhere: no adapter_config.json; an adapter is a folder"),
     ],
 )
 def test_a_failed_start_is_reported_in_one_line(args: tuple[str, ...], message: str) -> None:
-    out, err = (process := launch(SCRIPTED, *args)).communicate(timeout=PATIENCE_S)
+    out, err = (process := launch(*SCRIPTED, *args)).communicate(timeout=PATIENCE_S)
     assert (process.returncode, out) == (2, "") and err.startswith(message) and err.count("\n") == 1
 
 
 def test_ctrl_c_while_the_model_loads_ends_at_once() -> None:
-    process = launch(SCRIPTED, "slow", "1")
+    process = launch(*SCRIPTED, "--model", "slow")
     until(lambda: bool(children(process.pid)))
     (engine,) = children(process.pid)
     process.send_signal(signal.SIGINT)
@@ -147,7 +184,7 @@ def test_tokens_are_read_again_on_sighup(tmp_path: Path) -> None:
     file = tmp_path / "tokens.yaml"
     file.write_text(f"old: {{token: {USER}}}")
     file.chmod(0o600)
-    with serving(SCRIPTED, "scripted", "1", str(file), token=USER) as on:
+    with scripted("--token-file", str(file), token=USER) as on:
         log, out = on.process.stderr, on.process.stdout
         for text, stream, shown in (
             ("new: {token: [", log, "tokens not reloaded: the token file"),
@@ -194,7 +231,6 @@ def test_a_port_in_use_is_reported_before_the_model_loads_and_after_it() -> None
 
 
 on_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
-REPLICAS = ("serve", "--rpyc-port", "0", "--http-port", "0", "--replicas", "2")
 
 
 @pytest.fixture
@@ -222,7 +258,7 @@ def left(folder: Path) -> list[psutil.Process]:
 
 
 def replicas(folder: Path, *args: str) -> AbstractContextManager[Served]:
-    return serving("tests.docs.scripted_vlora", *REPLICAS, *args, TMPDIR=str(folder))
+    return scripted("--replicas", "2", *args, TMPDIR=str(folder))
 
 
 def vlora(*args: str) -> str:
@@ -295,28 +331,10 @@ def test_a_killed_server_leaves_nothing_running_but_its_adapters_state(folder: P
     with replicas(folder, *settings) as on:
         assert on.lines[0] == "adapters unloaded later, and not served: unloaded\n"
         assert on.ready.endswith("| adapters: given, loaded\n")
-        listed = json.loads(call(on.http_port, "GET", "/v1/adapters")[1])["data"]
-        assert [(each["name"], each["pinned"]) for each in listed] == [("given", False), ("loaded", True)]
-        lost, loaded = listed
-        assert lost["error"].startswith(f"replica 'replica-0': {folder / 'given'}: no adapter_config.json")
-        places = [(each["replica"], each["state"], each["cause"]) for each in loaded["replicas"]]
-        assert places == [("replica-0", "device", ""), ("replica-1", "device", "")]
-        shown = [
-            line.split()[:3] for line in vlora("cluster", "status", "--adapters", "--server", on.address).splitlines()
-        ]
-        expected = (("given", "failed"), ("loaded", "device"))
-        assert shown == [[name, f"replica-{each}", state] for name, state in expected for each in range(2)]
+        places = [(each.adapter, each.state, each.pinned) for each in on.client.cluster_adapters()]
+        assert places == [("given", "failed", False)] * 2 + [("loaded", "device", True)] * 2
         # Another server is refused meanwhile.
-        other = launch("tests.docs.scripted_vlora", *REPLICAS, *settings, TMPDIR=str(folder))
+        other = launch(*SCRIPTED, *settings)
         _, err = other.communicate(timeout=PATIENCE_S)
         assert other.returncode == 2
         assert err == f"error: another server uses {folder / 'state'}; give each server a folder of its own\n"
-
-
-@on_ray
-@pytest.mark.exhaustive
-def test_an_engine_that_cannot_start_is_one_line_and_exit_code_2(folder: Path) -> None:
-    process = launch("tests.docs.scripted_vlora", *REPLICAS, "--model", "broken", TMPDIR=str(folder))
-    out, err = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 2 and "ready" not in out and not left(folder)
-    assert err == "error: model 'broken' cannot be loaded: there is no such folder\n"
