@@ -19,7 +19,7 @@ import pytest
 from tests.processes import PATIENCE_S, until
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
-from vlora.client import AsyncClient, Client, FrameResult, FrameStream, TextQuestion, frame_stream
+from vlora.client import AsyncClient, Client, FrameStream, TextQuestion, frame_stream
 from vlora.client.calling import Blocking
 from vlora.client.frame_stream import AsyncFrameStream, ReconnectBackoff
 from vlora.config import ServerConfig, Token
@@ -81,32 +81,20 @@ ASKED = [("cam", "night", None), ("cam", "dusk", None), ("cam+dim", None, "say:h
 QUESTIONS = [TextQuestion("say:hello", "cam+dim", max_tokens=3), TextQuestion("say:world")]
 
 
-def asked_and_labels(result: FrameResult) -> list[tuple[tuple[str | None, str | None, str | None], str | None]]:
-    return [((each.adapter, each.head, each.question), each.label) for each in result.answers]
-
-
-def test_several_heads_and_questions_answer_each_frame(server: Running, client: Client) -> None:
-    expected = [*zip(ASKED, ["dark", "dark", "hel", "world"], strict=True)]
-    with client.open_stream(**NIGHT, heads=[("cam", "dusk")], questions=QUESTIONS) as stream:
-        stream.send(DARK)
-        result = next(stream)
-        assert asked_and_labels(result) == expected and result.answer is not None and result.answer.head == "night"
+def test_several_heads_and_questions_answer_each_frame_and_a_broken_one_fails_alone(client: Client) -> None:
+    with client.open_stream(**NIGHT, heads=[("cam", "dusk")], questions=QUESTIONS, drop="none") as stream:
+        for frame in (DARK, b"no image", BRIGHT):
+            stream.send(frame)
+        with pytest.raises(BadRequest, match="reads 1 image per frame; got 2"):
+            stream.send(DARK, DARK)
+        dark, broken, bright = (next(stream) for _ in range(3))
+    asked = [(each.adapter, each.head, each.question) for each in dark.answers]
+    assert asked == ASKED and dark.answer is not None and dark.answer.head == "night"
+    for result, expected in ((dark, "dark"), (bright, "bright")):
+        assert [each.label for each in result.answers] == [expected, expected, "hel", "world"]
         assert result.answers[2].text is not None and result.answers[2].text.finish_reason == "length"
-
-    async def ask() -> list[FrameResult]:
-        async with AsyncClient(port=server.port) as aclient:
-            heads = [("cam", "night"), ("cam", "dusk")]
-            async with await aclient.open_stream(heads=heads, questions=QUESTIONS, drop="none") as stream:
-                for frame in (BRIGHT, b"no image", DARK):
-                    await stream.send(frame)
-                await stream.end()
-                return [result async for result in stream]
-
-    bright, broken, dark = asyncio.run(ask())
-    assert [label for _, label in asked_and_labels(bright)] == ["bright", "bright", "hel", "world"]
-    assert broken.error is not None and broken.error.code == "bad_image"
+    assert broken.error is not None and isinstance(broken.error.to_exception(), BadImage)
     assert [each.error and each.error.code for each in broken.answers] == ["bad_image"] * 4
-    assert asked_and_labels(dark) == expected
 
 
 def test_words_alone_take_frames_of_any_number_of_images(client: Client) -> None:
@@ -120,14 +108,6 @@ def test_words_alone_take_frames_of_any_number_of_images(client: Client) -> None
     assert [each.answers[0].text and each.answers[0].text.num_prompt_tokens for each in results] == [6, 8]
 
 
-def questions(*asked: Any) -> dict[str, Any]:
-    return {"questions": list(asked)}
-
-
-def heads(*pairs: Any) -> dict[str, Any]:
-    return {"heads": list(pairs)}
-
-
 Q, CAM = TextQuestion, ("cam", "night")
 BOTH = r"read different numbers of images per frame \(head 'night' of adapter 'cam' 1, head 'motion' .* 2\)"
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -138,20 +118,20 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({**NIGHT, "name": "x" * 101}, BadRequest, "name has 101 characters; the maximum is 100"),
     ({"adapter": "cam"}, BadRequest, "adapter is 'cam' and head is None; give both, or neither"),
     ({"adapter": "cam+dim", "head": "night"}, UnknownAdapter, r"'cam\+dim' is a composition; a task head belongs"),
-    (heads(("cam",)), BadRequest, "heads must be pairs"),
-    (heads(CAM, CAM), BadRequest, "head 'night' of adapter 'cam' is given twice"),
-    (heads(CAM, ("zoo", "night")), UnknownAdapter, "no adapter named 'zoo'"),
-    (heads(CAM, ("cam", "x")), UnknownHead, "adapter 'cam' has no head 'x'"),
-    (heads(CAM, ("cam", "motion")), BadRequest, BOTH),
-    (heads(*(("cam", str(each)) for each in range(2000))), BadRequest, "2000 heads and questions"),
-    *((questions(Q("q", name)), UnknownAdapter, "no adapter named 'zoo'") for name in ("zoo", "cam+zoo")),
-    (questions(Q("q"), Q("q", None, 3)), BadRequest, "'q' to the base model is given"),
-    (questions(*[Q("q", "cam")] * 2), BadRequest, "'q' to adapter 'cam' is given twice"),
-    (questions(Q("q", None, "8")), BadRequest, "must be a whole number"),  # type: ignore[arg-type]
-    (questions("what ?"), BadRequest, "must be values of vlora.client.TextQuestion"),
-    (questions(Q("")), BadRequest, "a question of the stream is empty"),
-    (questions(Q("q", max_tokens=0)), BadRequest, "max_tokens is 0"),
-    (questions(Q("q" * (10**6 + 1))), TooLarge, "characters"),
+    ({"heads": [("cam",)]}, BadRequest, "heads must be pairs"),
+    ({"heads": [CAM, CAM]}, BadRequest, "head 'night' of adapter 'cam' is given twice"),
+    ({"heads": [CAM, ("zoo", "night")]}, UnknownAdapter, "no adapter named 'zoo'"),
+    ({"heads": [CAM, ("cam", "x")]}, UnknownHead, "adapter 'cam' has no head 'x'"),
+    ({"heads": [CAM, ("cam", "motion")]}, BadRequest, BOTH),
+    ({"heads": [*(("cam", str(each)) for each in range(2000))]}, BadRequest, "2000 heads and questions"),
+    *(({"questions": [Q("q", name)]}, UnknownAdapter, "no adapter named 'zoo'") for name in ("zoo", "cam+zoo")),
+    ({"questions": [Q("q"), Q("q", None, 3)]}, BadRequest, "'q' to the base model is given"),
+    ({"questions": [*[Q("q", "cam")] * 2]}, BadRequest, "'q' to adapter 'cam' is given twice"),
+    ({"questions": [Q("q", None, "8")]}, BadRequest, "must be a whole number"),  # type: ignore[arg-type]
+    ({"questions": ["what ?"]}, BadRequest, "must be values of vlora.client.TextQuestion"),
+    ({"questions": [Q("")]}, BadRequest, "a question of the stream is empty"),
+    ({"questions": [Q("q", max_tokens=0)]}, BadRequest, "max_tokens is 0"),
+    ({"questions": [Q("q" * (10**6 + 1))]}, TooLarge, "characters"),
 ]
 
 
@@ -190,19 +170,13 @@ def test_the_camera_example_of_the_readme(
     assert first.startswith("0 bright 0.9") and second.startswith("1 image 1 (8 bytes)")
 
 
-def test_a_broken_frame_fails_alone_and_other_types_are_not_sent(client: Client) -> None:
+def test_frames_of_other_types_are_not_sent(client: Client) -> None:
+    other: list[Any] = [7, (b"abc", 1), array.array("f", [1.0]), numpy.zeros((2, 2, 3), "datetime64[s]")]
     with client.open_stream(**NIGHT, drop="none") as stream:
-        other: list[Any] = [7, (b"abc", 1), array.array("f", [1.0]), numpy.zeros((2, 2, 3), "datetime64[s]")]
         for frame in (*other, "no\0path", (b"abc", 0, 1), (b"abc", 1, 2), (b"abc", 10**9, 10**9)):
             with pytest.raises((BadImage, TooLarge)):
                 stream.send(frame)
-        with pytest.raises(BadRequest, match="reads 1 image per frame; got 2"):
-            stream.send(DARK, DARK)
-        stream.send(b"no image")
-        stream.send(BRIGHT)
-        broken, good = next(stream), next(stream)
-        assert broken.error is not None and isinstance(broken.error.to_exception(), BadImage)
-        assert good.answer is not None and good.number == 1
+        assert stream.send(BRIGHT) == 0
 
 
 def test_service_levels_of_a_stream_reach_the_engine(client: Client) -> None:

@@ -256,15 +256,6 @@ def test_a_conversation_continues_with_its_answers(client: openai.OpenAI) -> Non
     assert details.cached_tokens >= first.usage.prompt_tokens // 16 * 16 > 0
 
 
-async def test_the_asyncio_client_of_openai(api: Api) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key=TOKEN) as client:
-        messages: Any = [{"role": "user", "content": content(90)}]
-        stream = await client.chat.completions.create(model="streets", messages=messages, max_tokens=4, stream=True)
-        pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
-        whole = await client.chat.completions.create(model="streets", messages=messages, max_tokens=4)
-        assert "".join(pieces) == whole.choices[0].message.content
-
-
 def test_metrics_of_a_real_engine(api: Api) -> None:
     _, text = api._replace(token=TOKEN).call("GET", "/metrics")
     values = {key: float(value) for key, value in (line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")}

@@ -243,20 +243,6 @@ class PlainReply(StreamedReply):
         return text
 
 
-def test_text_that_arrives_before_a_write_is_joined() -> None:
-    reply = PlainReply()
-    replies: ReplyQueue = queue.SimpleQueue()
-    reply.put("before the ")
-    reply.put("writer")
-    reply.attach(replies, 1)
-    assert replies.qsize() == 1 and reply.take() == "before the writer" and reply.take() is None
-    for word in ("one ", "two ", "three"):
-        reply.put(word)
-    assert replies.qsize() == 2 and reply.take() == "one two three"
-    reply.put("four")
-    assert replies.qsize() == 3 and reply.take() == "four"
-
-
 def test_no_text_is_lost_between_two_threads() -> None:
     words = [f"{number} " for number in range(5_000)]
     reply = PlainReply()
