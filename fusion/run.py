@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -155,6 +156,8 @@ def preview(
             progress.say(f"nothing to train: every training is stored; adapters: {adapters}")
             return
         if each_s is None:
+            del data, session, quiet
+            gc.collect()  # before the estimate's own copy of the base model is loaded
             each_s = estimate(plan, checked.data, load_frozen_base(plan, device, progress)).training_s
         for what, size in missing.items():
             progress.say(f"would run: {what}, about {duration(size * each_s)}")

@@ -122,15 +122,17 @@ def _named(
     errors: PlanErrors,
 ) -> dict[str, str]:
     """The column of each field of a row: that of the plan, else that of its own name, else one with a known name."""
-    by_name = {_plain(column): column for column in row}
+    by_name: dict[str, list[str]] = {}
+    for column in row:
+        by_name.setdefault(_plain(column), []).append(column)
     found: dict[str, str] = {}
     for name in dict.fromkeys((*needed, "question", "split", "group", "start_s", "end_s", *columns)):
-        wanted = (columns[name],) if name in columns else (name,)
-        there = [by_name[_plain(each)] for each in wanted if _plain(each) in by_name]
+        wanted = columns.get(name, name)
+        there = [wanted] if name in columns and wanted in row else by_name.get(_plain(wanted), [])
         if name in columns and not there:
             errors.add(f"{place}: has no column {columns[name]!r}; has {', '.join(row)}", "columns", name)
         elif name not in columns and not there:
-            there = [by_name[each] for each in _ALSO.get(name, ()) if each in by_name and each not in needed]
+            there = [column for each in _ALSO.get(name, ()) if each not in needed for column in by_name.get(each, ())]
         if len(there) > 1:
             errors.add(
                 f"{place}: {' and '.join(there)} may each be the {name}; name one: `columns: {{{name}: {there[0]}}}`",

@@ -10,17 +10,20 @@ import os
 import re
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from rich.console import Console
 
 from fusion.packing.algorithm import Adapter, History, Score, TrainingResult
 from fusion.run import fuse, preview
+from fusion.training import frozen_base, session
 from fusion.training.checkpoint import Checkpoint
-from fusion.training.frozen_base import FrozenBase
+from fusion.training.frozen_base import FrozenBase, load_frozen_base
 from fusion.training.run_cache import RunCache
 from tests.fusion.small import COLORS, write_base, write_folders
 from vlora.errors import BadAdapter
@@ -365,7 +368,19 @@ def test_a_dry_run_says_what_is_reused_and_how_long_the_rest_takes(made: Path, t
     assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file() and file.name != "in-use"} == files
 
 
-def test_without_stored_trainings_a_dry_run_measures_steps(made: Path, tmp_path: Path) -> None:
+def test_without_stored_trainings_a_dry_run_measures_steps(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bases: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def load(*args: Any, **options: Any) -> FrozenBase:
+        assert not bases, "the memory of one base model must suffice"
+        base = load_frozen_base(*args, **options)
+        bases.add(base.hf_model.model)
+        return base
+
+    monkeypatch.setattr(session, "load_frozen_base", load)
+    monkeypatch.setattr(frozen_base, "load_frozen_base", load)
     said = dry_run(made, tmp_path / "out", [ONE, OTHER])
     assert re.search(r"would run: training colors, others at once, about [\d.]+ (s|min)\n", said), said
 

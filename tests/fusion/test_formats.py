@@ -577,6 +577,16 @@ TABLES: dict[str, tuple[str | bytes, str, str]] = {  # -> the file, more of `dat
         "",
         "rows.csv, line 2: path and filename may each be the image; name one: `columns: {image: path}`",
     ),
+    "columns that differ in case": (
+        table(",", "path", "Label", "label", rows=[(*row, "?") for row in ROWS]),
+        "",
+        "rows.csv, line 2: Label and label may each be the answer; name one: `columns: {answer: Label}`",
+    ),
+    "one of columns that differ in case": (
+        table(",", "path", "Label", "label", rows=[(*row, "?") for row in ROWS]),
+        "columns: {answer: Label}",
+        "",
+    ),
     "no such column": (
         table(",", "path", "label"),
         "columns: {answer: what}",

@@ -50,6 +50,8 @@ def test_a_share_of_whole_groups_or_the_given_part_is_held_out(tmp_path: Path) -
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))
     assert read(tmp_path).train == found.train, "a byte order mark and Windows' line ends make no difference"
     assert read(tmp_path, [*ROWS[:-1], {**ROWS[-1], "answer": "other"}]).digest != found.digest
+    regrouped = read(tmp_path, [{**row, "group": f"g{number % 10}"} for number, row in enumerate(ROWS)])
+    assert regrouped.held_out != found.held_out and regrouped.digest != found.digest
     one_group = read(tmp_path, ROWS[:4], held_out=0.9)
     assert len(one_group.train) == 4 and not one_group.held_out
     parts = ("train", "validation", "test", "train")

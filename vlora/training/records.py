@@ -87,7 +87,11 @@ def read_records(
             continue
         assert isinstance(row, dict)
         found.append((record, part, str(row.get("group") or record.image or place)))
-        digest.update(json.dumps([record.question, record.answer, str(row.get("image")), row.get("split")]).encode())
+        # Where no `split` does, the group decides what is held out. Rows without groups keep the digest that they had.
+        group = [row["group"]] if part is None and row.get("group") else []
+        digest.update(
+            json.dumps([record.question, record.answer, str(row.get("image")), row.get("split"), *group]).encode()
+        )
     if not skips or too_many(len(bad), len(bad) + len(found)):
         for problem in bad:
             errors.add(problem, "data")
