@@ -25,7 +25,9 @@ from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
 from vlora.bench.timing import interleaved, threads
 from vlora.models.hf_model import HFModel
-from vlora.training import LoraSettings, PackedTrainer, Sample
+from vlora.training.adapter import LoraSettings
+from vlora.training.batch import Sample
+from vlora.training.trainer import PackedTrainer
 
 SETTINGS = LoraSettings(rank=8, alpha=16, learning_rate=1e-3)
 """Rank 8 on q, k, v and o: LoRA 3 of the Symbiosis paper's table 2."""

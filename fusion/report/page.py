@@ -5,17 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
-from xml.etree import ElementTree
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from fusion.report.examples import Example
 from fusion.report.report import FusionReport, StepReport
 
 # Colour-blind safe: Okabe and Ito's palette, and two of Tol's colours.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#882255", "#44aa99", "#666666", "#e69f00")
-_WIDTH, _HEIGHT, _LEFT = 640, 320, 48
+_WIDTH, _HEIGHT, _LEFT = 640, 320, 48  # of the chart in report.html.j2
 
 
 def lanes_of(steps: Sequence[StepReport], adapters: Sequence[Sequence[str]]) -> tuple[int, ...]:
@@ -62,50 +60,29 @@ def curves_of(names: Iterable[str]) -> tuple[tuple[str, str, str], ...]:
     )
 
 
-def capacity_chart(points: Mapping[str, Sequence[CapacityPoint]]) -> Markup:
-    """Each domain's value against the number of domains in its adapter; open circles were rolled back."""
-    svg = ElementTree.Element(
-        "svg", {"viewBox": f"0 0 {_WIDTH} {_HEIGHT + 54}", "role": "img", "aria-label": "Accuracy by number of domains"}
-    )
+class ChartSize(NamedTuple):
+    """The capacity chart's axes and their places in the SVG. most: domains in an adapter. floor: the lowest value."""
+
+    most: int
+    floor: float
+
+    def x_of(self, count: int) -> float:
+        return round(_LEFT + (_WIDTH - _LEFT) * (count - 0.7) / max(1.0, self.most - 0.4), 1)
+
+    def y_of(self, value: float) -> float:
+        return round(16 + (_HEIGHT - 16) * (1 - value) / (1 - self.floor), 1)
+
+
+def chart_size(points: Mapping[str, Sequence[CapacityPoint]]) -> ChartSize:
     everything = [point for own in points.values() for point in own]
-    most = max(point.domains for point in everything)
-    floor = max(0.0, int(min(point.value for point in everything) * 10 - 0.5) / 10)
-
-    def x_of(count: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT) * (count - 0.7) / max(1.0, most - 0.4)
-
-    def y_of(value: float) -> float:
-        return 16 + (_HEIGHT - 16) * (1 - value) / (1 - floor)
-
-    for tenth in range(round(floor * 10), 11):
-        y = y_of(tenth / 10)
-        _add(svg, "line", "grid", x1=_LEFT, x2=_WIDTH, y1=y, y2=y)
-        _add(svg, "text", "tick", x=0, y=y + 4).text = f"{tenth / 10:.1f}"
-    for count in range(1, most + 1):
-        _add(svg, "text", "tick", x=x_of(count) - 4, y=_HEIGHT + 22).text = str(count)
-    _add(svg, "text", "tick", x=_LEFT, y=_HEIGHT + 46).text = "domains in the adapter"
-    for (name, color, dash), own in zip(curves_of(points), points.values(), strict=True):
-        kept = [point for point in own if point.kept]
-        if len(kept) > 1:
-            path = " ".join(f"{x_of(p.domains):.1f},{y_of(p.value):.1f}" for p in kept)
-            _add(svg, "polyline", "curve", points=path, stroke=color, **{"stroke-dasharray": dash})
-        for point in own:
-            fill = color if point.kept else "none"
-            dot = _add(svg, "circle", "dot", cx=x_of(point.domains), cy=y_of(point.value), r=4, stroke=color, fill=fill)
-            text = f"{name}: {point.value:.3f} among {point.domains}{'' if point.kept else ', rolled back'}"
-            ElementTree.SubElement(dot, "title").text = text
-    return Markup(ElementTree.tostring(svg, encoding="unicode"))  # ElementTree escapes all text
+    floor = max(0.0, int(min((point.value for point in everything), default=0.0) * 10 - 0.5) / 10)
+    return ChartSize(max((point.domains for point in everything), default=1), floor)
 
 
 def ticks_of(total: float) -> list[float]:
     """At most about eight round numbers from 0 to a length."""
     step = next(size * 10.0**power for power in range(-3, 9) for size in (1, 2, 5) if total / (size * 10.0**power) <= 8)
     return [place * step for place in range(int(total / step) + 1)]
-
-
-def _add(parent: ElementTree.Element, tag: str, kind: str, **attributes: float | str) -> ElementTree.Element:
-    text = {name: value if isinstance(value, str) else f"{value:.1f}" for name, value in attributes.items()}
-    return ElementTree.SubElement(parent, tag, {"class": kind, **text})
 
 
 def page(report: FusionReport, examples: Mapping[str, Sequence[Example]]) -> str:
@@ -128,7 +105,8 @@ def page(report: FusionReport, examples: Mapping[str, Sequence[Example]]) -> str
         total=total,
         ticks=ticks_of(total),
         lowest=min((value for step in report.timeline for value in step.values.values()), default=0.0),
-        capacity=capacity_chart(points) if points else "",
+        points=points,
+        chart=chart_size(points),
         curves=curves_of(points),
         examples=examples,
     )

@@ -28,7 +28,8 @@ from vlora.models.loading import load_model
 from vlora.models.processing import InputProcessor
 from vlora.server.frontend import FrontEnd
 from vlora.server.prompts import TextRequest
-from vlora.training import LoraSettings, PackedTrainer
+from vlora.training.adapter import LoraSettings
+from vlora.training.trainer import PackedTrainer
 from vlora.types import SamplingParams
 
 NAME = "signs"

@@ -27,9 +27,10 @@ from vlora.models.hf_model import HFModel
 from vlora.models.loading import load_model
 from vlora.models.processing import InputProcessor
 from vlora.models.vision.encoder import VisionEncoder
-from vlora.training import LoraSettings, PackedTrainer
+from vlora.training.adapter import LoraSettings
 from vlora.training.records import Record
 from vlora.training.samples import finish, prepare
+from vlora.training.trainer import PackedTrainer
 from vlora.types import Request, SamplingParams, TrainingStatus
 
 STEPS, BATCH, NUM_RECORDS = 3, 4, 6

@@ -14,8 +14,8 @@ from tests.families import Prompt, build_model, make_prompt
 from vlora.models.hf_model import HFModel, VisionFeatures
 from vlora.models.processing import to_tensor
 from vlora.models.vision.encoder import VisionEncoder, VisionTask
-from vlora.training import LoraSettings, Sample
-from vlora.training.batch import IGNORED
+from vlora.training.adapter import LoraSettings
+from vlora.training.batch import IGNORED, Sample
 
 SETTINGS = {
     "narrow": LoraSettings(rank=2, alpha=4, targets=("q_proj", "v_proj"), learning_rate=5e-3),

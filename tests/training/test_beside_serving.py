@@ -35,10 +35,13 @@ from vlora.models.hf_model import HFModel
 from vlora.models.loading import load_model
 from vlora.operations import CancelTraining, ListTrainings
 from vlora.run_folder import lock_folder
-from vlora.training import LoraSettings, MicroStep, PackedTrainer, Sample, TrainableLora, Update
+from vlora.training.adapter import LoraSettings, TrainableLora, Update
+from vlora.training.batch import Sample
 from vlora.training.job import MAX_TRIES, TrainingJob
+from vlora.training.micro_step import MicroStep
 from vlora.training.plan import read_plan
 from vlora.training.samples import SampleSource
+from vlora.training.trainer import PackedTrainer
 
 NO_MEMORY = RuntimeError("can't allocate memory")
 FINISHED = ("finished", STEPS)

@@ -27,8 +27,11 @@ from vlora.bench.dummy import language_shapes, write_adapter
 from vlora.errors import BadConfig, VLoraError
 from vlora.models.hf_model import HFModel, VisionFeatures
 from vlora.models.loading import load_model
-from vlora.training import LoraSettings, Loss, MicroStep, PackedTrainer, Sample
+from vlora.training.adapter import LoraSettings
+from vlora.training.batch import Sample
 from vlora.training.loss import TokenLosses
+from vlora.training.micro_step import Loss, MicroStep
+from vlora.training.trainer import PackedTrainer
 from vlora.types import Mode
 
 WITHIN = 1e-5

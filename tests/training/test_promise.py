@@ -10,8 +10,9 @@ import pytest
 from tests.training.beside import Alone, Case, Running, losses_of, request
 from vlora.engine import Engine
 from vlora.orchestrator.latency_promise import QUIET_S, PiecePrices
-from vlora.training import LoraSettings, PackedTrainer, TrainableLora
+from vlora.training.adapter import LoraSettings, TrainableLora
 from vlora.training.loop import Piece, TrainingLoop
+from vlora.training.trainer import PackedTrainer
 
 PIECE_S = 0.01
 

@@ -26,10 +26,10 @@ from vlora.models.vision.encoder import VisionEncoder
 from vlora.orchestrator import CostModel
 from vlora.orchestrator.latency_promise import LatencyPromise, PiecePrices
 from vlora.threads import background_executor
-from vlora.training import PackedTrainer
 from vlora.training.job import TrainingJob
 from vlora.training.loop import Piece, TrainingLoop
 from vlora.training.samples import SampleSource, check_records
+from vlora.training.trainer import PackedTrainer
 from vlora.types import AdapterStatus, Batch, Request, RequestOutput, TrainingStatus
 
 log = logging.getLogger(__name__)
