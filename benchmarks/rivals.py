@@ -15,7 +15,8 @@ from torch import nn
 from benchmarks import rival_networks
 from benchmarks.rival_networks import AnchorFreeDetector, Classifier, ClipClassifier, Counter
 from fusion.data.samples import Sample, Splits
-from fusion.teachers.onnx_detector import DetectorSettings, OnnxDetector, open_session
+from fusion.plan.teacher_kinds import OnnxDetectorTeacher
+from fusion.teachers.onnx_detector import OnnxDetector, open_session
 from heads import TASKS, Box, Task, Value
 
 _SCORE = 0.5  # least score of a reported box, as of a detection head
@@ -86,8 +87,8 @@ class SmallModel:
         self._labels = splits.labels
         self._detector: OnnxDetector | None = None
         if splits.task == "detection":
-            settings = DetectorSettings(minimum=_SCORE, labels=splits.labels)
-            self._detector = OnnxDetector(file, settings, threads=threads)
+            plan = OnnxDetectorTeacher(kind="onnx_detector", file=file, labels=splits.labels)
+            self._detector = OnnxDetector(plan, threads=threads)
         else:
             self._session: Any = open_session(file, threads)
 
@@ -96,6 +97,7 @@ class SmallModel:
             return tuple(
                 Box(self._labels.index(box.label), *box[1:5], box.confidence)  # type: ignore[misc, call-arg]
                 for box in self._detector.find(sample.frames[0])
+                if box.confidence >= _SCORE
             )
         planes = pixels([sample]).numpy()
         (logits,) = self._session.run(None, {"images": planes})

@@ -58,7 +58,7 @@ BUDGETS = (
     Budget("vlora/cli", 3_960, 2_600),
     Budget("vlora/bench", 4_740, 2_500),
     Budget("benchmarks", 9_000, 6_500),
-    Budget("fusion", 10_060, 6_200),
+    Budget("fusion", 10_000, 6_200),
     Budget("tools", 940, 800),
     Budget("atmm apps heads", 13_280, 10_500),
 )

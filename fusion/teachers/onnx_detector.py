@@ -5,18 +5,20 @@ from __future__ import annotations
 import ast
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import cv2
 import numpy as np
 
 from fusion.data.items import NamedBox
+from fusion.plan.teacher_kinds import OnnxDetectorTeacher
 from fusion.teachers.detector_layouts import LayoutName, Output, raw_boxes, recognise
 from heads.boxes import Box, suppress
 
 _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 _GREY = np.full((64, 64, 3), 114, np.uint8)
 
+_COUNTED = 0.05  # least score of a box that counts as dropped below the plan's minimum confidence
 _PADDING = 114  # grey level of the border that Ultralytics trains with
 
 Resize = Literal["letterbox", "stretch"]
@@ -62,26 +64,6 @@ def _resized(frame: np.ndarray, height: int, width: int) -> np.ndarray:
     return cv2.resize(frame, (width, height), interpolation=cv2.INTER_LINEAR)
 
 
-class DetectorSettings(NamedTuple):
-    """Settings of a plan for an ONNX detector.
-
-    labels: of each class, in order; None for the names in the file. size: height and width of the input; None for the
-    file's. mean, std: normalisation of colours from 0 to 1. layout: None to recognise it. shares: whether edges are
-    shares of the input or pixels; None to recognise it. minimum: least score of a box.
-    overlap: of two boxes of one label with more IoU than this, suppression drops one.
-    """
-
-    labels: tuple[str, ...] | None
-    minimum: float
-    size: int | None = None
-    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    resize: Resize = "letterbox"
-    layout: LayoutName | None = None
-    shares: bool | None = None
-    overlap: float = 0.45
-
-
 class OnnxDetector:
     """Finds boxes with a model from a picture to one of the layouts of `detector_layouts`.
 
@@ -92,26 +74,26 @@ class OnnxDetector:
         threads: number of threads; None for torch's.
     """
 
-    def __init__(self, file: Path, settings: DetectorSettings, *, threads: int | None = None) -> None:
-        self._file, self._settings = file, settings
-        self._session = open_session(file, threads)
+    def __init__(self, plan: OnnxDetectorTeacher, *, threads: int | None = None) -> None:
+        self._file, self._plan = plan.file, plan
+        self._shares = None if plan.boxes is None else plan.boxes == "shares"
+        self._session = open_session(plan.file, threads)
         self._height, self._width, self._batched, self._type = self._input()
-        self.labels = settings.labels or self._names()
+        self.labels = plan.labels or self._names()
         outputs = self._run(self._placed(_GREY))
         self.layout = recognise(
-            outputs, len(self.labels), settings.layout, shares=settings.shares, hint=self._layout_by_metadata()
+            outputs, len(self.labels), plan.layout, shares=self._shares, hint=self._layout_by_metadata()
         )
         if self.layout == "detr" and self.labels[-1].lower().replace("-", " ").replace("_", " ") == "no object":
             raise ValueError(f"`labels` ends with {self.labels[-1]!r}; remove it: the class for no object has no label")
         self.name = (
-            f"ONNX detector {file.stem} ({self.layout}, {len(self.labels)} labels, {self._width} x {self._height})"
+            f"ONNX detector {plan.file.stem} ({self.layout}, {len(self.labels)} labels, {self._width} x {self._height})"
         )
 
     def find(self, frame: np.ndarray) -> list[NamedBox]:
         placed = self._placed(frame)
-        found = raw_boxes(
-            self.layout, self._run(placed), self._settings.minimum, len(self.labels), self._settings.shares
-        )
+        minimum = min(self._plan.min_confidence, _COUNTED)
+        found = raw_boxes(self.layout, self._run(placed), minimum, len(self.labels), self._shares)
         unknown = found.classes[(found.classes < 0) | (found.classes >= len(self.labels))]
         if len(unknown):
             raise ValueError(
@@ -127,7 +109,7 @@ class OnnxDetector:
             )
         ]
         # Of rows after suppression, too: exporters leave several of one object.
-        boxes = suppress(boxes, self._settings.overlap)
+        boxes = suppress(boxes, self._plan.overlap)
         clipped = [(box, [min(1.0, max(0.0, edge)) for edge in box[1:5]]) for box in boxes]
         return [
             NamedBox(self.labels[box.label], left, top, right, bottom, box.score)
@@ -136,11 +118,11 @@ class OnnxDetector:
         ]
 
     def _placed(self, frame: np.ndarray) -> Placed:
-        return place(frame, self._height, self._width, self._settings.resize)
+        return place(frame, self._height, self._width, self._plan.resize)
 
     def _run(self, placed: Placed) -> list[Output]:
         pixels = placed.pixels.astype(np.float32) / 255
-        normal = (pixels - np.array(self._settings.mean, np.float32)) / np.array(self._settings.std, np.float32)
+        normal = (pixels - np.array(self._plan.mean, np.float32)) / np.array(self._plan.std, np.float32)
         planes: np.ndarray = np.ascontiguousarray(normal.transpose(2, 0, 1).astype(self._type))
         try:
             values = self._session.run(
@@ -166,12 +148,12 @@ class OnnxDetector:
             )
         if batched and isinstance(shape[0], int) and shape[0] != 1:
             raise ValueError(f"{self._file} takes {shape[0]} pictures at a time ({shown}); export it for batches of 1")
-        fixed = [extent if isinstance(extent, int) else self._settings.size for extent in shape[-2:]]
+        fixed = [extent if isinstance(extent, int) else self._plan.size for extent in shape[-2:]]
         if None in fixed:
             raise ValueError(f"{self._file} has an input without a fixed size ({shown}); set `size` in pixels")
-        if self._settings.size is not None and fixed != [self._settings.size] * 2:
+        if self._plan.size is not None and fixed != [self._plan.size] * 2:
             raise ValueError(
-                f"{self._file} takes pictures of {fixed[0]} x {fixed[1]}, not {self._settings.size}; remove `size`"
+                f"{self._file} takes pictures of {fixed[0]} x {fixed[1]}, not {self._plan.size}; remove `size`"
             )
         return int(fixed[0] or 0), int(fixed[1] or 0), batched, _TYPES[inputs[0].type]
 

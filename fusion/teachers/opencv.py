@@ -10,7 +10,8 @@ import cv2
 import numpy as np
 
 from fusion.data.items import NamedBox
-from fusion.teachers.protocol import Clip, Labelled, Preprocessing, classify
+from fusion.plan.teacher_kinds import OnnxTeacher
+from fusion.teachers.protocol import Classifier, network_input
 
 FACES = Path(cv2.__file__).parent / "data" / "haarcascade_frontalface_default.xml"
 _SCALE_STEP = 1.05
@@ -61,31 +62,26 @@ class People:
         return _boxes(self.labels[0], places, weights, frame)
 
 
-class OnnxClassifier:
-    """An ONNX classifier with one input [1, 3, size, size]. Raises ValueError for a file that OpenCV cannot run, or if
-    the numbers of outputs and labels differ."""
+def onnx_classifier(plan: OnnxTeacher) -> Classifier:
+    """Raises ValueError for a file that OpenCV cannot run, or if the numbers of outputs and labels differ."""
+    file = plan.file
 
-    def __init__(self, file: Path, labels: tuple[str, ...], preprocessing: Preprocessing) -> None:
-        self.name = f"ONNX {file.stem}"
-        self.labels, self._preprocessing = labels, preprocessing
-        try:
-            self._net = cv2.dnn.readNetFromONNX(str(file))
-            outputs = self._run(np.zeros((8, 8, 3), np.uint8))
-        except cv2.error as error:
-            raise ValueError(f"{file} cannot be run by OpenCV: {error.err or error}") from error
-        if outputs.shape != (len(labels),):
-            raise ValueError(
-                f"{file} gives outputs of the shape {outputs.shape} for {len(labels)} labels; a detector is "
-                "`kind: onnx_detector`"
-            )
-
-    def label(self, clips: Sequence[Clip]) -> list[Labelled]:
-        return [classify(np.stack([self._run(frame) for frame in clip]), self.labels) for clip in clips]
-
-    def _run(self, frame: np.ndarray) -> np.ndarray:
+    def outputs_of(frame: np.ndarray) -> np.ndarray:
         # One at a time: many exported models accept only batches of 1.
-        self._net.setInput(self._preprocessing(frame)[None])
-        return np.asarray(self._net.forward())[0]
+        net.setInput(network_input(plan, frame)[None])
+        return np.asarray(net.forward())[0]
+
+    try:
+        net = cv2.dnn.readNetFromONNX(str(file))
+        outputs = outputs_of(np.zeros((8, 8, 3), np.uint8))
+    except cv2.error as error:
+        raise ValueError(f"{file} cannot be run by OpenCV: {error.err or error}") from error
+    if outputs.shape != (len(plan.labels),):
+        raise ValueError(
+            f"{file} gives outputs of the shape {outputs.shape} for {len(plan.labels)} labels; a detector is "
+            "`kind: onnx_detector`"
+        )
+    return Classifier(f"ONNX {file.stem}", plan.labels, lambda clip: np.stack([outputs_of(frame) for frame in clip]))
 
 
 def _boxes(label: str, places: Sequence[Sequence[int]], weights: Sequence[float], frame: np.ndarray) -> list[NamedBox]:

@@ -28,10 +28,10 @@ from fusion.plan.teacher_kinds import (
     TorchTeacher,
     TransformersTeacher,
 )
-from fusion.teachers.onnx_detector import DetectorSettings, OnnxDetector
-from fusion.teachers.opencv import Cascade, OnnxClassifier, People
+from fusion.teachers.onnx_detector import OnnxDetector
+from fusion.teachers.opencv import Cascade, People, onnx_classifier
 from fusion.teachers.pretrained import PretrainedDetector, load_pretrained
-from fusion.teachers.protocol import Clip, Labelled, Preprocessing, Teacher, classify
+from fusion.teachers.protocol import Classifier, Clip, Labelled, Teacher, network_input
 from vlora.plan_files.errors import PlanErrors
 
 _BOX_TASKS = ("detection", "counting", "binary", "multi_label", "classification")
@@ -96,7 +96,6 @@ def _few(labels: Sequence[str]) -> str:
 
 
 _NAMES = ("file", "path", "function")  # fields that identify a teacher
-_COUNTED = 0.05  # least score of a box that counts as dropped below the plan's minimum confidence
 _ALLOW = "set `allow_code: true` if you trust it"
 
 
@@ -124,14 +123,14 @@ def _open(plan: TeacherPlan, task: str) -> Teacher:
             return _find(plan, Cascade(plan.file, plan.label), task)
         case HogTeacher():
             return _find(plan, People(plan.label), task)
-        case SklearnTeacher(file=file):
-            return Estimator(load_estimator(file, plan.allow_code), file.name, plan.size, plan.labels)
-        case TorchTeacher(file=file):
-            return ModuleClassifier(load_module(file, plan.module), file.name, plan.labels, _sizes(plan))
+        case SklearnTeacher():
+            return estimator(plan)
+        case TorchTeacher():
+            return module_classifier(plan)
         case OnnxTeacher():
-            return OnnxClassifier(plan.file, plan.labels, _sizes(plan))
+            return onnx_classifier(plan)
         case OnnxDetectorTeacher():
-            return _find(plan, OnnxDetector(plan.file, _detector_settings(plan)), task)
+            return _find(plan, OnnxDetector(plan), task)
         case TransformersTeacher():
             return _pretrained(plan, task)
         case CallableTeacher():
@@ -169,24 +168,6 @@ def _pretrained(plan: TransformersTeacher, task: str) -> Teacher:
     return found
 
 
-def _sizes(plan: OnnxTeacher | TorchTeacher) -> Preprocessing:
-    return Preprocessing(plan.size, plan.mean, plan.std)
-
-
-def _detector_settings(plan: OnnxDetectorTeacher) -> DetectorSettings:
-    return DetectorSettings(
-        labels=plan.labels,
-        size=plan.size,
-        mean=plan.mean,
-        std=plan.std,
-        resize=plan.resize,
-        layout=plan.layout,
-        shares=None if plan.boxes is None else plan.boxes == "shares",
-        minimum=min(plan.min_confidence, _COUNTED),
-        overlap=plan.overlap,
-    )
-
-
 def load_module(file: Path, builder: str | None) -> Callable[[torch.Tensor], torch.Tensor]:
     """Load a module, which runs code in all three formats. Raises ValueError if that fails."""
     try:
@@ -203,27 +184,23 @@ def load_module(file: Path, builder: str | None) -> Callable[[torch.Tensor], tor
         raise ValueError(f"{file} cannot be loaded: {error}") from error
 
 
-class ModuleClassifier:
+def module_classifier(plan: TorchTeacher) -> Classifier:
     """A module from [1, 3, size, size] to logits [1, labels]. Raises ValueError if its outputs have another shape."""
-
-    def __init__(self, module: Any, name: str, labels: tuple[str, ...], preprocessing: Preprocessing) -> None:
-        self.name = f"torch {name}"
-        self._module, self.labels, self._preprocessing = module, labels, preprocessing
-        try:
-            outputs = self._run([np.zeros((8, 8, 3), np.uint8)])
-        except Exception as error:  # a module may raise any exception
-            raise ValueError(f"it fails on a black picture: {type(error).__name__}: {error}") from error
-        if outputs.shape != (1, len(labels)):
-            raise ValueError(f"it gives outputs of the shape {outputs.shape} for {len(labels)} labels")
-
-    def label(self, clips: Sequence[Clip]) -> list[Labelled]:
-        return [classify(self._run(clip), self.labels) for clip in clips]
+    module: Any = load_module(plan.file, plan.module)
 
     @torch.no_grad()
-    def _run(self, clip: Clip) -> np.ndarray:
+    def rows(clip: Clip) -> np.ndarray:
         # One at a time: an exported module may accept only batches of 1.
-        inputs = [torch.from_numpy(self._preprocessing(frame))[None] for frame in clip]
-        return torch.cat([self._module(one) for one in inputs]).float().numpy()
+        inputs = [torch.from_numpy(network_input(plan, frame))[None] for frame in clip]
+        return torch.cat([module(one) for one in inputs]).float().numpy()
+
+    try:
+        outputs = rows([np.zeros((8, 8, 3), np.uint8)])
+    except Exception as error:  # a module may raise any exception
+        raise ValueError(f"it fails on a black picture: {type(error).__name__}: {error}") from error
+    if outputs.shape != (1, len(plan.labels)):
+        raise ValueError(f"it gives outputs of the shape {outputs.shape} for {len(plan.labels)} labels")
+    return Classifier(f"torch {plan.file.name}", plan.labels, rows)
 
 
 def load_estimator(file: Path, allow_code: bool) -> Any:
@@ -248,40 +225,30 @@ def load_estimator(file: Path, allow_code: bool) -> Any:
         raise ValueError(f"{file} cannot be loaded: {error}") from error
 
 
-class Estimator:
+def estimator(plan: SklearnTeacher) -> Classifier:
     """Labels grey pixels of size x size, 0 to 1, row by row, with the model's `classes_`, or with `labels` instead.
 
     The confidence comes from `predict_proba`; it is 1 without that method. Raises ValueError if the model does not fit.
     """
+    model, size = load_estimator(plan.file, plan.allow_code), plan.size
+    if not hasattr(model, "predict") or not hasattr(model, "classes_"):
+        raise ValueError(f"{type(model).__name__} is not a fitted classifier")
+    wanted = getattr(model, "n_features_in_", size * size)
+    if wanted != size * size:
+        raise ValueError(f"it takes {wanted} features, but size {size} makes {size * size} grey pixels")
+    classes = list(model.classes_)
+    labels = plan.labels or tuple(map(str, classes))
+    if len(labels) != len(classes):
+        raise ValueError(f"it has {len(classes)} classes ({classes}), but `labels` has {len(labels)}")
 
-    def __init__(self, model: Any, name: str, size: int, labels: tuple[str, ...] | None) -> None:
-        self.name = f"scikit-learn {name}"
-        self._model, self._size = model, size
-        if not hasattr(model, "predict") or not hasattr(model, "classes_"):
-            raise ValueError(f"{type(model).__name__} is not a fitted classifier")
-        wanted = getattr(model, "n_features_in_", size * size)
-        if wanted != size * size:
-            raise ValueError(f"it takes {wanted} features, but size {size} makes {size * size} grey pixels")
-        self._classes = list(model.classes_)
-        self.labels = labels or tuple(map(str, self._classes))
-        if len(self.labels) != len(self._classes):
-            raise ValueError(
-                f"it has {len(self._classes)} classes ({self._classes}), but `labels` has {len(self.labels)}"
-            )
+    def rows(clip: Clip) -> np.ndarray:
+        grey = [cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY) for frame in clip]
+        small = [cv2.resize(frame, (size, size), interpolation=cv2.INTER_AREA).ravel() / 255 for frame in grey]
+        if hasattr(model, "predict_proba"):
+            return np.asarray(model.predict_proba(np.stack(small)))
+        return np.eye(len(classes))[[classes.index(label) for label in model.predict(np.stack(small))]]
 
-    def label(self, clips: Sequence[Clip]) -> list[Labelled]:
-        return [classify(self._probabilities(clip), self.labels) for clip in clips]
-
-    def _probabilities(self, clip: Clip) -> np.ndarray:
-        features = np.stack([self._features(frame) for frame in clip])
-        if hasattr(self._model, "predict_proba"):
-            return np.asarray(self._model.predict_proba(features))
-        chosen = [self._classes.index(label) for label in self._model.predict(features)]
-        return np.eye(len(self._classes))[chosen]
-
-    def _features(self, frame: np.ndarray) -> np.ndarray:
-        grey = cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY)
-        return cv2.resize(grey, (self._size, self._size), interpolation=cv2.INTER_AREA).ravel() / 255
+    return Classifier(f"scikit-learn {plan.file.name}", labels, rows)
 
 
 def import_function(path: str) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from fusion.data.items import NamedBox
-from fusion.teachers.protocol import Clip, Labelled, classify
+from fusion.teachers.protocol import Classifier, Clip
 
 _KINDS = {
     "ForImageClassification": AutoModelForImageClassification,
@@ -26,9 +26,7 @@ _KINDS = {
 }
 
 
-def load_pretrained(
-    folder: Path, rename: Mapping[str, str], allow_code: bool
-) -> PictureClassifier | VideoClassifier | PretrainedDetector:
+def load_pretrained(folder: Path, rename: Mapping[str, str], allow_code: bool) -> Classifier | PretrainedDetector:
     """Load the architecture in the folder's config.
 
     Code in the folder is never run; weights that are not safetensors need allow_code. Raises ValueError if loading
@@ -54,44 +52,31 @@ def load_pretrained(
     title = f"{name} {folder.name}"
     if kind == "ForObjectDetection":
         return PretrainedDetector(title, model, processor, labels)
-    return (VideoClassifier if kind == "ForVideoClassification" else PictureClassifier)(title, model, processor, labels)
+    return _classifier(title, model, processor, labels, videos=kind == "ForVideoClassification")
 
 
-class _Pretrained:
+def _classifier(name: str, model: Any, processor: Any, labels: tuple[str, ...], *, videos: bool) -> Classifier:
+    """Labels a clip by the mean probability over its frames. videos: the model reads a clip as a whole, which is
+    resampled evenly to the model's number of frames."""
+    wanted = getattr(model.config, "num_frames", None) if videos else None
+
+    @torch.no_grad()
+    def rows(clip: Clip) -> np.ndarray:
+        frames = list(clip)
+        if wanted is not None and len(frames) != wanted:
+            frames = [frames[round(place)] for place in np.linspace(0, len(frames) - 1, wanted)]
+        logits: np.ndarray = model(**processor(frames, return_tensors="pt")).logits.numpy()
+        return logits
+
+    return Classifier(name, labels, rows)
+
+
+class PretrainedDetector:
+    """Boxes from the model's own post-processing."""
+
     def __init__(self, name: str, model: Any, processor: Any, labels: tuple[str, ...]) -> None:
         self.name = name
         self._model, self._processor, self.labels = model, processor, labels
-
-
-class PictureClassifier(_Pretrained):
-    """Labels a clip by the mean probability over its frames."""
-
-    @torch.no_grad()
-    def label(self, clips: Sequence[Clip]) -> list[Labelled]:
-        return [
-            classify(self._model(**self._processor(list(clip), return_tensors="pt")).logits.numpy(), self.labels)
-            for clip in clips
-        ]
-
-
-class VideoClassifier(_Pretrained):
-    """Labels clips; a clip with another number of frames than the model's is resampled evenly."""
-
-    @torch.no_grad()
-    def label(self, clips: Sequence[Clip]) -> list[Labelled]:
-        wanted = getattr(self._model.config, "num_frames", None)
-        answers = []
-        for clip in clips:
-            frames = list(clip)
-            if wanted is not None and len(frames) != wanted:
-                frames = [frames[round(place)] for place in np.linspace(0, len(frames) - 1, wanted)]
-            inputs = self._processor(frames, return_tensors="pt")
-            answers.append(classify(self._model(**inputs).logits.numpy(), self.labels))
-        return answers
-
-
-class PretrainedDetector(_Pretrained):
-    """Boxes from the model's own post-processing."""
 
     @torch.no_grad()
     def find(self, frame: np.ndarray) -> list[NamedBox]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import cv2
 import numpy as np
 
 from fusion.data.items import Answer
+from fusion.plan.teacher_kinds import OnnxTeacher, TorchTeacher
 
 Clip = Sequence[np.ndarray]
 """One sample's frames: RGB uint8 [height, width, 3]."""
@@ -32,18 +34,11 @@ class Teacher(Protocol):
         """One answer per sample. May raise any exception for a picture that it cannot process."""
 
 
-class Preprocessing(NamedTuple):
-    """size: height and width in pixels. mean, std: normalisation of colours from 0 to 1."""
-
-    size: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-
-    def __call__(self, frame: np.ndarray) -> np.ndarray:
-        """RGB uint8 [height, width, 3] to float32 [3, size, size]."""
-        small = cv2.resize(frame, (self.size, self.size), interpolation=cv2.INTER_AREA).astype(np.float32) / 255
-        normal = (small - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
-        return np.ascontiguousarray(normal.transpose(2, 0, 1))
+def network_input(plan: OnnxTeacher | TorchTeacher, frame: np.ndarray) -> np.ndarray:
+    """RGB uint8 [height, width, 3] to float32 [3, size, size]."""
+    small = cv2.resize(frame, (plan.size, plan.size), interpolation=cv2.INTER_AREA).astype(np.float32) / 255
+    normal = (small - np.array(plan.mean, np.float32)) / np.array(plan.std, np.float32)
+    return np.ascontiguousarray(normal.transpose(2, 0, 1))
 
 
 def classify(outputs: np.ndarray, labels: Sequence[str]) -> Labelled:
@@ -55,3 +50,15 @@ def classify(outputs: np.ndarray, labels: Sequence[str]) -> Labelled:
     mean = rows.mean(0)
     best = int(mean.argmax())
     return Labelled(labels[best], float(mean[best]))
+
+
+@dataclasses.dataclass
+class Classifier:
+    """A `Teacher`. rows: the logits or probabilities [frames, labels] of a clip."""
+
+    name: str
+    labels: tuple[str, ...]
+    rows: Callable[[Clip], np.ndarray]
+
+    def label(self, clips: Sequence[Clip]) -> list[Labelled]:
+        return [classify(self.rows(clip), self.labels) for clip in clips]
