@@ -114,21 +114,6 @@ def test_memory_of_another_machine_decides(folder: Path, vlora_command: Vlora) -
     assert "problem     its weights take " in out and "adapters" not in out
 
 
-def test_broken_checkpoints_are_named(folder: Path, vlora_command: Vlora) -> None:
-    weights = folder / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-1])
-    begin = "problem     model.safetensors, a file of its weights, cannot be read: "
-    assert begin in vlora_command.out("check", folder, code=1)
-    weights.unlink()
-    begin = "problem     its weights are not on this machine: there is no model.safetensors"
-    assert begin in vlora_command.out("check", folder, code=1)
-    index = {"metadata": {}, "weight_map": {"a": "b.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    begin = "problem     b.safetensors, a file of its weights, is missing; download it"
-    assert begin in vlora_command.out("check", folder, code=1)
-
-
 def change(file: Path, **fields: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
@@ -151,7 +136,6 @@ def weights(part: str, **more: torch.Tensor) -> Callable[[Path], object]:
     return lambda folder: without(folder / "model.safetensors", part, **more)
 
 
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
 TEXT_ONLY = "{% for m in messages %}{{ m.content }}{% endfor %}"
 PATCHES = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 7}
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -164,12 +148,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         weights(f"{STORED}.weight", **{f"{STORED}.weight": torch.ones(3, 2)}),
         f"its files have {LAYER}.weight with the shape [3, 2], the configuration has [",
     ),
-    "pointer": (
-        text("preprocessor_config.json", POINTER),
-        "preprocessor_config.json is a pointer of Git LFS, not the file; run `git lfs pull`",
-    ),
     "end tokens": (text("generation_config.json", "{"), "generation_config.json: "),
-    "tokenizer": (text("tokenizer.json", "{"), "(tokenizer.json, tokenizer_config.json, or"),
     "text": (
         text("chat_template.jinja", TEXT_ONLY),
         "takes text only: it prints a message's parts as a list; copy this model's template for pictures into",
@@ -189,6 +168,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_broken_part_is_named_by_check_and_by_an_engine_or_a_front_end(
     name: str, folder: Path, vlora_command: Vlora
 ) -> None:
+    """Files that are missing or damaged: tests/hub/test_parts.py."""
     breakage, named = BROKEN[name]
     breakage(folder)
     code, out, error = vlora_command("check", str(folder))

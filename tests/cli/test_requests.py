@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.cli.conftest import Vlora
-from tests.server.running import running_server
+from tests.server.running import Running, running_server
 from tests.server.scripted import write_adapter
 from tests.video_files import write_video
 
@@ -67,30 +68,36 @@ def test_a_head_answers_with_its_label(asking: Vlora, inputs: Path) -> None:
     assert asking.out("query", "bright.png", "-a", "day", "--answer", "words").endswith("  (in words)\n")
 
 
-def test_boxes_of_a_detection_are_listed(vlora_command: Vlora, inputs: Path) -> None:
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    """A server that the environment names, for a test that changes its adapters."""
     with running_server({"cars": {"detection": 1}}) as running:
-        server = ("--server", f"127.0.0.1:{running.port}")
-        out = vlora_command.out("query", "bright.png", "--adapter", "cars", "--head", "detection", *server)
+        monkeypatch.setenv("VLORA_SERVER", f"127.0.0.1:{running.port}")
+        yield running
+
+
+def test_boxes_of_a_detection_are_listed(own: Running, vlora_command: Vlora, inputs: Path) -> None:
+    out = vlora_command.out("query", "bright.png", "--adapter", "cars", "--head", "detection")
     label, box = out.splitlines()
     assert label == "bright  98.0%" and box.startswith("  bright  98.0%  [0, ")
 
 
-def test_adapters_are_loaded_pinned_and_unloaded(vlora_command: Vlora, tmp_path: Path) -> None:
+def test_adapters_are_loaded_pinned_and_unloaded(own: Running, vlora_command: Vlora, tmp_path: Path) -> None:
+    def adapters(*args: str) -> str:
+        return vlora_command.out("adapters", *args).splitlines()[0]
+
     folder = write_adapter(tmp_path / "signs", {"kind": 1})
-    with running_server() as running:
-        at = ("--server", f"127.0.0.1:{running.port}")
-        command = ("adapters", "load", "signs", os.path.relpath(folder), *at)
-        assert vlora_command.out(*command).splitlines()[0] == "signs  rank 8  0.0 MiB  mergeable"
-        assert vlora_command.json("adapters", "load", "lights", folder, *at)[0]["name"] == "lights"
-        assert vlora_command.out("adapters", "pin", "signs", *at).splitlines()[0].endswith("  pinned")
-        assert [each["pinned"] for each in vlora_command.json("adapters", "list", *at)] == [False, True]
-        assert not vlora_command.out("adapters", "unpin", "signs", *at).splitlines()[0].endswith("  pinned")
-        assert vlora_command.out("adapters", "unload", "lights", "--drain", *at) == "lights  unloaded\n"
-        assert vlora_command.json("adapters", "unload", "signs", *at) == [{"name": "signs", "drain": False}]
-        assert vlora_command.out("adapters", "list", *at) == "no adapters\n"
-        running.on_loop(running.front_end.adapters.register({"later": folder}))
-        shown = vlora_command.out("adapters", *at).splitlines()[0]
-        assert shown == "later  rank 8  0.0 MiB  read at first use"
+    assert adapters("unload", "cars", "--drain") == "cars  unloaded"
+    assert adapters("load", "signs", os.path.relpath(folder)) == "signs  rank 8  0.0 MiB  mergeable"
+    assert vlora_command.json("adapters", "load", "lights", folder)[0]["name"] == "lights"
+    assert adapters("pin", "signs").endswith("  pinned")
+    assert [each["pinned"] for each in vlora_command.json("adapters", "list")] == [False, True]
+    assert not adapters("unpin", "signs").endswith("  pinned")
+    for name in ("lights", "signs"):
+        assert vlora_command.json("adapters", "unload", name) == [{"name": name, "drain": False}]
+    assert adapters("list") == "no adapters"
+    own.on_loop(own.front_end.adapters.register({"later": folder}))
+    assert adapters() == "later  rank 8  0.0 MiB  read at first use"
 
 
 def test_adapters_of_a_server_and_their_heads_are_listed(asking: Vlora) -> None:
@@ -99,19 +106,17 @@ def test_adapters_of_a_server_and_their_heads_are_listed(asking: Vlora) -> None:
     assert [each["name"] for each in asking.json("adapters")] == ["cam", "signs"]
 
 
-def test_trainings_are_submitted_listed_and_cancelled(vlora_command: Vlora, tmp_path: Path) -> None:
-    with running_server() as running:
-        at = ("--server", f"127.0.0.1:{running.port}")
-        assert vlora_command.out("train", "status", *at) == "no trainings\n"
-        assert vlora_command.out("train", "submit", "signs", *at) == "signs  running  step 1 of 2  loss 0.5000\n"
-        assert vlora_command.json("train", "status", *at)[0]["state"] == "running"
-        assert vlora_command.out("train", "cancel", "signs", *at) == "signs  cancelled  step 1 of 2  loss 0.5000\n"
-        assert vlora_command.out("train", "submit", "spoiled", *at).splitlines() == [
-            "spoiled  running  step 1 of 2  loss 0.5000  3 records set aside",
-            "  set aside: a.jsonl, line 2: bad",
-            "  set aside: a.jsonl, line 5: bad",
-            "  and 1 more",
-        ]
+def test_trainings_are_submitted_listed_and_cancelled(own: Running, vlora_command: Vlora) -> None:
+    assert vlora_command.out("train", "status") == "no trainings\n"
+    assert vlora_command.out("train", "submit", "signs") == "signs  running  step 1 of 2  loss 0.5000\n"
+    assert vlora_command.json("train", "status")[0]["state"] == "running"
+    assert vlora_command.out("train", "cancel", "signs") == "signs  cancelled  step 1 of 2  loss 0.5000\n"
+    assert vlora_command.out("train", "submit", "spoiled").splitlines() == [
+        "spoiled  running  step 1 of 2  loss 0.5000  3 records set aside",
+        "  set aside: a.jsonl, line 2: bad",
+        "  set aside: a.jsonl, line 5: bad",
+        "  and 1 more",
+    ]
 
 
 def test_status_summarizes_a_server_and_waits_for_it(asking: Vlora) -> None:

@@ -126,18 +126,6 @@ def test_legends_and_annotations_use_labels_of_the_expression() -> None:
                 assert label in OF_PROMETHEUS if kept is None else label in kept["labels"], rule["alert"]
 
 
-def test_panels_have_unique_positions_and_identifiers() -> None:
-    panels = dashboard()["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    cells = [
-        (x, y)
-        for panel in panels
-        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
-        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
-    ]
-    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
-
-
 def test_the_guide_states_the_number_of_series_and_every_alert() -> None:
     lines = Metrics().render(None).decode().splitlines()
     per_adapter = round(sum('adapter="base"' in line for line in lines), -1)

@@ -26,23 +26,11 @@ pytestmark = [
     ),
 ]
 SNIPPET = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# If a snippet fails because the server has exited, print its exit code; its output is in its log.
-_LAST_WORDS = """
-end() {
-  code=$?
-  if [ $code -ne 0 ] && [ -n "$server" ] && ! kill -0 $server 2> /dev/null; then
-    wait $server && ended=0 || ended=$?
-    echo "the server ended with exit code $ended" >&2
-  fi
-  exit $code
-}
-trap end EXIT
-"""
 
 
 def script(text: str) -> str:
     """All snippets; each prints its number first, and the first failure ends the run."""
-    lines = ["set -e", _LAST_WORDS]
+    lines = ["set -e"]
     for number, match in enumerate(SNIPPET.finditer(text), 1):
         kind, code = match.groups()
         assert kind in ("bash", "python"), f"snippet {number} is {kind}: it cannot be run"
@@ -86,13 +74,6 @@ def ran(text: str, folder: Path, programs: Path, log: str = "serve.log", **varia
 
 def guide(name: str) -> str:
     return (ROOT / name).read_text()
-
-
-def test_a_server_that_died_is_reported() -> None:
-    text = "```bash\nsleep 60 &\nserver=$!\n```\n```bash\nkill -9 $server; sleep 0.2; false\n```\n"
-    done = subprocess.run(["bash", "-c", script(text)], capture_output=True, text=True, timeout=30)
-    assert done.returncode == 1 and "the server ended with exit code 137" in done.stderr
-    assert done.stderr.startswith("## 1\n## 2\n")
 
 
 def test_the_quickstart_the_guide_and_the_api_page_are_one_session(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from PIL import Image
 from tests.processes import until
 from tests.server.api import Api, running_api
 from tests.server.running import png
-from tests.server.scripted import ScriptedEngine, write_adapter
+from tests.server.scripted import ScriptedInterface, write_adapter
 from vlora.client.values import FrameAnswer, FrameResult, HeadResult, StreamOptions
-from vlora.config import EngineConfig, ServerConfig, Token
+from vlora.config import ServerConfig, Token
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import EngineDead
 from vlora.server.console.files import CONSOLE_FILES
@@ -136,23 +136,10 @@ def test_adapters_are_listed_and_a_dead_engine_is_its_cause(folder: Path) -> Non
         assert "SIGKILL" in api.call("GET", "/console/state")[1]["error"]["message"]
 
 
-class EngineSource:
-    """Snapshots of a scripted engine."""
-
-    def __init__(self) -> None:
-        self.engine = ScriptedEngine(EngineConfig(model="scripted"))
-        self.dead = False
-
-    async def snapshot(self, since: int = 0) -> EngineSnapshot:
-        if self.dead:
-            raise EngineDead("killed")
-        return self.engine.snapshot(since)
-
-
 async def test_many_viewers_share_two_snapshots_per_second() -> None:
     taken: list[int] = []
 
-    class Source(EngineSource):
+    class Source(ScriptedInterface):
         async def snapshot(self, since: int = 0) -> EngineSnapshot:
             taken.append(since)
             await asyncio.sleep(0.01)
@@ -169,16 +156,16 @@ async def test_many_viewers_share_two_snapshots_per_second() -> None:
 
 
 async def test_an_old_snapshot_of_a_dead_engine_is_not_shown_and_a_restarted_one_counts_from_one() -> None:
-    source = EngineSource()
+    source = ScriptedInterface()
     source.engine.num_steps = 40
     feed = SnapshotFeed(source.snapshot, interval_s=0.05)
     await feed.read(0)
-    source.dead = True
+    source.dead = "killed"
     await asyncio.sleep(0.06)
     for _ in range(3):  # the second read is within the interval
         with pytest.raises(EngineDead):
             await feed.read(0)
-    source.dead = False
+    source.dead = None
     source.engine.num_steps = 3
     await feed.read(0)
     await asyncio.sleep(0.06)

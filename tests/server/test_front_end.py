@@ -14,7 +14,9 @@ import unicodedata
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import msgspec
 import pytest
@@ -452,27 +454,15 @@ def test_labels_of_metrics_are_refused_at_every_entry(
         entry(name, tmp_path)
 
 
-class Listing:
-    """An engine with one adapter, which has failed."""
-
-    def __init__(self) -> None:
-        self.num_lists = 0
-        self.error = "broken"
-
-    async def adapters(self) -> tuple[AdapterStatus, ...]:
-        self.num_lists += 1
-        return (failed_status("signs", self.error),)
-
-
 async def test_requests_of_a_failed_adapter_do_not_list_all_adapters_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Listing()
-    catalog = AdapterCatalog(engine, Metrics(), "base", None)  # type: ignore[arg-type]
+    adapters = mock.AsyncMock(return_value=(failed_status("signs", "broken"),))
+    catalog = AdapterCatalog(SimpleNamespace(adapters=adapters), Metrics(), "base", None)  # type: ignore[arg-type]
     monkeypatch.setattr(adapter_catalog, "ERROR_S", 1000.0)
     for _ in range(100):
         assert (await catalog.resolve("signs")).statuses[0].error == "broken"
-    assert engine.num_lists == 1
+    assert adapters.await_count == 1
     monkeypatch.setattr(adapter_catalog, "ERROR_S", 0.0)
-    engine.error = "other"
+    adapters.return_value = (failed_status("signs", "other"),)
     assert (await catalog.resolve("signs")).statuses[0].error == "other"
 
 

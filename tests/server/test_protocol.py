@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import msgspec
@@ -22,7 +23,7 @@ from tests.server.api import Api, image_part, running_api
 from tests.server.running import png, running_server
 from tests.server.scripted import ByteProcessor, ScriptedEngine, ScriptedInterface, write_adapter
 from tests.server.test_security import ADMIN, TOKENS, USER
-from tests.server.wires import WIRES, InProcess, Wire
+from tests.server.wires import WIRES, Http, InProcess, Wire
 from vlora.client import AsyncClient, Client
 from vlora.cluster import members
 from vlora.cluster.cluster import Cluster
@@ -45,7 +46,7 @@ from vlora.server.frontend import FrontEnd
 from vlora.server.http.routes import make_app
 from vlora.server.security.access import Access
 from vlora.server.security.public_errors import shown_to
-from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput
+from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput, SamplingParams
 from vlora.types.replicas import DOWN, AdapterPlace, ClusterStatus, ReplicaStatus
 from vlora.types.visibility import HIDDEN
 from vlora.wire.address import Address
@@ -120,6 +121,20 @@ def test_an_adapter_may_be_a_composition(wire: Wire, adapter: Any, name: str, re
     for stream in (False, True):
         assert wire.ask("say:x", adapter=adapter, stream=stream).text == "x"
     assert [request.adapter for request in requested] == [name] * 2
+
+
+SAMPLING: dict[str, Any] = {
+    **{"max_tokens": 9, "min_tokens": 1, "ignore_eos": True, "stop": ("zzz", "END"), "seed": 7},
+    **{"temperature": 0.5, "top_p": 0.4, "top_k": 3, "min_p": 0.25, "logit_bias": ((7, -5.0), (9, 0.5))},
+    **{"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": -0.5},
+}
+
+
+def test_each_option_of_sampling_reaches_the_engine(wire: Wire, requested: list[Request]) -> None:
+    options = {**SAMPLING, "logit_bias": dict(SAMPLING["logit_bias"])} if isinstance(wire, Http) else SAMPLING
+    for stream in (False, True):
+        wire.ask("say:x", stream=stream, **options)
+    assert [request.sampling for request in requested] == [SamplingParams(**SAMPLING)] * 2
 
 
 # Prompt, images, fields, code, and part of the message.
@@ -517,10 +532,6 @@ PLACE = AdapterPlace(
 )
 
 
-async def places() -> tuple[AdapterPlace, ...]:
-    return (PLACE,)
-
-
 def test_values_that_not_every_caller_may_see_are_in_tuples_only() -> None:
     class Listed(msgspec.Struct):
         replicas: list[ReplicaStatus]
@@ -541,15 +552,11 @@ def hidden(value: Any) -> Any:
     return msgspec.structs.replace(value, cause=HIDDEN)
 
 
-async def cluster_status() -> ClusterStatus:
-    return STATUS
-
-
 def test_user_tokens_see_no_causes_of_replicas_and_adapters() -> None:
     with running_api(adapters={"signs": {}}, tokens=TOKENS) as api:
         replicas = api.front_end.replicas
-        replicas.status = cluster_status  # type: ignore[method-assign]
-        replicas.adapters = places  # type: ignore[method-assign]
+        replicas.status = mock.AsyncMock(return_value=STATUS)  # type: ignore[method-assign]
+        replicas.adapters = mock.AsyncMock(return_value=(PLACE,))  # type: ignore[method-assign]
         replicas._cluster = object()  # type: ignore[assignment] # noqa: SLF001
         for token, cause, why in (
             (USER, HIDDEN, "an admin token shows the reason"),
