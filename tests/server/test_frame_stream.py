@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import datetime
 import gc
+import random
 import re
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
 
+from tests.example_counts import scaled
 from tests.virtual_clock import VirtualClockLoop
 from vlora.client.values import Answer, FrameResult, HeadResult, StreamOptions, TextQuestion
 from vlora.config import ServerConfig, Token
@@ -65,7 +67,7 @@ class Head:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        if image == b"fail":
+        if image.startswith(b"fail"):
             raise StepFailed("the step failed")
         if image == b"trip":
             raise ValueError("tripped")
@@ -112,19 +114,123 @@ def labels(results: Sequence[FrameResult]) -> list[tuple[int, str]]:
     return [(each.number, each.answer.label if each.answer else "dropped" if each.dropped else "") for each in results]
 
 
-async def test_results_come_in_frame_order_and_stay_until_they_are_acknowledged() -> None:
-    head = Head(at_once=False)
-    stream = make(head, drop="none")
-    await send(stream, b"a", b"b", b"c")
-    await head.allow(b"c", b"b")
-    assert (await stream.pull(-1, 0.01)).results == ()
-    await head.allow(b"a")
-    first = (await stream.pull(-1, 1)).results
-    assert labels(first) == [(0, "a"), (1, "b"), (2, "c")] and (await stream.pull(-1, 1)).results == first
-    assert labels((await stream.pull(0, 1)).results) == [(1, "b"), (2, "c")]
-    for number, why in ((-1, "acknowledged and are no longer available"), (3, "no result"), (10**30, "no result")):
-        with pytest.raises(BadRequest, match=why):
-            await stream.pull(number, 0)
+class Life:
+    """A stream, and what a caller may expect of it: a plain list of its frames, each with its state."""
+
+    def __init__(self, drop: str) -> None:
+        self.head, self.metrics, self.budget = Head(at_once=False), Metrics(), ByteBudget(10**9)
+        self.stream = make(self.head, self.metrics, drop=drop)
+        self.drop = drop
+        self.states: list[str] = []  # waiting, running, dropped, or the label or error of a result
+        self.acknowledged = -1
+        self.ended = False
+
+    def of(self, *states: str) -> list[int]:
+        return [number for number, state in enumerate(self.states) if state in states]
+
+    def start(self) -> None:
+        while (waiting := self.of("waiting")) and len(self.of("running")) < 4 and not self.head.engine_starting:
+            self.states[waiting[0]] = "running"
+
+    async def send(self, number: int, num_images: int = 1) -> None:
+        image = b"fail %d" % number if number % 5 == 3 else b"%d" % number
+        assert self.budget.reserve(1 + number)
+        sent = self.stream.send(number, (image,) * num_images, 0.01, ByteCharge(self.budget, 1 + number))
+        if 0 <= number < len(self.states):
+            assert await sent, "sent again: it is known"
+        elif self.ended or number != len(self.states) or num_images != 1:
+            with pytest.raises(BadRequest, match=r"has ended|expected frame \d|reads 1 image per frame; got 2"):
+                await sent
+        else:
+            room = len(self.states) - 1 - self.acknowledged < MAX_UNACKNOWLEDGED
+            waiting = self.of("waiting")
+            assert await sent == (room and (self.drop == "newest" or len(waiting) < 4))
+            if room and self.drop == "newest" and waiting:
+                self.states[waiting[0]] = "dropped"
+            if room and (self.drop == "newest" or len(waiting) < 4):
+                self.states.append("waiting")
+
+    async def pull(self, acknowledged: int) -> None:
+        pulled = self.stream.pull(acknowledged, 0.01)
+        unread = range(self.acknowledged + 1, acknowledged + 1)
+        if acknowledged not in range(self.acknowledged, len(self.states)) or {*unread} & {
+            *self.of("waiting", "running")
+        }:
+            with pytest.raises(BadRequest, match=r"are no longer available|it has no result yet"):
+                await pulled
+            return
+        self.acknowledged = acknowledged
+        found, (last, *_) = await pulled, [*self.of("waiting", "running"), len(self.states)]
+        assert labels(found.results) == [(each, self.states[each]) for each in range(acknowledged + 1, last)][:64]
+        assert found.finished == (self.ended and len(found.results) == len(self.states) - 1 - acknowledged)
+
+    async def finish(self, number: int) -> None:
+        self.states[number] = "" if number % 5 == 3 else str(number)
+        await self.head.allow(b"fail %d" % number if number % 5 == 3 else b"%d" % number)
+
+    async def live(self, draw: random.Random) -> None:
+        for _ in range(80):
+            match draw.choice(
+                ["send"] * 5 + ["again", "early", "two", "pull", "pull", "finish", "finish", "engine", "end"]
+            ):
+                case "send":
+                    await self.send(len(self.states))
+                case "again" if self.states:
+                    await self.send(draw.randrange(len(self.states)))
+                case "early":
+                    await self.send(draw.choice([-1, len(self.states) + 1]))
+                case "two":
+                    await self.send(len(self.states), num_images=2)
+                case "pull":
+                    await self.pull(draw.choice([self.acknowledged, self.acknowledged + draw.randint(-1, 4), 10**30]))
+                case "finish" if running := self.of("running"):
+                    await self.finish(draw.choice(running))
+                case "engine":
+                    self.head.engine_starting = not self.head.engine_starting
+                    self.stream.resume()
+                case "end" if draw.random() < 0.1:
+                    self.ended = True
+                    self.stream.end()
+            self.start()
+            await settle()
+            assert self.budget.used == sum(1 + number for number in self.of("waiting", "running"))
+            assert (self.stream.num_waiting, self.stream.num_running) == (
+                len(self.of("waiting")),
+                len(self.of("running")),
+            )
+
+
+@pytest.mark.parametrize("drop", ["newest", "none"])
+async def test_random_lives_of_a_stream(drop: str) -> None:
+    """Results in frame order until they are acknowledged, frames that give way or wait, bytes and counts of each."""
+    for seed in range(scaled(100)):
+        life = Life(drop)
+        await life.live(random.Random(seed))
+        waiting = asyncio.create_task(life.stream.pull(life.acknowledged, 5))
+        await asyncio.sleep(0)
+        life.stream.cancel()
+        await settle()
+        assert life.budget.used == 0 and life.head.cancelled == len(life.of("running"))
+        assert waiting.done() and (waiting.exception() is None or isinstance(waiting.exception(), UnknownStream))
+        text = life.metrics.render(None).decode()
+        counted = dict(re.findall(r"^vlora_frames_total\{outcome=\"(\w+)\"\} (\S+)$", text, re.MULTILINE))
+        open_at_the_end, failed = life.of("waiting", "running"), life.of("")
+        expected = {"dropped": len(life.of("dropped")), "closed": len(open_at_the_end), "step_failed": len(failed)}
+        expected["answered"] = len(life.states) - sum(expected.values())
+        assert {name: float(counted.get(name, 0)) for name in expected} == expected
+        assert f"vlora_frames_taken_total {float(len(life.states))}" in text
+        assert f"vlora_frame_seconds_count {float(expected['answered'])}" in text
+
+
+async def test_errors_of_any_kind_belong_to_their_frame() -> None:
+    stream = make(Head(), drop="none")
+    await send(stream, b"fail", b"trip", b"late", b"a")
+    *failed, good = (await stream.pull(-1, 1)).results
+    messages = ("the step failed", "ValueError: tripped", "TimeoutError: a socket")
+    for result, message in zip(failed, messages, strict=True):
+        assert result.error is not None and message in result.error.message
+    assert failed[0].error is not None and isinstance(failed[0].error.to_exception(), StepFailed)
+    assert good.answer is not None
 
 
 async def test_acknowledged_results_are_forgotten() -> None:
@@ -137,18 +243,6 @@ async def test_acknowledged_results_are_forgotten() -> None:
     gc.collect()
     mine = [each for each in gc.get_objects() if isinstance(each, FrameResult) and each.number < 99]
     assert mine == [], "the console shows the last one"
-
-
-async def test_a_newer_frame_replaces_a_waiting_one() -> None:
-    head = Head(at_once=False)
-    stream = make(head)
-    await send(stream, *(b"%d" % number for number in range(7)))
-    assert head.requested == [b"0", b"1", b"2", b"3"]
-    await head.allow(*head.requested)
-    await head.allow(b"6")
-    results = (await stream.pull(-1, 1)).results
-    assert labels(results) == [(0, "0"), (1, "1"), (2, "2"), (3, "3"), (4, "dropped"), (5, "dropped"), (6, "6")]
-    assert results[4].dropped == "frame 5 arrived before this one was started"
 
 
 async def test_without_dropping_a_send_waits_for_room_and_a_later_call_replaces_it() -> None:
@@ -179,32 +273,6 @@ async def test_unread_results_are_bounded(drop: str) -> None:
     assert await stream.send(MAX_UNACKNOWLEDGED, (b"x",), 0, no_bytes())
     stream.cancel()
     await settle()
-
-
-async def test_a_frame_sent_again_is_accepted_once() -> None:
-    head = Head()
-    stream = make(head)
-    await send(stream, b"a")
-    assert await stream.send(0, (b"a",), 0, no_bytes())
-    await settle()
-    assert head.requested == [b"a"]
-    for number, images, why in (
-        *((number, (b"c",), "expected frame 1") for number in (2, -1)),
-        (1, (b"c", b"d"), "reads 1 image per frame; got 2"),
-    ):
-        with pytest.raises(BadRequest, match=why):
-            await stream.send(number, images, 0, no_bytes())
-
-
-async def test_a_failure_belongs_to_its_frame() -> None:
-    stream = make(Head(), drop="none")
-    await send(stream, b"fail", b"trip", b"late", b"a")
-    *failed, good = (await stream.pull(-1, 1)).results
-    messages = ("the step failed", "ValueError: tripped", "TimeoutError: a socket")
-    for result, message in zip(failed, messages, strict=True):
-        assert result.error is not None and message in result.error.message
-    assert failed[0].error is not None and isinstance(failed[0].error.to_exception(), StepFailed)
-    assert good.answer is not None
 
 
 async def test_each_frame_has_the_streams_latency_bound() -> None:
@@ -247,25 +315,6 @@ async def test_no_more_frames_are_started_than_the_frame_rate() -> None:
     assert (await stream.pull(3, 0)).finished
 
 
-async def test_end_answers_accepted_frames_and_cancel_frees_them() -> None:
-    head = Head(at_once=False)
-    stream = make(head)
-    await send(stream, b"a", b"b")
-    stream.end()
-    with pytest.raises(BadRequest, match="has ended"):
-        await stream.send(2, (b"c",), 0, no_bytes())
-    await head.allow(b"a")
-    part = await stream.pull(-1, 1)
-    assert labels(part.results) == [(0, "a")] and not part.finished
-    waiting = asyncio.create_task(stream.pull(0, 5))
-    await settle()
-    stream.cancel()
-    with pytest.raises(UnknownStream):
-        await waiting
-    await settle()
-    assert head.cancelled == 1
-
-
 async def test_streams_belong_to_their_token_and_expire_without_a_connection() -> None:
     head = Head(at_once=False)
     metrics = Metrics()
@@ -293,72 +342,6 @@ async def test_streams_belong_to_their_token_and_expire_without_a_connection() -
     assert b"vlora_streams_open 1.0" in metrics.render(None)
     streams.close()
     assert len(streams) == 0 and b"vlora_streams_open 0.0" in metrics.render(None)
-
-
-async def test_metrics_count_every_frame_at_its_start_and_end() -> None:
-    metrics = Metrics()
-    head = Head(at_once=False)
-    stream = make(head, metrics)
-    await send(stream, *(b"%d" % number for number in range(8)))  # four run, three were dropped, one waits
-    assert await stream.send(7, (b"again",), 0, no_bytes())
-    stream.cancel()
-    await settle()
-    late = make(Head(at_once=False), metrics, max_latency_s=0.01)
-    await send(late, b"0")
-    await late.pull(-1, 1)
-    quick = make(Head(at_once=True), metrics)
-    await send(quick, b"0", b"1")
-    await quick.pull(-1, 1)
-    quick.cancel()
-    counted = re.findall(rb"^vlora_frames_total\{outcome=\"(\w+)\"\} (\S+)$", metrics.render(None), re.MULTILINE)
-    outcomes = {"dropped": 3, "closed": 5, "deadline_missed": 1, "answered": 2}
-    assert {name.decode(): float(value) for name, value in counted if float(value)} == outcomes
-    assert b"vlora_frames_taken_total 11.0" in metrics.render(None)
-    assert b"vlora_frame_seconds_count 2.0" in metrics.render(None)
-
-
-@pytest.mark.parametrize("drop", ["newest", "none"])
-async def test_every_frame_releases_its_bytes_once(drop: str) -> None:
-    head = Head(at_once=False)
-    stream = make(head, drop=drop)
-    budget = ByteBudget(1000)
-
-    def charge(num_bytes: int) -> ByteCharge:
-        assert budget.reserve(num_bytes)
-        return ByteCharge(budget, num_bytes)
-
-    for number in range(8):
-        assert await stream.send(number, (b"%d" % number,), 0, charge(1 << number))
-        await settle()
-    dropped = 0b01110000 if drop == "newest" else 0  # four run, one waits
-    assert budget.used == 0b11111111 - dropped
-    assert await stream.send(3, (b"3",), 0, charge(256))  # sent again: known
-    with pytest.raises(BadRequest):
-        await stream.send(99, (b"x",), 0, charge(256))
-    if drop == "none":
-        assert not await stream.send(8, (b"8",), 0, charge(256))
-    assert budget.used == 0b11111111 - dropped
-    await head.allow(b"1")
-    assert budget.used & 0b10 == 0
-    stream.cancel()
-    await settle()
-    assert budget.used == 0
-
-
-@pytest.mark.parametrize(("drop", "kept"), [("newest", [b"d"]), ("none", [b"a", b"b", b"c", b"d"])])
-async def test_frames_and_then_the_sender_wait_while_an_engine_starts(drop: str, kept: list[bytes]) -> None:
-    head = Head(engine_starting=True)
-    stream = make(head, drop=drop)
-    await send(stream, b"a", b"b", b"c", b"d")
-    await settle()
-    assert head.requested == [] and stream.num_waiting == len(kept)
-    assert drop == "newest" or not await stream.send(4, (b"e",), 0.01, no_bytes())
-    head.engine_starting = False
-    stream.resume()
-    await settle()
-    results = (await stream.pull(-1, 5)).results
-    assert head.requested == kept and len(results) == 4
-    assert labels(results) == [(n, each if each.encode() in kept else "dropped") for n, each in enumerate("abcd")]
 
 
 async def test_a_waiting_frame_fails_at_its_bound_while_an_engine_starts() -> None:
