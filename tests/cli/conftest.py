@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cv2
-import numpy as np
 import pytest
 
 import vlora.cli
@@ -21,11 +19,14 @@ from tests.video_files import write_video
 class Vlora:
     """Runs the command: exit code, stdout, stderr."""
 
-    def __init__(self, run: Callable[..., tuple[int, str, str]]) -> None:
-        self._run = run
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capfd = monkeypatch, capfd
 
     def __call__(self, *args: object) -> tuple[int, str, str]:
-        return self._run(*map(str, args))
+        self._monkeypatch.setattr(sys, "argv", ["vlora", *map(str, args)])
+        with pytest.raises(SystemExit) as exit:
+            vlora.cli.main()
+        return (int(exit.value.code or 0), *self._capfd.readouterr())
 
     def out(self, *args: object, code: int = 0) -> str:
         """The output of a command that writes nothing on stderr."""
@@ -52,14 +53,7 @@ def vlora_command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[
     for name in ("vlora", "atmm"):
         for field, value in (("handlers", []), ("propagate", True), ("level", logging.NOTSET)):
             monkeypatch.setattr(logging.getLogger(name), field, value)
-
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["vlora", *args])
-        with pytest.raises(SystemExit) as exit:
-            vlora.cli.main()
-        return (int(exit.value.code or 0), *capfd.readouterr())
-
-    return Vlora(run)
+    return Vlora(monkeypatch, capfd)
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +81,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, brightness in (("a.png", 200), ("dark.png", 10), ("bright.png", 250)):
         (tmp_path / name).write_bytes(png(brightness))
     write_video(tmp_path / "videos" / "street.mp4", [20, 230])
-    writer = cv2.VideoWriter(str(tmp_path / "video.mp4"), cv2.VideoWriter.fourcc(*"mp4v"), 10, (64, 48))
-    for place in range(34):
-        writer.write(np.full((48, 64, 3), 20 if place < 20 else 230, np.uint8))
-    writer.release()
+    write_video(tmp_path / "video.mp4", [20, 20, 230], rest=4)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -16,6 +16,7 @@ from tests.processes import until
 from tests.server.api import Api, running_api
 from tests.server.running import png
 from tests.server.scripted import ScriptedInterface, write_adapter
+from tests.server.test_frame_stream import TIMINGS
 from vlora.client.values import FrameAnswer, FrameResult, HeadResult, StreamOptions
 from vlora.config import ServerConfig, Token
 from vlora.engine.snapshot import EngineSnapshot
@@ -25,7 +26,7 @@ from vlora.server.console.routes import SnapshotFeed
 from vlora.server.images import RawImage
 from vlora.server.security.limits import ByteBudget, ByteCharge
 from vlora.server.streams.frame_stream import draw
-from vlora.types import FoundBox, Timings
+from vlora.types import FoundBox
 
 CAMERAS = Token(name="cameras", secret="camera-token-0123456789")
 GUEST = Token(name="guest", secret="guest-token-0123456789")
@@ -66,11 +67,6 @@ def state(api: Api, token: Token | None, since: int = 0) -> dict[str, Any]:
     assert status == 200, found
     assert isinstance(found, dict)
     return found
-
-
-TIMINGS = Timings(
-    queue_s=0, ttft_s=0, latency_s=0, num_prompt_tokens=1, num_completion_tokens=0, num_preemptions=0, steps_by_mode={}
-)
 
 
 @pytest.mark.parametrize("path", CONSOLE_FILES)

@@ -14,6 +14,7 @@ import vlora.cli
 from tests.server.api import Api, data_url, events, image_part, running_api
 from tests.server.running import png
 from tests.server.scripted import write_adapter
+from tests.server.test_grammars import STOP
 from tests.server.wires import WIRES
 from vlora.cli.adapters import replacing_served
 from vlora.client import Client, TextQuestion
@@ -159,7 +160,6 @@ def test_a_domain_s_name_stands_for_its_adapter_also_after_it_moved(
     assert ask() == ("bright", "head", "fused-2")
 
 
-STOP = {"type": "function", "function": {"name": "stop"}}
 HEADED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "without a question": ("", 1, {}),
     "its question": ("which digit is this ?", 1, {}),

@@ -28,6 +28,7 @@ from schemathesis.core.result import Ok
 from tests.example_counts import scaled
 from tests.server.api import Api, data_url, events, image_part, running_api
 from tests.server.running import png
+from tests.server.test_grammars import COUNT, STOP, call
 from vlora.client.values import sampling_params
 from vlora.errors import BadRequest
 from vlora.server.http import server as http_server
@@ -42,14 +43,6 @@ ADAPTERS: dict[str, dict[str, int]] = {
     "one": {"night": 1},
     "tasks": {"classification": 1, "counting": 1, "multi_label": 1, "regression": 1, "detection": 2},
 }
-COUNT = {
-    "type": "function",
-    "function": {
-        "name": "count",
-        "parameters": {"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]},
-    },
-}
-STOP = {"type": "function", "function": {"name": "stop"}}
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +61,6 @@ def is_alive(api: Api) -> Iterator[None]:
 
 def complete(api: Api, prompt: Any, **fields: Any) -> tuple[int, Any]:
     return api.call("POST", TEXT, {"model": "base", "prompt": prompt, **fields})
-
-
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def test_health_models_and_other_routes(api: Api) -> None:

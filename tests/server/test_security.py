@@ -17,6 +17,7 @@ import trustme
 
 from tests.processes import PATIENCE_S, until
 from tests.server.api import Api, running_api
+from tests.server.conftest import Certificates
 from tests.server.running import png, running_server
 from vlora.auth_rate_limit import MAX_PEERS, AuthRateLimit
 from vlora.client import Client
@@ -207,31 +208,6 @@ def test_without_tokens_pages_of_other_hosts_and_origins_are_refused(api: Api) -
         for origin in ORIGINS:
             assert get(Origin=origin)[0] == 403, origin
             assert api._replace(token=USER).call("GET", "/v1/models", headers={"Origin": origin})[0] == 200
-
-
-class Certificates:
-    """A server's certificate and a client's, each with its issuing authority."""
-
-    def __init__(self, folder: Path) -> None:
-        self.authority = trustme.CA()
-        self.ca = str(folder / "ca.pem")
-        self.authority.cert_pem.write_to_path(self.ca)
-        server = self.authority.issue_cert("localhost", "127.0.0.1")
-        self.key, self.cert = str(folder / "server.key"), str(folder / "server.pem")
-        server.private_key_pem.write_to_path(self.key)
-        server.cert_chain_pems[0].write_to_path(self.cert)
-        self.client = self.authority.issue_cert("camera-7.example")
-
-    def context(self, *, own: trustme.LeafCert | None = None) -> ssl.SSLContext:
-        context = ssl.create_default_context(cafile=self.ca)
-        if own is not None:
-            own.configure_cert(context)
-        return context
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates(tmp_path_factory.mktemp("tls"))
 
 
 def test_rpyc_over_tls_answers_many_threads_at_once(certificates: Certificates) -> None:
