@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import socket
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,11 +14,9 @@ import pytest
 import torch
 
 import vlora.cli.query
-from apps.retrieval import RetrievalIndex
 from tests.cli.conftest import Vlora
 from tests.server.running import png
 from tests.sites import Page, site
-from tests.video_files import write_video
 from vlora.cli import cli
 from vlora.errors import BadPlan
 
@@ -166,10 +163,6 @@ ERRORS = {
     "index videos --out no/z.sqlite": "-lock cannot be created: No such file",
     "index videos --out z.sqlite --fps inf": "--fps is inf",
     "index videos -a cam -a cam": "--adapter 'cam' is given more than once; give it once",
-    **{
-        each.replace("x.sqlite", "other.sqlite"): "was made with the model 'another'; the server has 'scripted'"
-        for each in (SEARCH, f"{SEARCH} videos", INDEX)
-    },
     # Settings of a server.
     "serve --adapter cam": "--adapter is 'cam'; write NAME=PATH",
     "serve --adapter a=x --adapter a=y": "adapter 'a' is given twice: ",
@@ -266,12 +259,8 @@ def test_user_errors_are_one_line_and_code_2(
         (inputs / name).write_text(text + "\n")
     if ".sqlite" in command:
         assert asking(*INDEX.split())[0] == 0
-        other_model(inputs)
     words = [word.replace("SITE", pages).replace("SILENT", silent) for word in shlex.split(command)]
     assert ERRORS[command].replace("FOLDER", str(inputs)) in asking.refusal(*words)
-    if "other.sqlite" in command:
-        with RetrievalIndex(inputs / "other.sqlite") as index:
-            assert len(index.clips()) == 2, "no answer of this model was added"
 
 
 def paths_of(group: click.Group, *words: str) -> Iterator[list[str]]:
@@ -290,17 +279,6 @@ def test_no_command_takes_an_empty_path_for_the_current_folder(vlora_command: Vl
     assert len(lines) > 40
     for words in lines:
         assert ": it is empty; see 'vlora " in vlora_command.refusal(*words), words
-
-
-def other_model(folder: Path) -> None:
-    """Write an index that another model has made, and a video that it does not have."""
-    (folder / "other.sqlite").write_bytes((folder / "x.sqlite").read_bytes())
-    with sqlite3.connect(folder / "other.sqlite") as database:
-        settings = database.execute("SELECT value FROM facts WHERE name = 'settings'").fetchone()[0]
-        assert b'"model":"scripted"' in settings
-        made_by_another = settings.replace(b"scripted", b"another")
-        database.execute("UPDATE facts SET value = ? WHERE name = 'settings'", (made_by_another,))
-    write_video(folder / "videos" / "next.mp4", [90])
 
 
 @pytest.mark.parametrize("text", CONFIGS)

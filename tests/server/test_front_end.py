@@ -33,6 +33,7 @@ from tests.processors import image_processor, tokenizer
 from tests.server.api import Api, data_url, running_api
 from tests.server.running import png
 from tests.server.scripted import ByteProcessor, ScriptedEngine, ScriptedInterface, write_adapter
+from tests.server.test_protocol import CAUSE, FAILURE
 from tests.server.test_security import TOKENS
 from tests.virtual_clock import VirtualClockLoop
 from vlora import logging_format
@@ -83,8 +84,11 @@ from vlora.types.composition import OTHER, name_problem
 PNG = png()
 
 
-def front_end(engine: ScriptedInterface | None = None, **settings: Any) -> FrontEnd:
-    return FrontEnd(engine or ScriptedInterface(), ByteProcessor(), ServerConfig(**settings))  # type: ignore[arg-type]
+def front_end(
+    engine: ScriptedInterface | None = None, processor: ByteProcessor | None = None, **settings: Any
+) -> FrontEnd:
+    read: Any = processor or ByteProcessor()
+    return FrontEnd(engine or ScriptedInterface(), read, ServerConfig(**settings))
 
 
 async def ask(front: FrontEnd, *args: Any, **kwargs: Any) -> tuple[list[str], Answer]:
@@ -177,7 +181,7 @@ async def test_a_request_is_answered_by_the_adapter_to_which_the_domain_moves_me
             left.wait(10)
             return super().process_images(images)
 
-    front = FrontEnd(ScriptedInterface(), Slow(), ServerConfig())  # type: ignore[arg-type]
+    front = front_end(processor=Slow())
 
     def packed(folder: str, name: str, head: str | None) -> str:
         domain = {"name": name, "question": "say:it", "answer": "head" if head else "words", "head": head}
@@ -195,8 +199,7 @@ async def test_a_request_is_answered_by_the_adapter_to_which_the_domain_moves_me
 
 
 async def test_pictures_of_several_heads_are_processed_once(tmp_path: Path) -> None:
-    processor = ByteProcessor()
-    front = FrontEnd(ScriptedInterface(), processor, ServerConfig())  # type: ignore[arg-type]
+    front = front_end(processor=(processor := ByteProcessor()))
     for name in ("cam", "signs"):
         await front.adapters.load(name, write_adapter(tmp_path / name, {"kind": 2, "night": 2}))
     pairs = [(adapter, head) for adapter in ("cam", "signs") for head in ("kind", "night")] + [("no", "no")]
@@ -414,25 +417,6 @@ def test_each_name_is_accepted_or_refused_with_its_reason() -> None:
         Token(name="other", secret="0123456789abcdef")
 
 
-def in_catalog(name: str, folder: Path) -> None:
-    catalog = AdapterCatalog(None, Metrics(), "model", None)  # type: ignore[arg-type]
-    asyncio.run(catalog.load(name, str(folder)))
-
-
-def in_registry(name: str, folder: Path) -> None:
-    AdapterRegistry({}, None, 64).register({name: str(folder)})  # type: ignore[arg-type]
-
-
-def on_command_line(name: str, folder: Path) -> None:
-    named_adapters((f"{name}={folder}",), None)
-
-
-def in_folder(name: str, folder: Path) -> None:
-    (folder / name).mkdir()
-    (folder / name / "adapter_config.json").write_text("{}")
-    named_adapters((), folder)
-
-
 def in_plans(name: str, folder: Path) -> None:
     plans: list[tuple[type[PlanModel], dict[str, Any]]] = [(ClusterPlan, {"adapters": {name: "folder"}})]
     plans += [(plan, {"name": name}) for plan in (DomainPlan, TrainingPlan, LearningSettings)]
@@ -445,13 +429,20 @@ def in_plans(name: str, folder: Path) -> None:
     raise BadAdapter(reasons[0])
 
 
-@pytest.mark.parametrize("entry", [in_catalog, in_registry, on_command_line, in_folder, in_plans])
-@pytest.mark.parametrize("name", LABELS)
-def test_labels_of_metrics_are_refused_at_every_entry(
-    entry: Callable[[str, Path], None], name: str, tmp_path: Path
-) -> None:
-    with pytest.raises(BadAdapter, match=re.escape(f"{LABEL} {name!r}")):
-        entry(name, tmp_path)
+ENTRIES: dict[str, Callable[[str, Path], object]] = {
+    "catalog": lambda name, folder: asyncio.run(front_end().adapters.load(name, str(folder))),
+    "registry": lambda name, folder: AdapterRegistry({}, None, 64).register({name: str(folder)}),  # type: ignore[arg-type]
+    "command line": lambda name, folder: named_adapters((f"{name}={folder}",), None),
+    "folder": lambda name, folder: named_adapters((), Path(write_adapter(folder / f"{name}s" / name)).parent),
+    "plans": in_plans,
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_labels_of_metrics_are_refused_at_every_entry(entry: str, tmp_path: Path) -> None:
+    for name in LABELS:
+        with pytest.raises(BadAdapter, match=re.escape(f"{LABEL} {name!r}")):
+            ENTRIES[entry](name, tmp_path)
 
 
 async def test_requests_of_a_failed_adapter_do_not_list_all_adapters_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -816,11 +807,6 @@ def test_json_lines_carry_fields_and_tracebacks(
     assert (line["level"], line["logger"]) == ("error", "uvicorn.error") and "TypeError" in line["traceback"]
 
 
-FOLDER = "/srv/my: adapters/signs"
-CAUSE = "no adapter_config.json; an adapter is a folder in PEFT's format"
-FAILURE = ErrorValue("bad_adapter", f"{FOLDER}: {CAUSE}")
-SHOWN = f"adapter 'signs': {CAUSE}"
-WHOLE = f"adapter 'signs': {FOLDER}: {CAUSE}"
 ODD = ("plain", "with spaces", "a: b", "it's", 'quote"s', "(1); x", "ünï-code", "a b/c: d")
 
 
@@ -881,8 +867,9 @@ def test_paths_and_addresses_within_a_message_are_for_admins() -> None:
     assert not user.admin and error_for(error, user) is error
     internal = VLoraError("internal server error (OSError: /srv/x); see the server log")
     assert str(error_for(internal, user)) == "internal server error (OSError: x); see the server log"
-    assert str(named(FAILURE, "signs")) == WHOLE
-    assert str(named(ErrorValue("bad_adapter", SHOWN), "signs")) == SHOWN
+    shown = f"adapter 'signs': {CAUSE}"
+    assert str(named(FAILURE, "signs")) == f"adapter 'signs': {FAILURE.message}"
+    assert str(named(ErrorValue("bad_adapter", shown), "signs")) == shown
     assert str(named(FAILURE, None)) == FAILURE.message
 
 
