@@ -1,7 +1,7 @@
 """Weights in four or eight bits with scales by groups of inputs, for CPUs.
 
-Processors with instructions for it (AVX512-VNNI) multiply the integers by a compiled kernel, which reads the weights in
-place and rounds inputs to eight bits by groups of 32: a relative error of 0.5 %, beside 8.6 % of weights in four bits.
+A compiled kernel for AVX512-VNNI or AVX2 multiplies the integers, reads the weights in place and rounds inputs to eight
+bits by groups of 32: a relative error of 0.5 %, beside 8.6 % of weights in four bits.
 Elsewhere weights are restored block by block, and inputs are not rounded.
 """
 

@@ -1,7 +1,7 @@
 """Weights in eight-bit integers with a scale per output row, for CPUs; a product rounds its inputs likewise, per token.
 
-Processors with instructions for it (AVX512-VNNI) multiply the integers by a compiled kernel, which reads the weights in
-place. Elsewhere they are multiplied in float32.
+A compiled kernel for AVX512-VNNI or AVX2 multiplies the integers and reads the weights in place; both give the same
+sums. Elsewhere they are multiplied in float32.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class EngineConfig:
             "int8" to eight-bit integers, with a scale per output row; products round their inputs likewise, per token.
             "int4" rounds to four-bit integers with a scale per 32 inputs. Merged weights have the same format. "fp8" is
             for GPUs of compute capability 8.9 or higher, and slow on a CPU; "int8" and "int4" are for CPUs with
-            AVX512-VNNI, and slow on others.
+            AVX2 or AVX512-VNNI, and slow on others.
         quantize_head: Whether the output head has the format of `quantize`, too.
         policy: The scheduling policy, one of `POLICY_NAMES`. A former name (`POLICY_ALIASES`) is replaced.
         max_batch_size: Maximum number of requests in a step (MaxBS of V-LoRA's Algorithm 1).

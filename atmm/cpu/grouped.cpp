@@ -16,19 +16,25 @@
 namespace atmm {
 namespace {
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || (defined(__AVX2__) && defined(__FMA__))
 
 constexpr int64_t kInputs = 32;  // with one scale
 constexpr float kLargest = 127.0f, kSmallest = 1e-12f;
+#if defined(__AVX512VNNI__)
+constexpr int64_t kBytes = 64;            // of a register
 constexpr int kStreams = 4, kTokens = 5;  // of a tile: with weights and scales, 25 of 32 registers
+#else
+constexpr int64_t kBytes = 32;
+constexpr int kStreams = 2, kTokens = 3;
+#endif
 // Prefetch distances of weights, in bytes, and of their scales. Without the latter a product of weights that are not in
 // a cache takes twice as long: a processor recognizes fewer streams than rows and their scales.
 constexpr int64_t kAhead = 2048, kScalesAhead = 64;
 
-// A register of weights has `kBlock` inputs. Four bits: byte j has input 2 j in its lower and input 2 j + 1 in its
+// A register of weights has the weights of `kBlock` inputs. Four bits: byte j has input 2 j in its lower and input 2 j + 1 in its
 // upper half, so that the even inputs of a token are multiplied with the lower halves, the odd ones with the upper.
 template <int kBits>
-constexpr int64_t kBlock = 512 / kBits;
+constexpr int64_t kBlock = 8 * kBytes / kBits;
 
 // The inputs of the tokens in integers.
 template <int kBits>
@@ -80,6 +86,7 @@ struct Inputs {
   // 32 inputs. Returns their scale.
   template <typename T>
   static float encode(int8_t* to, const T* x, int64_t* sum) {
+#if defined(__AVX512VNNI__)
     const __m512 low = __m512(load(x)), high = __m512(load(x + kWidth));
     const __m512 largest = _mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high));
     const float scale = std::max(_mm512_reduce_max_ps(largest), kSmallest) / kLargest;
@@ -88,6 +95,21 @@ struct Inputs {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(first));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + kWidth), _mm512_cvtepi32_epi8(second));
     *sum = _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+#else
+    float largest = kSmallest;
+    for (int64_t i = 0; i < kInputs; ++i) largest = std::max(largest, std::fabs(load_one(x + i)));
+    const float scale = largest / kLargest;
+    *sum = 0;
+    for (int64_t i = 0; i < kInputs; i += kWidth) {
+      const __m256i rounded = _mm256_cvtps_epi32(__m256(load(x + i) / splat(scale)));
+      int32_t values[kWidth];
+      std::memcpy(values, &rounded, sizeof values);
+      for (int64_t j = 0; j < kWidth; ++j) {
+        to[i + j] = int8_t(values[j]);
+        *sum += values[j];
+      }
+    }
+#endif
     return scale;
   }
 
@@ -95,12 +117,19 @@ struct Inputs {
     if constexpr (kBits == 8) {
       std::memcpy(to, block, kBlock<kBits>);
     } else {
+#if defined(__AVX512VNNI__)
       const __m512i first = _mm512_load_si512(block), second = _mm512_load_si512(block + 64);
       const auto halves = [](__m512i a, __m512i b) {
         return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a)), _mm512_cvtepi16_epi8(b), 1);
       };
       _mm512_store_si512(to, halves(first, second));
       _mm512_store_si512(to + 64, halves(_mm512_srli_epi16(first, 8), _mm512_srli_epi16(second, 8)));
+#else
+      for (int64_t j = 0; j < kBytes; ++j) {
+        to[j] = block[2 * j];
+        to[kBytes + j] = block[2 * j + 1];
+      }
+#endif
     }
   }
 
@@ -125,20 +154,34 @@ struct Product {
   int64_t d_in, group;
   int64_t groups_per_block;  // with scales of their own, at least one
   int64_t blocks_per_group;  // at least one
-  __m512i repeat;            // the group, within a block, of each 32-bit sum
+#if defined(__AVX512VNNI__)
+  __m512i repeat;  // the group, within a block, of each 32-bit sum
+#endif
 
   Product(T* y, int64_t y_token, const Inputs<kBits>& x, const uint8_t* w, int64_t w_stride, const float* scales,
           const float* offsets, int64_t scale_stride, float offset_factor, const T* bias, int64_t d_in, int64_t group)
       : y(y), y_token(y_token), x(x), w(w), w_stride(w_stride), scales(scales), offsets(offsets),
         scale_stride(scale_stride), offset_factor(offset_factor), bias(bias), d_in(d_in), group(group),
         groups_per_block(std::max<int64_t>(1, kBlock<kBits> / group)),
-        blocks_per_group(std::max<int64_t>(1, group / kBlock<kBits>)) {
+        blocks_per_group((group + kBlock<kBits> - 1) / kBlock<kBits>) {
+#if defined(__AVX512VNNI__)
     constexpr int64_t kScales = kBlock<kBits> / kInputs;
     alignas(64) int32_t places[kWidth];
     for (int64_t k = 0; k < kWidth; ++k) places[k] = int32_t(k * kScales / kWidth * groups_per_block / kScales);
     repeat = _mm512_load_si512(places);
+#endif
   }
 };
+
+inline float total(Floats values) {
+#if defined(__AVX512VNNI__)
+  return _mm512_reduce_add_ps(__m512(values));
+#else
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(__m256(values)), _mm256_extractf128_ps(__m256(values), 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+#endif
+}
 
 // Features o + r * per for r < R, of M tokens from `t`.
 template <typename T, int kBits, int R, int M>
@@ -154,12 +197,15 @@ inline void tile(const Product<T, kBits>& product, int64_t o, int64_t per, int64
   const int8_t* x = inputs.values.get() + t * inputs.stride;
   const float* x_scales = inputs.scales.get() + t * inputs.scale_stride;
   const int64_t stride = inputs.stride, scale_stride = inputs.scale_stride, blocks_per_group = product.blocks_per_group;
+#if defined(__AVX512VNNI__)
   const __m512i repeat = product.repeat, low = _mm512_set1_epi8(15);
+#endif
   Floats sums[R][M] = {};
   // The block's first group, and the blocks of this group before it: divisions would take most of the time.
   int64_t group = 0, blocks = 0;
   const int64_t num_bytes = product.d_in * kBits / 8;
   const auto block = [&](int64_t first, auto whole) __attribute__((always_inline)) {
+#if defined(__AVX512VNNI__)
     const __mmask64 bytes = ~__mmask64(0) >> (64 - std::min<int64_t>(64, num_bytes - first));
     const int64_t count = std::min(product.groups_per_block, inputs.num_groups - group);
     const __mmask8 present = __mmask8((1u << count) - 1);
@@ -186,28 +232,52 @@ inline void tile(const Product<T, kBits>& product, int64_t o, int64_t per, int64
         sums[r][m] = Floats(_mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), both, __m512(sums[r][m])));
       }
     }
+#else
+    UNROLLED for (int r = 0; r < R; ++r) {
+      __builtin_prefetch(w[r] + first + kAhead, 0, 3);
+      __builtin_prefetch(scales[r] + group + kScalesAhead, 0, 3);
+      __m256i values = _mm256_setzero_si256();
+      std::memcpy(&values, w[r] + first, decltype(whole)::value ? kBytes : num_bytes - first);
+      // The lower half of the sums has the block's first group.
+      const float *own = scales[r] + group, upper = own[group + 1 < inputs.num_groups && product.groups_per_block > 1];
+      const __m256 scale = _mm256_set_m128(_mm_set1_ps(upper), _mm_set1_ps(*own));
+      // Products with weights in eight bits, in two parts: a pair of them would exceed 16 bits.
+      const __m256i low = _mm256_set1_epi8(kBits == 8 ? 127 : 15);
+      const __m256i pieces[2] = {_mm256_and_si256(values, low),
+                                 kBits == 8 ? _mm256_andnot_si256(low, values)
+                                            : _mm256_and_si256(_mm256_srli_epi16(values, 4), low)};
+      UNROLLED for (int m = 0; m < M; ++m) {
+        const auto* token = reinterpret_cast<const __m256i*>(x + m * stride + first * kPieces);
+        const __m256i ones = _mm256_set1_epi16(1), even = _mm256_maddubs_epi16(pieces[0], _mm256_load_si256(token));
+        const __m256i odd = _mm256_maddubs_epi16(pieces[1], _mm256_load_si256(token + kPieces - 1));
+        const __m256i sum = kBits == 4 ? _mm256_madd_epi16(_mm256_add_epi16(even, odd), ones)
+                                       : _mm256_add_epi32(_mm256_madd_epi16(even, ones), _mm256_madd_epi16(odd, ones));
+        const __m256 both = _mm256_mul_ps(scale, _mm256_load_ps(x_scales + m * scale_stride + first / kBytes * kWidth));
+        sums[r][m] = Floats(_mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), both, __m256(sums[r][m])));
+      }
+    }
+#endif
     if (++blocks == blocks_per_group) {
       blocks = 0;
       group += product.groups_per_block;
     }
   };
   int64_t first = 0;
-  for (; first + 64 <= num_bytes; first += 64) block(first, std::true_type{});
+  for (; first + kBytes <= num_bytes; first += kBytes) block(first, std::true_type{});
   if (first < num_bytes) block(first, std::false_type{});
   UNROLLED for (int r = 0; r < R; ++r) {
     const int64_t feature = o + r * per;
     const float* offsets = product.offsets + feature * product.scale_stride;
     const float bias = product.bias ? load_one(product.bias + feature) : 0.0f;
-    UNROLLED for (int m = 0; m < M; ++m) {
-      const float* x_sums = inputs.sums.get() + (t + m) * inputs.sum_stride;
-      Floats offset = {};
-      for (int64_t g = 0; g < inputs.num_groups; g += kWidth) {
-        const int64_t count = std::min<int64_t>(kWidth, inputs.num_groups - g);
-        offset += load(offsets + g, count) * load(x_sums + g);
-      }
-      const Floats sum = sums[r][m] + offset * splat(product.offset_factor);
-      store_one(product.y + (t + m) * product.y_token + feature, _mm512_reduce_add_ps(__m512(sum)) + bias);
+    Floats offset[M] = {};
+    for (int64_t g = 0; g < inputs.num_groups; g += kWidth) {
+      const int64_t count = inputs.num_groups - g;
+      const Floats own = count >= kWidth ? load(offsets + g) : load(offsets + g, count);
+      UNROLLED for (int m = 0; m < M; ++m) offset[m] += own * load(inputs.sums.get() + (t + m) * inputs.sum_stride + g);
     }
+    UNROLLED for (int m = 0; m < M; ++m)
+      store_one(product.y + (t + m) * product.y_token + feature,
+                total(sums[r][m] + offset[m] * splat(product.offset_factor)) + bias);
   }
 }
 
@@ -228,6 +298,8 @@ void streams(const Product<T, kBits>& product, int64_t first, int64_t per, int64
       t += size;
     }
 }
+
+#if defined(__AVX512VNNI__)
 
 // Weights of kRows features, with four inputs of each side by side: one register has 16 features, and a product with
 // four inputs of a token, repeated, adds to 16 sums at once.
@@ -366,6 +438,15 @@ void packed_rows(const Product<T, kBits>& product, int64_t first, int64_t stop, 
   }
 }
 
+#else
+
+constexpr int64_t kRows = kStreams, kManyTokens = INT64_MAX;  // half as many registers do not hold packed tiles
+
+template <typename T, int kBits>
+void packed_rows(const Product<T, kBits>&, int64_t, int64_t, int64_t) {}
+
+#endif
+
 template <int kBits, typename T>
 void linear(T* y, int64_t y_token, const T* x, int64_t x_token, const uint8_t* w, int64_t w_stride, const float* scales,
             const float* offsets, int64_t scale_stride, float offset_factor, const T* bias, int64_t num_tokens,
@@ -378,11 +459,12 @@ void linear(T* y, int64_t y_token, const T* x, int64_t x_token, const uint8_t* w
 #pragma omp for
     for (int64_t t = 0; t < num_tokens; ++t) inputs.fill(t, x + t * x_token, d_in, group);
     const int64_t num_threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    const int64_t unit = num_tokens >= kManyTokens ? kRows : kStreams;
+    const bool many = num_tokens >= kManyTokens;
+    const int64_t unit = many ? kRows : kStreams;
     const int64_t share = (d_out + num_threads * unit - 1) / (num_threads * unit) * unit;
     const int64_t first = std::min(d_out, thread * share), stop = std::min(d_out, first + share);
     const int64_t per = (stop - first) / kStreams, rest = first + kStreams * per;
-    if (num_tokens >= kManyTokens) {
+    if (many) {
       packed_rows(product, first, stop, num_tokens);
     } else {
       streams<kStreams>(product, first, per, num_tokens);

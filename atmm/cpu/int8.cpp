@@ -260,6 +260,147 @@ void linear(T* y, int64_t y_token, const T* x, int64_t x_token, const int8_t* w,
   }
 }
 
+#elif defined(__AVX2__) && defined(__FMA__)
+
+constexpr int64_t kGroup = 32;  // bytes of a register
+constexpr float kLargest = 127.0f, kSmallest = 1e-12f;
+constexpr int kStreams = 4, kRows = 2, kTokens = 4;  // features of a tile with one token and with several; tokens
+constexpr int64_t kAhead = 1024;                     // prefetch distance in bytes
+constexpr int64_t kBlockBytes = 256 * 1024;          // of tokens: they stay in the second-level cache
+
+// A token in signed integers.
+template <typename T>
+float encode(int8_t* to, const T* x, int64_t d_in) {
+  const auto at = [&](int64_t i) { return __m256(i + kWidth <= d_in ? load(x + i) : load(x + i, d_in - i)); };
+  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  Floats largest = {};
+  for (int64_t i = 0; i < d_in; i += kWidth)
+    largest = Floats(_mm256_max_ps(__m256(largest), _mm256_and_ps(at(i), magnitude)));
+  float most = kSmallest;
+  for (int64_t j = 0; j < kWidth; ++j) most = std::max(most, largest[j]);
+  const float scale = most / kLargest;
+  for (int64_t i = 0; i < d_in; i += kWidth) {
+    const __m256i rounded = _mm256_cvtps_epi32(_mm256_div_ps(at(i), _mm256_set1_ps(scale)));
+    const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to + i), _mm_packs_epi16(halves, halves));
+  }
+  return scale;
+}
+
+template <typename T>
+struct Product {
+  T* y;
+  int64_t y_token;
+  const int8_t* x;
+  const float* x_scale;
+  int64_t x_stride;
+  const int8_t* w;
+  int64_t w_stride;
+  const float* w_scale;
+  const T* bias;  // may be null
+  int64_t d_in;
+};
+
+inline int32_t total(__m256i sums) {
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+
+// sums + the products of |w| and of x with the sign of w. No pair exceeds 16 bits: 2 * 128 * 127.
+inline __m256i add_products(__m256i sums, __m256i magnitudes, __m256i x, __m256i w) {
+  const __m256i signed_x = _mm256_sign_epi8(x, w);
+#if defined(__AVXVNNI__)
+  return _mm256_dpbusd_avx_epi32(sums, magnitudes, signed_x);
+#else
+  const __m256i pairs = _mm256_maddubs_epi16(magnitudes, signed_x);
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#endif
+}
+
+// Features o + r * per for r < R, of M tokens from `t`.
+template <typename T, int R, int M>
+inline void tile(const Product<T>& product, int64_t o, int64_t per, int64_t t) {
+  const int8_t* w = product.w + o * product.w_stride;
+  const int64_t stream = per * product.w_stride;
+  const int8_t* x = product.x + t * product.x_stride;
+  __m256i sums[R][M] = {};
+  const auto add = [&](int64_t i, auto whole) __attribute__((always_inline)) {
+    __m256i rows[R], magnitudes[R];
+    UNROLLED for (int r = 0; r < R; ++r) {
+      rows[r] = _mm256_setzero_si256();
+      std::memcpy(&rows[r], w + r * stream + i, decltype(whole)::value ? kGroup : product.d_in - i);
+      magnitudes[r] = _mm256_abs_epi8(rows[r]);
+      __builtin_prefetch(w + r * stream + i + kAhead, 0, 3);
+    }
+    UNROLLED for (int m = 0; m < M; ++m) {
+      const __m256i values = _mm256_load_si256(reinterpret_cast<const __m256i*>(x + m * product.x_stride + i));
+      UNROLLED for (int r = 0; r < R; ++r) sums[r][m] = add_products(sums[r][m], magnitudes[r], values, rows[r]);
+    }
+  };
+  int64_t i = 0;
+  for (; i + kGroup <= product.d_in; i += kGroup) add(i, std::true_type());
+  if (i < product.d_in) add(i, std::false_type());
+  UNROLLED for (int r = 0; r < R; ++r) {
+    const float scale = product.w_scale[o + r * per];
+    const float bias = product.bias ? load_one(product.bias + o + r * per) : 0.0f;
+    UNROLLED for (int m = 0; m < M; ++m)
+      store_one(product.y + (t + m) * product.y_token + o + r * per,
+                std::fma(float(total(sums[r][m])), product.x_scale[t + m] * scale, bias));
+  }
+}
+
+template <typename T, int R, int M>
+inline void tile_of(int64_t size, const Product<T>& product, int64_t o, int64_t per, int64_t t) {
+  if (size == M) return tile<T, R, M>(product, o, per, t);
+  if constexpr (M > 1) tile_of<T, R, M - 1>(size, product, o, per, t);
+}
+
+// Features [first, first + R * per) of tokens [start, end), in tiles of nearly equal size.
+template <typename T, int R, int M>
+void streams(const Product<T>& product, int64_t first, int64_t per, int64_t start, int64_t end) {
+  const int64_t num_tiles = (end - start + M - 1) / M;
+  for (int64_t o = first; o < first + per; ++o)
+    for (int64_t k = 0, t = start; k < num_tiles; ++k) {
+      const int64_t size = (end - t + num_tiles - k - 1) / (num_tiles - k);
+      tile_of<T, R, M>(size, product, o, per, t);
+      t += size;
+    }
+}
+
+template <typename T>
+void linear(T* y, int64_t y_token, const T* x, int64_t x_token, const int8_t* w, int64_t w_stride, const float* w_scale,
+            const T* bias, int64_t num_tokens, int64_t d_in, int64_t d_out) {
+  // One more line a row: rows with a stride of a power of two evict each other from the first-level cache.
+  const int64_t stride = whole<64>(d_in) + 64;
+  const std::unique_ptr<int8_t, decltype(&std::free)> values(
+      static_cast<int8_t*>(std::aligned_alloc(64, num_tokens * stride)), &std::free);
+  const std::unique_ptr<float[]> scales(new float[num_tokens]);
+  if (!values) throw std::bad_alloc();
+  const Product<T> product{y, y_token, values.get(), scales.get(), stride, w, w_stride, w_scale, bias, d_in};
+  const int64_t block = std::max<int64_t>(kTokens, kBlockBytes / stride);
+#pragma omp parallel
+  {
+#pragma omp for
+    for (int64_t t = 0; t < num_tokens; ++t) scales[t] = encode(values.get() + t * stride, x + t * x_token, d_in);
+    const int64_t num_threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    const int64_t share = (d_out + num_threads * kWidth - 1) / (num_threads * kWidth) * kWidth;
+    const int64_t first = std::min(d_out, thread * share), stop = std::min(d_out, first + share);
+    const auto products = [&](auto rows, auto tokens, int64_t start, int64_t end) {
+      constexpr int R = decltype(rows)::value, M = decltype(tokens)::value;
+      const int64_t per = (stop - first) / R, rest = first + R * per;
+      streams<T, R, M>(product, first, per, start, end);
+      streams<T, 1, M>(product, rest, stop - rest, start, end);
+    };
+    if (num_tokens == 1)
+      products(std::integral_constant<int, kStreams>(), std::integral_constant<int, 1>(), 0, 1);
+    else
+      for (int64_t start = 0; start < num_tokens; start += block)
+        products(std::integral_constant<int, kRows>(), std::integral_constant<int, kTokens>(), start,
+                 std::min(num_tokens, start + block));
+  }
+}
+
 #else
 
 template <typename T>
@@ -273,7 +414,7 @@ void linear(T*, int64_t, const T*, int64_t, const int8_t*, int64_t, const float*
 }  // namespace atmm
 
 extern "C" int32_t atmm_has_int8() {
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || (defined(__AVX2__) && defined(__FMA__))
   return 1;
 #else
   return 0;

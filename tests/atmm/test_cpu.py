@@ -20,6 +20,7 @@ import torch
 from atmm import Lane, SegmentPlan, cache, cpu
 from atmm.cpu.lanes import Compiled, Scattered
 from atmm.tuning import tables
+from tests.atmm import test_quantized as quantized
 from tests.atmm.cases import check_against_reference, make_group, make_input, segments
 from tests.atmm.test_merge import rounded_as_torch_does
 from vlora import tune
@@ -100,6 +101,15 @@ def test_processors_without_wide_vectors_agree_with_the_reference(
             assert check_against_reference(group, plan, x.t().contiguous().t(), columns) > 1
             assert all(isinstance(strategy, Scattered) for strategy in plan.prepared.values())
         rounded_as_torch_does()
+        built = cpu.library()
+        assert built is not None and built.has_int8 is (older == "x86-64-v3")
+        if built.has_int8:
+            for kind in quantized.GROUPED:
+                quantized.test_products_with_scales_by_group(kind, torch.bfloat16)
+            for d_out, d_in in ((24, 50), (7, 64), (3, 200)):
+                quantized.test_products_with_scales_by_row(quantized.INT8, d_out, d_in, torch.float32)
+            for num_tokens in (9, 17):
+                quantized.test_integer_products_of_a_token_do_not_depend_on_the_others(num_tokens, 257)
     finally:
         cpu.library.cache_clear()
 

@@ -139,7 +139,7 @@ def test_products_with_scales_by_row(kind: WeightFormat, d_out: int, d_in: int, 
 @DTYPES
 def test_products_with_scales_by_group(kind: Grouped, dtype: torch.dtype) -> None:
     """Of few tokens and of many, with and without a bias, also for a part of the rows and strided inputs."""
-    d_out, d_in = 70, 384
+    d_out, d_in = 70, 384 if kind.group else 416  # a group of a whole row may end within a register
     held = quantized(random(2, d_out + 3, d_in), kind)[1].split([d_out, 3])[0]
     held = QuantizedWeight(held.values, held.scales, dtype, kind)
     for num_tokens in (1, 4, 5, 6, 13, 150):
