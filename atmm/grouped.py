@@ -15,10 +15,10 @@ from torch import Tensor
 
 from atmm.cpu import library
 from atmm.matmul import linear
+from atmm.quantized import BLOCK
 
 GROUPS = (32, 64, 128)
 """Sizes of groups, apart from whole rows."""
-BLOCK = 2**20  # weights that are restored at a time
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from atmm.cpu.products import Weights, multiplies, product, row_product
 from atmm.processor import prefers_float32, prefers_weight_left
-from atmm.quantized import QuantizedWeight, StoredWeight
+from atmm.quantized import BLOCK, QuantizedWeight, StoredWeight
 
 Method = Literal["rows", "left", "float32", "library"]
 Key = tuple[int, int, int, torch.dtype]
@@ -44,7 +44,6 @@ _THIN_WITHOUT_BFLOAT16 = 48
 _HIDDEN = 8  # tokens up to which "rows" takes little longer than for one (docs/decisions/0015, for Emerald Rapids)
 _FEW = 4  # rows up to which a product without instructions for its type may be memory-bound
 _MOST_ROWS = MEASURED_ROWS[-1]  # larger batches use the choice for this many rows
-BLOCK = 8 * 2**20  # weights that are converted to float32 at a time: 32 MiB
 
 
 def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-BLOCK = 8 * 2**20
-"""Weights that are quantized or restored at a time: 32 MiB in float32."""
+BLOCK = 2 * 2**20
+"""Weights converted at a time: 8 MiB in float32. Larger ones are mapped and unmapped (docs/decisions/0035)."""
 
 
 class WeightFormat(Protocol):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from atmm.quantized import BLOCK
+
 _SMALLEST = 1e-12  # largest value of a row from which its scale is computed: a row of zeros needs a scale too
-BLOCK = 8 * 2**20  # weights that are converted to float32 at a time
 
 
 class RowScaled:
