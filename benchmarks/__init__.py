@@ -1,7 +1,7 @@
 """Benchmarks of this project against baselines, run from a checkout: `vlora bench NAME`."""
 
 BENCHES = {
-    **{name: f"benchmarks.{name}" for name in ("atmm", "policy", "loading", "reuse", "cluster", "gateway")},
+    **{name: f"benchmarks.{name}" for name in ("atmm", "cluster", "gateway")},
     **{name: f"benchmarks.{name}" for name in ("soak", "streams")},
     "split": "benchmarks.split.split",
     **{name: f"benchmarks.{name}" for name in ("packed", "training")},

@@ -5,50 +5,39 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
+from vlora.bench.timed_engine import TimedEngine
+from vlora.engine import Engine
 from vlora.types import RequestOutput
 
 
-class Stepping(Protocol):
-    """An engine, as far as it is driven here."""
+class Clock:
+    """Seconds of a clock, and the time that was skipped.
 
-    @property
-    def has_work(self) -> bool: ...
+    Args:
+        seconds: Of work, such as `time.thread_time`.
+    """
 
-    def step(self) -> tuple[RequestOutput, ...]: ...
+    def __init__(self, seconds: Callable[[], float]) -> None:
+        self._seconds = seconds
+        self.skipped_s = 0.0
 
-
-class Clock(Protocol):
-    """Seconds."""
-
-    def __call__(self) -> float: ...
+    def __call__(self) -> float:
+        return self._seconds() + self.skipped_s
 
     def skip_to(self, when_s: float) -> None:
         """Let the time pass until `when_s`, which may be over."""
+        self.skipped_s += max(0.0, when_s - self())
 
 
-class WallClock:
-    """A `Clock` of real time."""
+class WallClock(Clock):
+    """Real time, in which nothing is skipped."""
 
-    def __call__(self) -> float:
-        return time.perf_counter()
+    def __init__(self) -> None:
+        super().__init__(time.perf_counter)
 
     def skip_to(self, when_s: float) -> None:
         time.sleep(max(0.0, when_s - self()))
-
-
-class ThreadClock:
-    """Processor seconds of this thread, and the time that was skipped."""
-
-    def __init__(self) -> None:
-        self._skipped_s = 0.0
-
-    def __call__(self) -> float:
-        return time.thread_time() + self._skipped_s
-
-    def skip_to(self, when_s: float) -> None:
-        self._skipped_s += max(0.0, when_s - self())
 
 
 def poisson(rate: float, number: int, seed: int = 0) -> list[float]:
@@ -61,7 +50,7 @@ def poisson(rate: float, number: int, seed: int = 0) -> list[float]:
 
 
 def steps(
-    engine: Stepping,
+    engine: TimedEngine | Engine,
     times: Sequence[float],
     add: Callable[[int], None],
     clock: Clock,

@@ -21,7 +21,7 @@ import torch
 import yaml
 from transformers import Qwen2VLForConditionalGeneration
 
-from benchmarks.arrivals import ThreadClock, poisson, steps
+from benchmarks.arrivals import Clock, poisson, steps
 from fusion.embedded import checkpoint_path
 from vlora.bench.dummy import ranks_config
 from vlora.bench.harness import Bench, Measured
@@ -67,7 +67,7 @@ def measure(quick: bool) -> Measured:
     size = QUICK if quick else FULL
     rows: list[dict[str, Any]] = []
     with threads(1), tempfile.TemporaryDirectory() as folder:
-        clock = ThreadClock()
+        clock = Clock(time.thread_time)
         engine = start(Path(folder), size.layers, clock)
         capacity = measure_capacity(engine, clock)
         for load in size.loads:
@@ -81,7 +81,7 @@ def measure(quick: bool) -> Measured:
     return Measured(rows)
 
 
-def start(folder: Path, num_layers: int, clock: ThreadClock) -> Engine:
+def start(folder: Path, num_layers: int, clock: Clock) -> Engine:
     """An engine with random weights and one training that does not end."""
     words = random.Random(0)
     records = [
@@ -110,7 +110,7 @@ def request(number: int) -> Request:
     return Request(request_id=str(number), prompt_ids=ids, sampling=sampling)
 
 
-def measure_capacity(engine: Engine, clock: ThreadClock) -> float:
+def measure_capacity(engine: Engine, clock: Clock) -> float:
     """Requests per second with a queue that is never empty."""
     num_requests = 64
     for warm in (True, False):
@@ -119,7 +119,7 @@ def measure_capacity(engine: Engine, clock: ThreadClock) -> float:
     return num_requests / found.seconds
 
 
-def serve(engine: Engine, clock: ThreadClock, times: Sequence[float], slowdown: float | None, found: Served) -> None:
+def serve(engine: Engine, clock: Clock, times: Sequence[float], slowdown: float | None, found: Served) -> None:
     """Serve requests that arrive at these times after now. slowdown: the promise; None: no training."""
     trainings = engine.parts.trainings
     trainings.promise.slowdown = slowdown or SLOWDOWN

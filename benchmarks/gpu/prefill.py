@@ -35,8 +35,8 @@ def run(context: Context) -> dict[str, Any]:
     model = models.built(context)
     tokens = TOKENS if context.on_gpu else _SMALL_TOKENS
     policy = FixedModePolicy()
-    with models.adapter_folders(model, {16: 2}) as folders:
-        engine = models.timed_engine(context, model, folders, policy, prompt=tokens, batch=4)
+    parts = {"policy": policy}
+    engine = models.timed_engine(context, model, {16: 2}, parts=parts, max_batch_size=4, max_step_tokens=4096)
     prompts = _prompts(context, engine, policy, tokens, model.config.text_config)
     context.keep({"prompts": prompts})
     images = _images(context, engine, model.config)

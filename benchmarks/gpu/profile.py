@@ -48,8 +48,8 @@ def run(context: Context) -> dict[str, Any]:
     model = models.built(context)
     policy = FixedModePolicy()
     found: dict[str, Any] = {}
-    with models.adapter_folders(model, {16: 8}) as folders:
-        engine = models.timed_engine(context, model, folders, policy, prompt=prompt, batch=batch)
+    settings = {"max_batch_size": batch, "max_step_tokens": 4096}
+    engine = models.timed_engine(context, model, {16: 8}, parts={"policy": policy}, context=prompt, **settings)
     for kind in (each for each in KINDS if each.name in _KINDS):
         policy.merging = kind.merging
         step = engine.begin([kind.adapters[row % len(kind.adapters)] for row in range(batch)])

@@ -25,12 +25,10 @@ from vlora.bench.report import Goal
 from vlora.bench.serve.baseline import Baseline, PreparedRequest
 from vlora.bench.serve.load import LoadRun, ObservedAnswer, row
 from vlora.bench.timed_engine import TimedEngine
-from vlora.config import EngineConfig
 
 _RANK = 16
 _POISSON_LOAD = 0.8  # of the burst's requests per second
 _BATCH = 32
-ARENA_BYTES, _SMALL_ARENA_BYTES = 12 * 2**30, 2**28
 _PEER_RESERVE_S = 10.0
 
 
@@ -64,7 +62,9 @@ def run(context: Context) -> dict[str, Any]:
     """Ours first; then the model of the baseline takes the memory."""
     mixed, streams = (MIXED, STREAMS) if context.on_gpu else (_SMALL_MIXED, _SMALL_STREAMS)
     rows: list[dict[str, Any]] = []
-    engine = _engine(context, mixed.adapters)
+    model, adapters = models.built(context), {_RANK: mixed.adapters}
+    engine = models.timed_engine(context, model, adapters, background=True, max_batch_size=_BATCH)
+    del model
     _serve(engine, mixed.prepared(0)[: mixed.adapters], [0.0] * mixed.adapters)  # loads adapters, compiles kernels
     burst = _serve(engine, mixed.prepared(1), [0.0] * mixed.requests)
     rows.append(row([burst], case="burst", by="vlora"))
@@ -94,22 +94,6 @@ def run(context: Context) -> dict[str, Any]:
     ratio = burst.tokens_per_s / peer.tokens_per_s
     found |= {"burst / PEFT": ratio, "summary": f"{tokens_per_s:.0f} tokens/s decoding; burst {ratio:.2f} x PEFT's"}
     return found | {"goals": _goals(tokens_per_s, tail, ratio) if context.on_gpu else []}
-
-
-def _engine(context: Context, num_adapters: int) -> TimedEngine:
-    """Defaults of a server, without prefix cache."""
-    model = models.built(context)
-    config = EngineConfig(
-        model="dummy",
-        device=str(context.device),
-        dtype=models.DTYPE,
-        max_batch_size=_BATCH,
-        arena_bytes=ARENA_BYTES if context.on_gpu else _SMALL_ARENA_BYTES,
-        prefix_cache=False,
-        merge_fidelity_floor=0.0,
-    )
-    with models.adapter_folders(model, {_RANK: num_adapters}) as folders:
-        return TimedEngine(config, model, folders, background=True)
 
 
 def _serve(engine: TimedEngine, requests: Sequence[PreparedRequest], due_s: Sequence[float]) -> LoadRun:

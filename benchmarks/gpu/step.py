@@ -85,10 +85,16 @@ def _time(context: Context, base: _Base, prompt: int, bytes_per_s: float, rows: 
     model = models.built(context)
     sizes = models.sizes_of(model)
     policy = FixedModePolicy()
-    with models.adapter_folders(model, {16: 8, 64: 16}) as folders:
-        engine = models.timed_engine(
-            context, model, folders, policy, prompt=prompt, batch=base.batches[0], quantize=base.quantize
-        )
+    engine = models.timed_engine(
+        context,
+        model,
+        {16: 8, 64: 16},
+        parts={"policy": policy},
+        context=prompt,
+        max_batch_size=base.batches[0],
+        max_step_tokens=4096,
+        quantize=base.quantize,
+    )
     if base.quantize != "none":
         head = model.get_output_embeddings().weight.nbytes
         sizes = sizes._replace(weights=engine.engine.parts.device.slabs.num_bytes + head)

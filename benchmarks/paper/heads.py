@@ -14,9 +14,7 @@ import functools
 import itertools
 import random
 import statistics
-import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,19 +22,10 @@ import torch
 from benchmarks.paper.measuring import Measuring
 from fusion.embedded import checkpoint_path
 from fusion.synthetic.road_signs import ACTIONS
-from vlora.bench.dummy import (
-    dummy_picture,
-    half_billion_config,
-    language_shapes,
-    real_tower_config,
-    unseen,
-    write_adapter,
-    write_head,
-)
+from vlora.bench.dummy import dummy_picture, half_billion_config, real_tower_config, unseen
 from vlora.bench.report import Row
-from vlora.bench.timed_engine import TimedEngine
+from vlora.bench.timed_engine import HEAD, TimedEngine
 from vlora.bench.timing import interleaved, median_ms, median_ratio
-from vlora.config import EngineConfig
 from vlora.models import InputProcessor
 from vlora.models.loading import dummy_model
 from vlora.types import RequestOutput
@@ -44,7 +33,7 @@ from vlora.types import RequestOutput
 _SIDE = 16  # patches per side of a frame; four patches make a token
 _QUESTION = 16  # tokens
 _PAPER_ANSWER = 5  # tokens; figure 11's head saves 4 rounds
-_ADAPTER, _HEAD = "actions", "head"
+_ADAPTER = "actions"
 _MOST = 8, 6  # requests, and frames of each
 
 
@@ -100,21 +89,9 @@ class HeadEngine:
     def __init__(self, model_config: Any) -> None:
         model = dummy_model(model_config, "bfloat16", torch.device("cpu"), seed=0)
         self._image_id: int = model_config.image_token_id
-        settings = EngineConfig(
-            model="dummy",
-            max_batch_size=_MOST[0],
-            max_step_tokens=4096,
-            arena_bytes=2 * 2**30,
-            merge_fidelity_floor=0.0,
-            prefix_cache=False,  # every request computes its prompt
-            vision_cache_bytes=0,
-        )
-        with tempfile.TemporaryDirectory() as folder:
-            path = write_adapter(Path(folder) / _ADAPTER, language_shapes(model), rank=16, seed=0)
-            labels = [f"action {i}" for i in range(10)]
-            write_head(path, _HEAD, model_config.text_config.hidden_size, labels, "action", "what happens ?")
-            self._engine = TimedEngine(settings, model, {_ADAPTER: path})
         requests, frames = _MOST
+        settings = {"max_batch_size": requests, "max_step_tokens": 4096, "arena_bytes": 2 * 2**30}
+        self._engine = TimedEngine(model, {_ADAPTER: 16}, heads=True, **settings)
         self._frames = [unseen(dummy_picture(model_config, _SIDE)) for _ in range(requests * frames)]
         self._words = random.Random(1).choices(range(3, 1000), k=_QUESTION)
 
@@ -129,7 +106,7 @@ class HeadEngine:
                 max(1, answer_tokens),
                 _ADAPTER,
                 vision=tuple(self._frames[place * frames : (place + 1) * frames]),
-                head=None if answer_tokens else _HEAD,
+                head=None if answer_tokens else HEAD,
             )
             for place in range(batch)
         ]

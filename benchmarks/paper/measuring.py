@@ -16,7 +16,7 @@ from vlora.bench.report import environment
 RANK = 64
 """Of adapters, as in V-LoRA section 6.1."""
 
-QUICK_MODEL = BenchModel("qwen2-0.5b, 6 layers", lambda: served_config(6), 512 * 2**20, all_policies=True)
+QUICK_MODEL = BenchModel("qwen2-0.5b, 6 layers", lambda: served_config(6), 512 * 2**20)
 """Six layers of the 0.5 B model, with a vocabulary so small that the layers take most of the time."""
 
 

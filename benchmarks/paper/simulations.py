@@ -7,29 +7,29 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from atmm.tuning.search import Shape
+from benchmarks.arrivals import Clock, steps
 from benchmarks.mergeable_model import MergeableModel
 from benchmarks.paper.measuring import RANK, Measuring, Setting
 from benchmarks.paper.operators import EINSUM, OURS, medians, operator_seconds
-from benchmarks.policy_workers import NUM_ADAPTERS, Worker, average_token_latency_ms, drive
 from vlora.bench.costs import costs_as_dict, fit
-from vlora.bench.dummy import random_peft
+from vlora.bench.dummy import dummy_picture, random_peft, unseen
 from vlora.bench.report import Row
+from vlora.bench.timed_engine import HEAD, TimedEngine
 from vlora.bench.timing import interleaved, median_ms, work_seconds
 from vlora.config import EngineConfig
 from vlora.lora.merge_shadow import ShadowSwitcher
 from vlora.models.loading import dummy_model
 from vlora.orchestrator import Costs
 from vlora.simulator import Arrival, ClusterConfig, ReplicaConfig, replay
-from vlora.simulator.arrivals import hottest, power_law
+from vlora.simulator.arrivals import adapter_name, hottest, power_law
 from vlora.simulator.workloads import Gamma, Hottest, Video
+from vlora.types import RequestOutput, Timings
 
 SIMULATOR_COSTS = "machine-costs.json"
 """The file of costs for `vlora simulate`, in the folder of the measurements."""
@@ -41,6 +41,7 @@ _RETRIEVAL = {"prompt_min": 192, "prompt_max": 320, "answer_min": 150, "answer_m
 _MIXED = {"prompt_min": 8, "prompt_max": 512, "answer_min": 8, "answer_max": 512}  # S-LoRA 7.2
 _KV_TOKENS = 12_000  # with these, for about 30 requests, as on S-LoRA's A10G (A.1)
 _SLO_S = 6.0  # S-LoRA 7.1
+_ADAPTERS = 8
 _WORDS = 8  # tokens of an answer in words to video analytics, where the paper's take 5 to 10 (V-LoRA 6.2)
 
 
@@ -185,7 +186,7 @@ class Point(NamedTuple):
 
     traffic: str
     load: float
-    adapters: int = NUM_ADAPTERS
+    adapters: int = _ADAPTERS
     of: int | None = None
     skew: float = 0.6
     alpha: float = 1.0
@@ -309,12 +310,37 @@ def _engine_run(setting: Setting, policy: str, arrivals: Sequence[Arrival]) -> d
     """Average token latency of these arrivals on the engine, after a warm-up with some of them at once, and the seconds
     in which it had requests.
     """
-    side = round(video_of(setting.quick).patches ** 0.5)
-    with tempfile.TemporaryDirectory() as folder:
-        worker = Worker(setting.model, RANK, setting.device, policy, side, Path(folder))
+    config, clock = setting.model.config(), Clock(work_seconds(setting.device))
+    engine = TimedEngine(
+        dummy_model(config, "bfloat16", setting.device, seed=0),
+        {adapter_name(number): RANK for number in range(_ADAPTERS)},
+        heads=True,
+        parts={"clock": clock},
+        policy=policy,
+        arena_bytes=setting.model.arena_bytes,
+    )
+    picture = dummy_picture(config, round(video_of(setting.quick).patches ** 0.5))
+
+    def serve(arrivals: Sequence[Arrival]) -> list[RequestOutput]:
+        def add(number: int) -> None:
+            """Each picture is new; text fills up the prompt."""
+            own = arrivals[number]
+            pictures = [unseen(picture) for _ in own.images]
+            words = max(1, own.prompt_tokens - len(pictures) * (1 + picture.num_tokens))
+            head = None if own.answer_tokens else HEAD
+            engine.add(words, own.answer_tokens or 1, own.adapter, pictures, head=head)
+
+        times = [arrival.time_s for arrival in arrivals]
+        return [output for outputs in steps(engine, times, add, clock) for output in outputs if output.finished]
+
     # A GPU also captures a graph for each batch size; on a CPU a request takes up to a minute.
-    first = arrivals[: 1 if setting.device.type == "cpu" else 16]
-    drive({policy: worker}, [arrival._replace(time_s=0.0) for arrival in first])
-    before_s = worker.clock.busy_s
-    found = drive({policy: worker}, arrivals)[policy].finished
-    return {"ms": average_token_latency_ms(found), "busy s": worker.clock.busy_s - before_s}
+    serve([arrival._replace(time_s=0.0) for arrival in arrivals[: 1 if setting.device.type == "cpu" else 16]])
+    before_s = clock() - clock.skipped_s
+    timings = [output.timings for output in serve(arrivals) if output.timings is not None]
+    return {"ms": average_token_latency_ms(timings), "busy s": clock() - clock.skipped_s - before_s}
+
+
+def average_token_latency_ms(timings: Sequence[Timings]) -> float:
+    """The sum of the requests' latencies over the number of all prompt and answer tokens (V-LoRA section 6.1)."""
+    tokens = sum(each.num_prompt_tokens + each.num_completion_tokens for each in timings)
+    return 1e3 * sum(each.latency_s for each in timings) / tokens

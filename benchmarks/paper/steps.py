@@ -4,14 +4,11 @@ and 11 of Punica, table 3 of S-LoRA.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import random
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,59 +16,23 @@ import torch
 from atmm.tuning.search import Shape
 from benchmarks.paper.measuring import QUICK_MODEL, RANK, Measuring, Setting
 from benchmarks.paper.operators import OURS, medians, operator_seconds, segments_of
-from vlora.bench.dummy import BenchModel, language_shapes, random_peft, write_adapter
+from vlora.bench.dummy import random_peft
 from vlora.bench.report import Row
 from vlora.bench.timed_engine import FixedModePolicy, TimedEngine
 from vlora.bench.timing import interleaved, median_ms, work_seconds
-from vlora.config import EngineConfig
-from vlora.engine import LocalEngine
 from vlora.models.loading import dummy_model
 from vlora.simulator.arrivals import power_law
-from vlora.types import Request, SamplingParams
 
 _LIMIT_S = 60.0  # of the rounds of one comparison: on a CPU, prompts of 4,096 tokens take up to a minute
 _PREFILLED = 8  # requests at most on a CPU
 _PROMPT, _ANSWER, _BATCH = 32, 16, 32  # tokens, tokens, requests of a full queue
 
 
-@contextlib.contextmanager
-def adapter_folders(model: BenchModel, number: int, rank: int = RANK) -> Iterator[dict[str, str]]:
-    """Folders of this many adapters, by name: a0, a1, ..."""
-    shapes = language_shapes(dummy_model(model.config(), "bfloat16", torch.device("meta"), seed=0))
-    with tempfile.TemporaryDirectory() as folder:
-        yield {f"a{i}": write_adapter(Path(folder) / f"a{i}", shapes, rank, seed=i) for i in range(number)}
-
-
-def _config(setting: Setting, max_step_tokens: int = EngineConfig.max_step_tokens) -> EngineConfig:
-    return EngineConfig(
-        model="dummy",
-        device=str(setting.device),
-        max_batch_size=_BATCH,
-        max_step_tokens=max_step_tokens,
-        arena_bytes=setting.model.arena_bytes,
-        merge_fidelity_floor=0.0,
-        prefix_cache=False,  # every prompt is computed
-    )
-
-
-def _engine(
-    setting: Setting, adapters: Mapping[str, str], *, merging: bool, context: int, longest: int, max_step_tokens: int
-) -> TimedEngine:
-    """An engine that computes every step unmerged, or over the first request's merged weights.
-
-    Args:
-        setting: Its model and device.
-        adapters: Folders by name.
-        merging: Whether steps are merged, or mixed if there are requests for other adapters.
-        context: Tokens of each request before its first decode step.
-        longest: Tokens of an answer.
-        max_step_tokens: Of the engine.
-    """
-    policy = FixedModePolicy()
-    policy.merging = merging
+def _engine(setting: Setting, number: int, rank: int = RANK, **given: Any) -> TimedEngine:
+    """An engine with adapters a0, a1, ... that computes every prompt; further arguments of `TimedEngine`."""
     model = dummy_model(setting.model.config(), "bfloat16", setting.device, seed=0)
-    config = _config(setting, max_step_tokens)
-    return TimedEngine(config, model, adapters, context=context, longest=longest, policy=policy)
+    settings = {"max_batch_size": _BATCH, "arena_bytes": setting.model.arena_bytes, **given}
+    return TimedEngine(model, {f"a{place}": rank for place in range(number)}, **settings)
 
 
 def _requests(segments: Sequence[int]) -> list[str]:
@@ -100,35 +61,41 @@ def compare(
     clock, turns = work_seconds(setting.device), rounds * setting.rounds // 3
     most = max(case["tokens"] * sum(case["unmerged"]) for case in cases)
     rows: list[Row] = []
-    with adapter_folders(setting.model, max(len(case["unmerged"]) for case in cases)) as folders:
-        engines = {
-            merging: _engine(setting, folders, merging=merging, context=32, longest=400, max_step_tokens=most)
-            for merging in (True, False)
+    engines = {
+        merging: _engine(
+            setting,
+            max(len(case["unmerged"]) for case in cases),
+            parts={"policy": FixedModePolicy(merging=merging)},
+            context=32,
+            longest=400,
+            max_step_tokens=most,
+        )
+        for merging in (True, False)
+    }
+    for case in cases:
+        modes = {name: _requests(own) for name, own in case.items() if isinstance(own, list)}
+        about = {name: value for name, value in case.items() if name not in modes}
+        calls = {
+            mode: functools.partial(engines[mode != "unmerged"].prefill, own, len(own) * case["tokens"])
+            for mode, own in modes.items()
         }
-        for case in cases:
-            modes = {name: _requests(own) for name, own in case.items() if isinstance(own, list)}
-            about = {name: value for name, value in case.items() if name not in modes}
-            calls = {
-                mode: functools.partial(engines[mode != "unmerged"].prefill, own, len(own) * case["tokens"])
-                for mode, own in modes.items()
-            }
-            times = {"prefill": interleaved(calls, turns, warmup=1, clock=clock, limit_s=_LIMIT_S)}
-            if decode:
-                times["decode"] = {}
-                for mode, own in modes.items():  # one engine runs one batch after the other
-                    step = engines[mode != "unmerged"].begin(own)
-                    times["decode"] |= interleaved({mode: step}, 2 * turns, warmup=4, clock=clock)
-                    engines[mode != "unmerged"].keep(0)
-            for phase, seconds in times.items():
-                ms = {mode: median_ms(taken) for mode, taken in seconds.items()}
-                merged = ms["merged"]
-                rows += [
-                    {**about, "phase": phase, "mode": mode, "operator": OURS, "ms": value, "more": value - merged}
-                    for mode, value in ms.items()
-                ]
-            if operators:
-                alone = _operators_alone(setting, case["unmerged"], case["tokens"], operators)
-                rows += [{**about, "mode": "alone", "operator": name, "more": ms} for name, ms in alone.items()]
+        times = {"prefill": interleaved(calls, turns, warmup=1, clock=clock, limit_s=_LIMIT_S)}
+        if decode:
+            times["decode"] = {}
+            for mode, own in modes.items():  # one engine runs one batch after the other
+                step = engines[mode != "unmerged"].begin(own)
+                times["decode"] |= interleaved({mode: step}, 2 * turns, warmup=4, clock=clock)
+                engines[mode != "unmerged"].keep(0)
+        for phase, seconds in times.items():
+            ms = {mode: median_ms(taken) for mode, taken in seconds.items()}
+            merged = ms["merged"]
+            rows += [
+                {**about, "phase": phase, "mode": mode, "operator": OURS, "ms": value, "more": value - merged}
+                for mode, value in ms.items()
+            ]
+        if operators:
+            alone = _operators_alone(setting, case["unmerged"], case["tokens"], operators)
+            rows += [{**about, "mode": "alone", "operator": name, "more": ms} for name, ms in alone.items()]
     return rows
 
 
@@ -165,24 +132,31 @@ def by_batch(
     num_layers = setting.model.config().text_config.num_hidden_layers
     clock = work_seconds(setting.device)
     rows: list[Row] = []
-    with adapter_folders(setting.model, 0 if None in patterns else max(batches), rank=16) as folders:
-        for length in lengths:
-            engine = _engine(setting, folders, merging=False, context=length, longest=80, max_step_tokens=512)
-            for pattern, batch in itertools.product(patterns, batches):
-                own = [None] * batch if pattern is None else _requests(segments_of(pattern, batch))
-                times = {}
-                # More prefills run in the same steps of 512 tokens, on a CPU for minutes.
-                if prefills and not (on_cpu and batch > _PREFILLED):
-                    prefill = {"ms": functools.partial(engine.prefill, own, batch * length)}
-                    rounds = setting.rounds // 3
-                    times["prefill"] = interleaved(prefill, rounds, warmup=0, clock=clock, limit_s=_LIMIT_S)["ms"]
-                step = engine.begin(own)
-                times["decode"] = interleaved({"ms": step}, 2 * setting.rounds, warmup=4, clock=clock)["ms"]
-                engine.keep(0)
-                for phase, taken in times.items():
-                    ms = median_ms(taken)
-                    about = {"phase": phase, "length": length, "pattern": pattern, "batch": batch}
-                    rows.append({**about, "ms": ms, "ms of a layer": ms / num_layers})
+    number = 0 if None in patterns else max(batches)
+    for length in lengths:
+        engine = _engine(
+            setting,
+            number,
+            rank=16,
+            parts={"policy": FixedModePolicy()},
+            context=length,
+            longest=80,
+        )
+        for pattern, batch in itertools.product(patterns, batches):
+            own = [None] * batch if pattern is None else _requests(segments_of(pattern, batch))
+            times = {}
+            # More prefills run in the same steps of 512 tokens, on a CPU for minutes.
+            if prefills and not (on_cpu and batch > _PREFILLED):
+                prefill = {"ms": functools.partial(engine.prefill, own, batch * length)}
+                rounds = setting.rounds // 3
+                times["prefill"] = interleaved(prefill, rounds, warmup=0, clock=clock, limit_s=_LIMIT_S)["ms"]
+            step = engine.begin(own)
+            times["decode"] = interleaved({"ms": step}, 2 * setting.rounds, warmup=4, clock=clock)["ms"]
+            engine.keep(0)
+            for phase, taken in times.items():
+                ms = median_ms(taken)
+                about = {"phase": phase, "length": length, "pattern": pattern, "batch": batch}
+                rows.append({**about, "ms": ms, "ms of a layer": ms / num_layers})
     return rows
 
 
@@ -218,28 +192,14 @@ def queue(
 
 def _engine_rate(setting: Setting, requests: Sequence[int], num_adapters: int, rank: int) -> float:
     """Requests per second after a warm-up with the first of them. requests: the adapter of each."""
-    model = dummy_model(setting.model.config(), "bfloat16", setting.device, seed=0)
-    engine = LocalEngine(_config(setting), model=model)
-    clock = work_seconds(setting.device)
-    with adapter_folders(setting.model, num_adapters, rank) as folders:
-        engine.engine.register_adapters(folders)
-        numbers = itertools.count()
-        engine.run([_request(next(numbers), adapter) for adapter in requests[:8]])
-        own = [_request(next(numbers), adapter) for adapter in requests]
+    engine, clock = _engine(setting, num_adapters, rank), work_seconds(setting.device)
+    started = 0.0
+    for own in (requests[:8], requests):
         started = clock()
-        outputs = engine.run(own)
-        taken = clock() - started
-    assert all(output[-1].error is None for output in outputs.values())
-    return len(requests) / taken
-
-
-def _request(number: int, adapter: int) -> Request:
-    return Request(
-        request_id=str(number),
-        prompt_ids=tuple(3 + (number + place) % 1000 for place in range(_PROMPT)),
-        adapter=f"a{adapter}",
-        sampling=SamplingParams(max_tokens=_ANSWER, ignore_eos=True),
-    )
+        for adapter in own:
+            engine.add(_PROMPT, _ANSWER, f"a{adapter}")
+        engine.finish()
+    return len(requests) / (clock() - started)
 
 
 def _peft_rate(setting: Setting, requests: Sequence[int], num_adapters: int, rank: int) -> float:

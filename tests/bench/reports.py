@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from benchmarks import atmm, cluster, gateway, loading, packed, policy, reuse, soak, streams
+from benchmarks import atmm, cluster, gateway, packed, soak, streams
 from benchmarks import training as beside
 from benchmarks.gateway import RequestTimes
 from benchmarks.split import mixed, split
@@ -21,7 +21,7 @@ from vlora.bench.harness import measured
 from vlora.bench.report import Report
 from vlora.bench.step import StepWork
 from vlora.bench.tp import RankMemory
-from vlora.orchestrator import Costs, StepSize
+from vlora.orchestrator import StepSize
 
 Patch = Callable[..., None]
 """Replaces names of a module; names without a value by a mock."""
@@ -50,12 +50,12 @@ def _step(patch: Patch, slow: float) -> Report:
             known = {first: 0.3 * slow}
         return {key: [known.get(key.rpartition(" ")[0], 1.0)] * 3 for key in calls}
 
-    def engine(*given: Any, **_: int) -> MagicMock:
+    def engine(*_: Any, quantize: str = "none", **__: Any) -> MagicMock:
         made = MagicMock()
-        made.engine.parts.device.slabs.num_bytes = 3 * slow if given[-1] == "int8" else 10
+        made.engine.parts.device.slabs.num_bytes = 3 * slow if quantize == "int8" else 10
         return made
 
-    patch(step, "dummy_model", "write_adapter", "reading", "computing", "_transformers_step", interleaved=seconds)
+    patch(step, "dummy_model", "reading", "computing", "_transformers_step", interleaved=seconds)
     patch(step, language_shapes=lambda model: {}, DecodeWork=lambda *_: lambda *_: StepWork(100, 1000))
     patch(step, _timed_engine=engine)
     plain, quantized = measured(step.BENCH, True), measured(step.BENCH, True, quantize="int8")
@@ -78,36 +78,6 @@ def _costs(patch: Patch, slow: float) -> Report:
     fit.costs = SimpleNamespace(step_s=lambda size: 0.1 * slow, _asdict=dict)
     patch(costs, measure_costs=lambda *_: fit)
     return measured(costs.BENCH, True)
-
-
-def _policy(patch: Patch, slow: float) -> Report:
-    ours = (0.8 * slow, 0.8 * slow)
-    latency_ms = {policy.BASELINE: (1.0, 1.0), "dlora": (1.0, 1.0), policy.FLOOR: (0.7, 0.7), policy.OURS: ours}
-    point = policy.EnginePoint("retrieval", 0.8, 1, 1.0, latency_ms, (0.8, 0.8), ())
-    patch(policy, measure_costs=lambda *_: None, measure_policies=lambda *_, **__: [point])
-    patch(policy, costs_as_dict=lambda *_: {"costs": {**Costs()._asdict(), "load_s": 0.0}}, thread_counts=lambda: [1])
-    patch(policy, decision_ms=lambda *_: 0.1 * slow)
-    return measured(policy.BENCH, True)
-
-
-def _loading(patch: Patch, slow: float) -> Report:
-    def load(engine: object, steps: object, paths: object, load_s: list[float]) -> list[float]:
-        load_s.append(1.0)
-        return [slow] * 3
-
-    patch(loading, "dummy_model", "TimedEngine", "write_adapter", language_shapes=lambda _: {}, _load=load)
-    patch(loading, _steps=lambda engine: iter(lambda: 1.0, None))
-    return measured(loading.BENCH, True)
-
-
-def _reuse(patch: Patch, slow: float) -> Report:
-    def seconds(calls: Mapping[str, Callable[[], object]], *_: Any, **__: Any) -> dict[str, list[float]]:
-        for call in calls.values():
-            call()
-        return {name: [slow if place else 1.0] for place, name in enumerate(calls)}
-
-    patch(reuse, "_QuestionEngine", "_adapter_engine", interleaved=seconds)
-    return measured(reuse.BENCH, True)
 
 
 def _cluster(patch: Patch, slow: float) -> Report:
@@ -210,9 +180,6 @@ MAKERS: dict[str, Callable[[Patch, float], Report]] = {
     "step": _step,
     "atmm": _atmm,
     "costs": _costs,
-    "policy": _policy,
-    "loading": _loading,
-    "reuse": _reuse,
     "cluster": _cluster,
     "gateway": _gateway,
     "serve": _serve,

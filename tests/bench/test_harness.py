@@ -240,5 +240,5 @@ def test_a_quick_run_ends_with_a_line_of_json(name: str, tmp_path: Path) -> None
 def test_an_installation_without_a_checkout_names_its_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "modules", lambda: harness.BENCHES)
     with pytest.raises(BadConfig, match=r"choose one of step, costs, serve, tp or all; a checkout .* has more"):
-        bench_named("reuse")
+        bench_named("soak")
     assert set(MAKERS) <= set(modules()) - OF_STORED

@@ -46,7 +46,7 @@ WANTED = {
     "bd-lora": [f"fig{n}" for n in (1, 10, 11, 12, 16, 19, 23, 24)],
     "symbiosis": [*(f"fig{n}" for n in (9, 10, 11, 13, 19, 21, 22, 23)), "table2", "table4", "table5"],
 }
-TINY = BenchModel("tiny", small_config, 2**26, all_policies=True)
+TINY = BenchModel("tiny", small_config, 2**26)
 
 
 @pytest.fixture

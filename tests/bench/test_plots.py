@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import atmm, cluster, policy, streams
-from benchmarks.policy import FLOOR, EnginePoint
+from benchmarks import atmm, cluster, streams
 from benchmarks.split import split
 from tests.bench.split_rows import drawable
 from vlora.bench.plots import draw
-from vlora.orchestrator import POLICIES
 from vlora.routing import RULES
 
 pytestmark = pytest.mark.slow
@@ -43,10 +41,6 @@ def cluster_rows() -> list[dict[str, Any]]:
     return rows + [cluster.row(part=cluster.DECISIONS, rule="placed", N=number, **spent) for number in (2, 16)]
 
 
-POLICY_POINTS = [
-    EnginePoint("retrieval", skew, 1, 2.0, {name: (9.0,) for name in (*POLICIES, FLOOR)}, (0.9,), ()).row()
-    for skew in (0.6, 0.8)
-]
 CAMERAS = [
     {"threads": threads, "tasks": tasks, "adapters": kind, "fps": fps, "cameras": round(40 / fps / tasks)}
     for threads, tasks, kind, fps in itertools.product((2, 1), (1, 2), ("ordinary", "activated"), (1.0, 5.0))
@@ -64,7 +58,6 @@ GPU = cells(("tiled", "tiled m16 n128 k128 s4 p3", "grouped m64 n64 k32 s5"), ("
         pytest.param(atmm, CPU, {"chosen", "latency"}, id="atmm"),
         pytest.param(atmm, GPU, {"chosen", "latency"}, id="atmm on a GPU", marks=pytest.mark.exhaustive),
         pytest.param(cluster, cluster_rows(), {"hour", "placement", "decisions"}, id="cluster"),
-        pytest.param(policy, POLICY_POINTS, {"latency"}, id="policy"),
         pytest.param(streams, CAMERAS, {"cameras"}, id="streams"),
         pytest.param(split, drawable(), {"figures22-23", "memory", "table5"}, id="split"),
         pytest.param(split, [each for each in drawable() if each["what"] == "table 5"], {"table5"}, id="part of split"),

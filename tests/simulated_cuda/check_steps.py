@@ -294,10 +294,7 @@ def test_the_time_of_a_step_is_measured_on_its_stream(
 def test_benches_get_a_token_of_every_kept_request_from_each_step() -> None:
     with uncomputed_kernels():
         model = dummy_model(small_config(), "bfloat16", torch.device("cuda:0"), 0)
-        settings = EngineConfig(
-            model="dummy", device="cuda", dtype="bfloat16", max_batch_size=4, arena_bytes=2**26, prefix_cache=False
-        )
-        engine = TimedEngine(settings, model, {}, context=8, longest=64)
+        engine = TimedEngine(model, context=8, longest=64, max_batch_size=4, arena_bytes=2**26)
         step = engine.begin([None] * 4)
         for num_kept in (4, 3, 1):
             engine.keep(num_kept)

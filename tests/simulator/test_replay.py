@@ -172,8 +172,6 @@ def test_every_distinct_adapter_is_loaded_once() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_work_of_a_decision_grows_no_faster_than_the_requests(policy: str) -> None:
-    """`vlora bench policy` measures the time of one with a thousand requests."""
-
     def num_calls(number: int) -> int:
         replica = Replica(ReplicaConfig(costs=COSTS, policy=policy, resident_adapters=100, kv_tokens=10**6))
         for place in range(number):

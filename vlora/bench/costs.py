@@ -200,20 +200,17 @@ class _StepTimer:
     def __init__(self, model: BenchModel, device: torch.device, max_requests: int) -> None:
         self._config = model.config()
         built = dummy_model(self._config, "bfloat16", device, seed=0)
-        settings = EngineConfig(
-            model="dummy",
-            device=str(device),
-            max_batch_size=2 * max_requests,  # one more request may join the largest batch
-            arena_bytes=model.arena_bytes,
-            merge_fidelity_floor=0.0,
-            prefix_cache=False,  # every prompt is computed
-        )
         self._clock = work_seconds(device)
         self._policy, self._recorded = FixedModePolicy(), RecordingCostModel()
         self.thresholds = token_thresholds(built)
         self.names = [f"a{i}" for i in range(_NUM_ADAPTERS)]
-        ranks = dict.fromkeys(self.names, RANK)
-        self._engine = TimedEngine(settings, built, ranks, policy=self._policy, cost=self._recorded)
+        self._engine = TimedEngine(
+            built,
+            dict.fromkeys(self.names, RANK),
+            parts={"policy": self._policy, "cost": self._recorded},
+            max_batch_size=2 * max_requests,  # one more request may join the largest batch
+            arena_bytes=model.arena_bytes,
+        )
 
     def steps(
         self, adapters: Sequence[str | None], prompt: int, num_decode: int, *, merging: bool, joining: int = 0

@@ -257,7 +257,6 @@ class BenchModel(NamedTuple):
     name: str  # its name on the command line
     config: Callable[[], Any]  # creates its config
     arena_bytes: int  # one half holds eight adapters of rank 64, the other half the KV of 128 short requests
-    all_policies: bool = False  # whether a machine has memory for an engine of every policy at once
 
 
 def llava_config(
@@ -296,7 +295,7 @@ def _llava_13b() -> LlavaConfig:
 MODELS = {
     model.name: model
     for model in (
-        BenchModel("qwen2-0.5b", half_billion_config, 2 * 2**30, all_policies=True),
+        BenchModel("qwen2-0.5b", half_billion_config, 2 * 2**30),
         BenchModel("qwen2-vl-7b", _qwen2_vl_7b, 8 * 2**30),
         BenchModel("llava-13b", _llava_13b, 12 * 2**30),
     )

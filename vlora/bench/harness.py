@@ -55,8 +55,6 @@ class Measured(NamedTuple):
 Measure = Callable[..., Measured]
 Results = Mapping[str, Measured]
 """By case."""
-Once = Callable[[str, Callable[[], Any]], Any]
-"""A stored value by name, measured first if there is none: `Store.value`."""
 
 
 def joined(results: Results) -> Measured:

@@ -12,22 +12,20 @@ All cores and one thread are measured alternately in wall time: run the bench on
 from __future__ import annotations
 
 import functools
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache
 
 from atmm.processor import multiplies_bfloat16
-from vlora.bench.dummy import half_billion_config, language_shapes, random_peft, write_adapter
+from vlora.bench.dummy import half_billion_config, language_shapes, random_peft
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
 from vlora.bench.timed_engine import Step, TimedEngine
 from vlora.bench.timing import interleaved, median_ms, median_ratio, thread_counts, threads_label
-from vlora.config import EngineConfig, Quantize
+from vlora.config import Quantize
 from vlora.models.loading import dummy_model
 
 _DTYPE = "bfloat16"
@@ -54,62 +52,51 @@ def measure(case: tuple[bool, Quantize]) -> Measured:
     if quantize != "none":
         return _compare_quantized(bench, quantize, context)
     plain = dummy_model(half_billion_config(vision="none"), _DTYPE, torch.device("cpu"), seed=0)
-    shapes = language_shapes(plain)
-    work = DecodeWork(plain, shapes, context)
-    with tempfile.TemporaryDirectory() as folder:
-        adapters = {
-            f"r{rank}-{i}": write_adapter(Path(folder) / f"r{rank}-{i}", shapes, rank, seed=100 * rank + i)
-            for rank, count in ((16, 4), (8, 16), (32, 16), (64, 16))
-            for i in range(count)
-        }
-        # One engine each: requests of a shared one would be batched together.
-        first = _timed_engine({"r16-0": adapters["r16-0"]}, "merged_only", context, arena_bytes=2**30)
-        second = _timed_engine(adapters, "unmerged_only", context, arena_bytes=7 * 2**30)
+    work = DecodeWork(plain, language_shapes(plain), context)
+    adapters = {f"r{rank}-{i}": rank for rank, count in ((16, 4), (8, 16), (32, 16), (64, 16)) for i in range(count)}
+    # One engine each: requests of a shared one would be batched together.
+    first = _timed_engine({"r16-0": 16}, context, 2**30, policy="merged_only")
+    second = _timed_engine(adapters, context, 7 * 2**30)
+    merged = first.begin(["r16-0"] * 16)
+    # From large to small batches: the remaining requests already have their context.
+    for batch, baseline_goal in ((16, 0.5), (8, None), (4, 0.5), (1, 0.7)):
+        first.keep(batch)
+        steps = {"merged": merged}
+        if baseline_goal is not None and not (quick and batch > 4):
+            steps["transformers"] = _transformers_step(plain, batch, context)
+        bench.compare(f"merged, batch {batch}", steps, {"merged": work(batch)}, {"transformers": baseline_goal})
+        if batch == 4:
+            steps = {"unmerged": second.begin([f"r16-{i}" for i in range(4)]), "merged": merged}
+            works = {"unmerged": work(4, [16] * 4), "merged": work(4)}
+            bench.compare("unmerged, 4 adapters of rank 16 in 4", steps, works)
+    for rank in (8, 64):
         merged = first.begin(["r16-0"] * 16)
-        # From large to small batches: the remaining requests already have their context.
-        for batch, baseline_goal in ((16, 0.5), (8, None), (4, 0.5), (1, 0.7)):
-            first.keep(batch)
-            steps = {"merged": merged}
-            if baseline_goal is not None and not (quick and batch > 4):
-                steps["transformers"] = _transformers_step(plain, batch, context)
-            bench.compare(f"merged, batch {batch}", steps, {"merged": work(batch)}, {"transformers": baseline_goal})
-            if batch == 4:
-                steps = {"unmerged": second.begin([f"r16-{i}" for i in range(4)]), "merged": merged}
-                works = {"unmerged": work(4, [16] * 4), "merged": work(4)}
-                bench.compare("unmerged, 4 adapters of rank 16 in 4", steps, works)
-        for rank in (8, 64):
-            merged = first.begin(["r16-0"] * 16)
-            steps = {"unmerged": second.begin([f"r{rank}-{i}" for i in range(16)]), "merged": merged}
-            works = {"unmerged": work(16, [rank] * 16), "merged": work(16)}
-            bench.compare(f"unmerged, 16 adapters of rank {rank} in 16", steps, works)
-        _compare_mixed_ranks(bench, adapters, second, work, context)
-        if not quick:
-            # Last, because PEFT modifies the given model.
-            steps = {
-                "unmerged": second.begin([f"r8-{i}" for i in range(16)]),
-                "PEFT": _peft_step(plain, 16, 8, context),
-            }
-            bench.compare("unmerged, 16 adapters of rank 8 in 16", steps, goals={"PEFT": 0.4})
+        steps = {"unmerged": second.begin([f"r{rank}-{i}" for i in range(16)]), "merged": merged}
+        works = {"unmerged": work(16, [rank] * 16), "merged": work(16)}
+        bench.compare(f"unmerged, 16 adapters of rank {rank} in 16", steps, works)
+    _compare_mixed_ranks(bench, second, work, context)
+    if not quick:
+        # Last, because PEFT modifies the given model.
+        steps = {
+            "unmerged": second.begin([f"r8-{i}" for i in range(16)]),
+            "PEFT": _peft_step(plain, 16, 8, context),
+        }
+        bench.compare("unmerged, 16 adapters of rank 8 in 16", steps, goals={"PEFT": 0.4})
     return bench.measured()
 
 
-def _compare_mixed_ranks(
-    bench: _StepComparison, adapters: Mapping[str, str], padded: TimedEngine, work: DecodeWork, context: int
-) -> None:
+def _compare_mixed_ranks(bench: _StepComparison, padded: TimedEngine, work: DecodeWork, context: int) -> None:
     """Decode steps of sixteen adapters of S-LoRA's ranks (its setting S2), against the same number of equal ranks.
 
     Args:
-        adapters: Folders by name, r{rank}-{number}.
         padded: An engine with adapters of the largest rank, which cost what the others cost if padded to it.
         work: The work of the steps.
         context: Tokens of each request.
     """
     names = [f"r{rank}-{number}" for number in range(4) for rank in _MIXED_RANKS]
     same, largest = ([f"r{rank}-{number}" for number in range(16)] for rank in (32, 64))
-    mixed, equal = (
-        _timed_engine({name: adapters[name] for name in chosen}, "unmerged_only", context, 2 * 2**30)
-        for chosen in (names, same)
-    )
+    ranks = dict(zip(names, _MIXED_RANKS * 4, strict=True))
+    mixed, equal = (_timed_engine(own, context, 2 * 2**30) for own in (ranks, dict.fromkeys(same, 32)))
     steps = {
         "mixed ranks": mixed.begin(names),
         "all of rank 32": equal.begin(same),
@@ -130,7 +117,9 @@ def _compare_quantized(bench: _StepComparison, quantize: Quantize, context: int)
     """
     goals: dict[int, float | None] = {16: None, 1: 1 / 2.3} if quantize == "int4" else {16: 1 / 1.7, 1: 1 / 1.7}
     prompt_goal = 1.0 if quantize == "int4" else 1 / 1.5
-    plain, quantized = (_timed_engine({}, "unmerged_only", context, 2**30, kind) for kind in ("none", quantize))
+    plain, quantized = (
+        _timed_engine({}, context, 2**30, quantize=kind, quantize_head=kind != "none") for kind in ("none", quantize)
+    )
     ours, theirs = quantized.begin([None] * 16), plain.begin([None] * 16)
     for batch in (16, 1):
         quantized.keep(batch)
@@ -241,22 +230,10 @@ def _with_threads(threads: int, step: Step) -> Step:
     return call
 
 
-def _timed_engine(
-    adapters: Mapping[str, str], policy: str, context: int, arena_bytes: int, quantize: Quantize = "none"
-) -> TimedEngine:
-    settings = EngineConfig(
-        model="dummy",
-        quantize=quantize,
-        quantize_head=quantize != "none",
-        policy=policy,
-        max_batch_size=16,
-        max_step_tokens=512,
-        arena_bytes=arena_bytes,
-        merge_fidelity_floor=0.0,
-        prefix_cache=False,  # each request of a batch reads its own KV
-    )
+def _timed_engine(adapters: Mapping[str, int], context: int, arena_bytes: int, **settings: Any) -> TimedEngine:
     model = dummy_model(half_billion_config(vision="none"), _DTYPE, torch.device("cpu"), 0)
-    return TimedEngine(settings, model, adapters, context=context, longest=_LONGEST)
+    fixed = {"policy": "unmerged_only", "max_batch_size": 16, "max_step_tokens": 512, "arena_bytes": arena_bytes}
+    return TimedEngine(model, adapters, context=context, longest=_LONGEST, **{**fixed, **settings})
 
 
 def _filled_cache(config: Any, batch: int, context: int) -> DynamicCache:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vlora.bench.dummy import language_shapes, write_adapter
+from vlora.bench.dummy import language_shapes, write_adapter, write_head
 from vlora.config import EngineConfig
 from vlora.engine import Engine
 from vlora.memory.host_to_device import Inline
@@ -28,8 +30,8 @@ class FixedModePolicy:
             otherwise it is unmerged.
     """
 
-    def __init__(self) -> None:
-        self.merging = False
+    def __init__(self, *, merging: bool = False) -> None:
+        self.merging = merging
 
     def decide(self, ready: Sequence[Candidate], state: PolicyState) -> Decision:
         order = tuple(c.request_id for c in ready[: state.max_batch_size])
@@ -42,6 +44,11 @@ class FixedModePolicy:
 
 Step = Callable[[], None]
 
+HEAD = "head"
+ACTIONS = tuple(f"action {number}" for number in range(10))
+"""Labels of the heads of random adapters."""
+
+_SETTINGS: Mapping[str, Any] = {"prefix_cache": False, "vision_cache_bytes": 0, "merge_fidelity_floor": 0.0}
 _FIRST_WORD, _LAST_WORD = 3, 1000  # token ids of prompts, which no model of the benches uses for vision
 
 
@@ -49,33 +56,46 @@ class TimedEngine:
     """An engine whose requests are added and whose steps are run one by one.
 
     Args:
-        config: With `begin`, without prefix cache, so that each request of a batch reads its own KV.
-        model: The model, with random weights.
-        adapters: Folders by name, or ranks of random adapters. Names with one folder are adapters of their own.
+        model: A model with random weights, on its device.
+        adapters: Folders by name, or ranks of random adapters. Names with one folder are adapters of their own, and so
+            are those of one rank.
+        heads: Whether each random adapter has a head, `HEAD`.
         context: Tokens of each request of `begin` before its first decode step.
         longest: Tokens of their answers: more than the steps that are run.
         background: Read and copy adapters in threads, as a server does.
         parts: Policy, cost model and clock, as `Engine`.
+        settings: Of the configuration. By default every request computes its prompt and reads its own KV, and every
+            adapter may be merged.
     """
 
     def __init__(
         self,
-        config: EngineConfig,
         model: Any,
         adapters: Mapping[str, str | int] = MappingProxyType({}),
         *,
+        heads: bool = False,
         context: int = 1,
         longest: int = 1,
         background: bool = False,
-        **parts: Any,
+        parts: Mapping[str, Any] = MappingProxyType({}),
+        **settings: Any,
     ) -> None:
         self._image_id: int = model.config.image_token_id
+        device, dtype = str(model.device), str(model.dtype).removeprefix("torch.")
+        config = EngineConfig(model="dummy", device=device, dtype=dtype, **{**_SETTINGS, **settings})
         shapes = language_shapes(model)
+        folder = Path(tempfile.mkdtemp(prefix="vlora-bench-"))  # adapters that are evicted are read again
+        weakref.finalize(self, shutil.rmtree, folder)
+        of_rank = {
+            rank: write_adapter(folder / f"r{rank}", shapes, rank, seed=rank, dtype=model.dtype)
+            for rank in {*adapters.values()}
+            if isinstance(rank, int)
+        }
+        for path in of_rank.values() if heads else ():
+            write_head(path, HEAD, model.config.text_config.hidden_size, ACTIONS, "action", "what happens ?")
         self.engine = Engine(config, model=model, executor=None if background else Inline(), **parts)
-        with tempfile.TemporaryDirectory() as folder:
-            for seed, (name, source) in enumerate(adapters.items()):
-                own = source if isinstance(source, str) else write_adapter(Path(folder) / name, shapes, source, seed)
-                self.engine.load_adapter(name, own)
+        for name, source in adapters.items():
+            self.engine.load_adapter(name, source if isinstance(source, str) else of_rank[source])
         self._context, self._longest = context, longest
         self._ids: list[str] = []
         self._numbers = itertools.count()

@@ -252,8 +252,8 @@ _OF: dict[str, tuple[str, ...]] = {
     "seeds": ("bd",),
     "figures": ("paper",),
     "parts": ("split",),
-    "model": ("policy", "costs", "serve"),
-    "device": ("policy", "costs"),
+    "model": ("costs", "serve"),
+    "device": ("costs",),
     "quantize": ("step",),
 }
 """Benchmarks that take an option; all others are of `serve`."""
@@ -289,10 +289,9 @@ _FLAGS = {"latencies_us": "latency-us", "figures": "figure", "parts": "part", **
 )
 @click.option(
     "--model",
-    help="Of `policy` and `costs`: qwen2-0.5b (default), qwen2-vl-7b or llava-13b. Of `serve`: the base model's "
-    "name at --url.",
+    help="Of `costs`: qwen2-0.5b (default), qwen2-vl-7b or llava-13b. Of `serve`: the base model's name at --url.",
 )
-@click.option("--device", help="Of `policy` and `costs`: cpu (default) or cuda.")
+@click.option("--device", help="Of `costs`: cpu (default) or cuda.")
 @click.option(
     "--quantize",
     type=click.Choice(["fp8", "int8", "int4"]),
@@ -310,7 +309,7 @@ def bench(name: str, quick: bool, out: Path | None, as_json: bool, **options: An
         vlora bench step --quantize int8
         vlora bench tp --latency-us 0 --latency-us 500
         vlora bench costs --out results      # results/costs.json is this machine for vlora simulate --costs
-        vlora bench policy --model qwen2-vl-7b --device cuda
+        vlora bench costs --model qwen2-vl-7b --device cuda
         vlora bench serve --surface http --surface rpyc --concurrency 16 --requests 64 --popularity zipf
         vlora bench serve --url http://127.0.0.1:8000/v1 --model base --adapter-name signs --rate 2 --duration-s 60
         vlora bench split --part mixed --out results

@@ -61,7 +61,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "step": {"PROMPT": 16, "BATCHES": (32, 16, 1)},
     "prefill": {"TOKENS": 64, "SIDE": 4, "OTHER_SIDES": (6, 8)},
     "merge": {"ARENA_BYTES": 2**27, "SWITCHES": 3},
-    "serve": {"MIXED": Load(8, 8, 12, 4), "STREAMS": Load(32, 8, 12, 6), "ARENA_BYTES": 2**28},
+    "serve": {"MIXED": Load(8, 8, 12, 4), "STREAMS": Load(32, 8, 12, 6)},
     "attention": {
         "HEADS": Heads(4, 2, 16),
         "CONTEXTS": (48, 2048),

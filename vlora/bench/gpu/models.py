@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from vlora.bench.dummy import language_shapes, model_named, small_config, write_adapter
+from vlora.bench.dummy import language_shapes, model_named, small_config
 from vlora.bench.gpu.context import Context
-from vlora.bench.timed_engine import FixedModePolicy, TimedEngine
-from vlora.config import EngineConfig, Quantize
+from vlora.bench.timed_engine import TimedEngine
 from vlora.models.loading import dummy_model
 
-DTYPE = "bfloat16"
 _LARGE = "qwen2-vl-7b"
 ARENA_BYTES, _SMALL_ARENA_BYTES = 12 * 2**30, 2**28
 
@@ -34,7 +29,7 @@ def config_of(context: Context) -> Any:
 
 def built(context: Context) -> Any:
     """The model on the device."""
-    return dummy_model(config_of(context), DTYPE, context.device, seed=0)
+    return dummy_model(config_of(context), "bfloat16", context.device, seed=0)
 
 
 def sizes_of(model: Any) -> Sizes:
@@ -50,42 +45,12 @@ def sizes_of(model: Any) -> Sizes:
     )
 
 
-@contextmanager
-def adapter_folders(model: Any, counts: Mapping[int, int]) -> Iterator[dict[str, str]]:
-    """Folders by name, "r16-0" to "r16-7" for `counts` {16: 8}, on all linear layers of the language model.
-
-    One folder per rank: an engine loads it once for each name.
-    """
-    shapes = language_shapes(model)
-    dtype = next(model.parameters()).dtype
-    with tempfile.TemporaryDirectory() as root:
-        folders = {
-            rank: write_adapter(Path(root) / f"r{rank}", shapes, rank, seed=rank, dtype=dtype) for rank in counts
-        }
-        yield {f"r{rank}-{index}": folders[rank] for rank, count in counts.items() for index in range(count)}
+def adapters(counts: Mapping[int, int]) -> dict[str, int]:
+    """Ranks by name, "r16-0" to "r16-7" for `counts` {16: 8}."""
+    return {f"r{rank}-{index}": rank for rank, count in counts.items() for index in range(count)}
 
 
-def timed_engine(
-    context: Context,
-    model: Any,
-    adapters: Mapping[str, str],
-    policy: FixedModePolicy,
-    *,
-    prompt: int,
-    batch: int,
-    quantize: Quantize = "none",
-) -> TimedEngine:
-    """An engine for requests with prompts of `prompt` tokens, at most `batch` at a time."""
-    config = EngineConfig(
-        model="dummy",
-        device=str(context.device),
-        dtype=DTYPE,
-        quantize=quantize,
-        max_batch_size=batch,
-        max_step_tokens=4096,
-        arena_bytes=ARENA_BYTES if context.on_gpu else _SMALL_ARENA_BYTES,
-        merge_fidelity_floor=0.0,
-        prefix_cache=False,  # each request reads its own KV
-        vision_cache_bytes=0,
-    )
-    return TimedEngine(config, model, adapters, context=prompt, longest=512, policy=policy)
+def timed_engine(context: Context, model: Any, counts: Mapping[int, int], **given: Any) -> TimedEngine:
+    """An engine with this many adapters by rank; further arguments of `TimedEngine`."""
+    arena_bytes = ARENA_BYTES if context.on_gpu else _SMALL_ARENA_BYTES
+    return TimedEngine(model, adapters(counts), **{"longest": 512, "arena_bytes": arena_bytes, **given})

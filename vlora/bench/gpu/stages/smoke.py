@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import tempfile
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,23 +12,16 @@ from transformers import LlavaConfig
 
 import atmm
 from atmm.tuning.search import Case, Shape, error
-from vlora.bench.dummy import (
-    clip_config,
-    dummy_picture,
-    language_shapes,
-    llava_config,
-    small_served_config,
-    write_adapter,
-)
+from vlora.bench.dummy import clip_config, dummy_picture, llava_config, small_served_config
 from vlora.bench.gpu.context import Context
 from vlora.bench.serve.model_folder import answering_weights
 from vlora.bench.timed_engine import FixedModePolicy, TimedEngine
-from vlora.config import EngineConfig
 from vlora.models.loading import dummy_model
 from vlora.tune import LARGEST_ERROR
 from vlora.types import TokenScore
 
-_ADAPTERS = ("r8", "r16")
+_ADAPTERS = {"r8": 8, "r16": 16}
+"""Ranks by name."""
 _ANSWER, _TOP = 6, 5  # tokens of an answer, and most likely tokens of each that are compared
 _LARGEST_DIFFERENCE = 2e-3  # of log probabilities in float32, which differ by 1e-4 at most where sums are reordered
 _SHAPE = Shape(512, (512, 128, 128))
@@ -78,15 +69,11 @@ def _llava_config() -> LlavaConfig:
 
 def _compare_model(context: Context, config: Any) -> dict[str, Any]:
     """Largest difference between the device and the CPU, by mode, and over all of them."""
-    with tempfile.TemporaryDirectory() as folder:
-        shapes = language_shapes(dummy_model(config, "float32", torch.device("meta"), 0))
-        adapters = {f"r{rank}": write_adapter(Path(folder) / f"r{rank}", shapes, rank, seed=rank) for rank in (8, 16)}
-        theirs = _answers(config, adapters, torch.device("cpu"))
-        ours = _answers(config, adapters, context.device)
-        by_mode = _differences(ours, theirs)
-        if context.on_gpu:
-            captured = _answers(config, adapters, context.device, cuda_graphs=True)
-            by_mode |= {f"{mode}, graphs": found for mode, found in _differences(captured, theirs).items()}
+    theirs = _answers(config, torch.device("cpu"))
+    by_mode = _differences(_answers(config, context.device), theirs)
+    if context.on_gpu:
+        captured = _answers(config, context.device, cuda_graphs=True)
+        by_mode |= {f"{mode}, graphs": found for mode, found in _differences(captured, theirs).items()}
     largest = max(by_mode.values())
     if not largest <= _LARGEST_DIFFERENCE:
         raise ValueError(f"{config.model_type}: log probabilities on {context.device} differ from the CPU's: {by_mode}")
@@ -111,9 +98,7 @@ def _differences(ours: dict[str, Scores], theirs: dict[str, Scores]) -> dict[str
     return by_mode
 
 
-def _answers(
-    config: Any, adapters: Mapping[str, str], device: torch.device, *, cuda_graphs: bool = False
-) -> dict[str, Scores]:
+def _answers(config: Any, device: torch.device, *, cuda_graphs: bool = False) -> dict[str, Scores]:
     """The scores of every mode's answers, each over one image and a few words.
 
     Raises RuntimeError if an answer failed, and if cuda_graphs is set and nothing was captured.
@@ -123,17 +108,15 @@ def _answers(
         for (_, parameter), (_, drawn) in zip(model.named_parameters(), answering_weights(model, seed=0), strict=True):
             parameter.copy_(drawn)
     policy = FixedModePolicy()
-    settings = EngineConfig(
-        model="dummy",
-        device=str(device),
-        dtype="float32",
+    engine = TimedEngine(
+        model.to(device),
+        _ADAPTERS,
+        parts={"policy": policy},
         arena_bytes=2**27,
-        merge_fidelity_floor=0.0,
         max_step_tokens=64,
         encode_share=1e9,  # all images before the first token, so that all requests run in one batch
         cuda_graphs=cuda_graphs,
     )
-    engine = TimedEngine(settings, model.to(device), adapters, policy=policy)
     if cuda_graphs and engine.engine.parts.device.runner.graphs is None:
         raise RuntimeError(f"{config.model_type}: decode steps were not captured; the log has the reason")
     torch.manual_seed(0)
