@@ -26,8 +26,8 @@ from atmm.tuning.racing import race
 from atmm.tuning.search import Case, Shape
 from benchmarks.gpu import styles
 from benchmarks.plain_baselines import gather_bmm, lane_factors, padded_einsum, peft_layer, plain_loop
+from benchmarks.plots import Picture, select
 from vlora.bench.harness import Bench, Measured
-from vlora.bench.plots import Plot
 from vlora.bench.report import Goal, Row
 from vlora.bench.timing import by_turns
 
@@ -66,52 +66,41 @@ def measure(quick: bool) -> Measured:
     return Measured(rows, {"spread": spread._asdict()}, goals_of(rows, spread))
 
 
+_MIDDLE = ("rank", "adapters")
 _OTHERS = ("PEFT layer", "gather and bmm", "padded einsum", "plain loop", "bgmv", "sgmv", "mbgmm", "vllm", "sglang")
 
 
-def _microseconds(rows: Sequence[Row]) -> list[Row]:
-    """The even rows, with times in place of ratios."""
-    times = [{name: row["us"] * row[name] for name in _OTHERS if row.get(name)} for row in rows]
-    return [{**row, **own} for row, own in zip(rows, times, strict=True) if row["segments"] == "even"]
-
-
-def _chosen(rows: Sequence[Row]) -> list[Row]:
-    return [
-        {
-            **row,
-            "rank, adapters": (row["rank"], row["adapters"]),
-            "case": f"{row['layer']}, {row['dtype']}, {row['segments']}",
-            "strategy": row["chosen"].split()[0],
-        }
-        for row in rows
+def pictures(rows: Sequence[Row]) -> dict[str, Picture]:
+    """Times of the even cells of the middle rank and number of adapters; the strategy that is chosen in each cell."""
+    middle = {name: sorted({row[name] for row in rows})[len({row[name] for row in rows}) // 2] for name in _MIDDLE}
+    even = select(rows, {"segments": "even", **middle})
+    times = [{**row, **{name: row["us"] * row[name] for name in _OTHERS if row.get(name)}} for row in even]
+    latency = {
+        "kind": "lines",
+        "each": ["layer", "dtype"],
+        "title": "{layer}, {dtype}",
+        "x": "tokens",
+        "series": [{"y": name, "name": name} for name in ("us", *_OTHERS) if any(row.get(name) for row in even)],
+        "ticked": True,
+        "log": "y",
+        "settings": {"xlabel": "tokens", "ylabel": "us"},
+    }
+    chosen = [
+        {**row, "rank, adapters": (row["rank"], row["adapters"]), "strategy": row["chosen"].split()[0]} for row in rows
     ]
+    strategies = {
+        "kind": "cells",
+        "each": ["layer", "dtype", "segments"],
+        "title": "{layer}, {dtype}, {segments}",
+        "x": "tokens",
+        "y": "rank, adapters",
+        "name": "{strategy}",
+    }
+    title = ", ".join(f"{name} {value}" for name, value in middle.items())
+    return {"latency": Picture(times, [latency], title), "chosen": Picture(chosen, [strategies])}
 
 
-BENCH = Bench(
-    name="atmm",
-    cases=cases,
-    measure=measure,
-    plots=(
-        Plot(
-            file="latency",
-            x="tokens",
-            y=("us", *_OTHERS),
-            panels=("layer", "dtype"),
-            middle=("rank", "adapters"),
-            log="xy",
-            derive=_microseconds,
-        ),
-        Plot(
-            file="chosen",
-            kind="tiles",
-            x="tokens",
-            y=("rank, adapters",),
-            by=("strategy",),
-            panels=("case",),
-            derive=_chosen,
-        ),
-    ),
-)
+BENCH = Bench(name="atmm", cases=cases, measure=measure, pictures=pictures)
 
 
 def _cases(quick: bool) -> list[Case]:

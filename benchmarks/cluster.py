@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from benchmarks.plots import Picture
 from vlora.bench.harness import Bench, Measured
-from vlora.bench.plots import Plot
 from vlora.bench.report import Goal, Row
 from vlora.orchestrator import Costs
 from vlora.routing import RULES, Need, Report, Room, Router
@@ -276,34 +276,25 @@ def _over_the_hour(rows: Sequence[Row]) -> list[Row]:
     return made
 
 
-def _of(part: str) -> Callable[[Row], bool]:
-    return lambda row: bool(row["part"] == part)
+def pictures(rows: Sequence[Row]) -> dict[str, Picture]:
+    each_of_these = {name: name for name in ("replicas with requests", "requests of each of these")}
+    hour = {"kind": "lines", "x": "minutes", "columns": each_of_these, "name": "{rule}"}
+    late = {"loads": "adapter loads", "ttft p99 s": "first token, p99, s"}
+    drift = {"kind": "bars", "where": {"part": DRIFT}, "x": "{case}", "columns": late, "name": "{rule}", "log": "y"}
+    decisions = {
+        "kind": "lines",
+        "where": {"part": DECISIONS},
+        "x": "N",
+        "series": [{"y": f"{name} us", "name": f"{{rule}}, {name}"} for name in ("p50", "p99")],
+        "ticked": True,
+        "settings": {"xlabel": "replicas", "ylabel": "us of a decision"},
+    }
+    title = f"Punica's figure 13, simulated: 16 replicas, {HOUR_MAIN}"
+    return {
+        "hour": Picture(_over_the_hour(rows), [{**hour, "settings": {"xlabel": "minutes"}}], title),
+        "placement": Picture(rows, [drift]),
+        "decisions": Picture(rows, [decisions]),
+    }
 
 
-BENCH = Bench(
-    name="cluster",
-    cases=cases,
-    measure=measure,
-    plots=(
-        Plot(
-            file="hour",
-            x="minutes",
-            y=("replicas with requests", "requests of each of these"),
-            by=("rule",),
-            apart=True,
-            title=f"Punica's figure 13, simulated: 16 replicas, {HOUR_MAIN}",
-            derive=_over_the_hour,
-        ),
-        Plot(
-            file="placement",
-            kind="bars",
-            x="case",
-            y=("loads", "ttft p99 s"),
-            by=("rule",),
-            apart=True,
-            log="y",
-            where=_of(DRIFT),
-        ),
-        Plot(file="decisions", x="N", y=("p50 us", "p99 us"), by=("rule",), log="x", where=_of(DECISIONS)),
-    ),
-)
+BENCH = Bench(name="cluster", cases=cases, measure=measure, pictures=pictures)

@@ -12,26 +12,28 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import io
 import itertools
 import json
 import math
 import random
-from collections.abc import Coroutine, Sequence
+import tempfile
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
+from benchmarks.embedded_server import HEAD, embedded_model_server, write_embedded_adapter
+from benchmarks.streams.cameras import Trial, observe
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
 from vlora.bench.serve.http_client import HttpConnection, connected
-from vlora.bench.serve.server_process import ADAPTERS, HEAD, ServerProcess, embedded_model_server
+from vlora.bench.serve.server_process import ServerProcess
 from vlora.bench.timing import percentile
 from vlora.client import AsyncClient
-from vlora.errors import VLoraError
 
+ADAPTERS = ("north", "south", "east", "west")
 _NUM_STREAMS = 200
 _NUM_CAMERAS = 16
 _FPS = 1.0  # of a camera
@@ -61,8 +63,11 @@ _FLAGS = ("--max-requests", "512", "--arena-bytes", str(48 * 2**20), "--vision-c
 def measure(quick: bool) -> Measured:
     """200 HTTP streams and 16 video streams on the embedded model in float32, one thread, for five minutes."""
     torch.set_num_threads(1)
-    with embedded_model_server(*_FLAGS) as server:
-        soak = asyncio.run(_run_clients(server, 60.0 if quick else 300.0, _PHASES_QUICK if quick else _PHASES))
+    with tempfile.TemporaryDirectory() as folder:
+        for seed, name in enumerate(ADAPTERS):
+            write_embedded_adapter(Path(folder) / name, seed)
+        with embedded_model_server(Path(folder), *_FLAGS) as server:
+            soak = asyncio.run(_run_clients(server, 60.0 if quick else 300.0, _PHASES_QUICK if quick else _PHASES))
     rows: list[dict[str, Any]] = [
         {"what": "HTTP streams", **_times(soak.latencies(bad=None))},
         {"what": "HTTP streams, good company", **_times(soak.latencies(bad=False))},
@@ -175,7 +180,8 @@ async def _run_clients(server: ServerProcess, seconds: float, num_phases: int) -
             work: list[Coroutine[Any, Any, None]] = [_record_memory(soak, server), _disconnect_early(soak, port)]
             work += [_ask_repeatedly(soak, port, expected, number) for number in range(_NUM_STREAMS)]
             work += [_read_slowly(soak, port) for _ in range(_NUM_SLOW)]
-            work += [_send_frames(soak, cameras, number) for number in range(_NUM_CAMERAS)]
+            draws = itertools.count()
+            work += [_send_frames(soak, cameras, adapter, draws) for adapter in ADAPTERS]
             await run_until(work, soak.end_s + _LAST_S, soak)
     return soak
 
@@ -261,50 +267,16 @@ async def _ask_repeatedly(soak: SoakResult, port: int, expected: dict[tuple[str,
                 soak.answers.append((started, now))
 
 
-async def _send_frames(soak: SoakResult, client: AsyncClient, number: int) -> None:
-    pictures = _pictures(number)
-    stream = await client.open_stream(adapter=ADAPTERS[number % len(ADAPTERS)], head=HEAD, fps=2 * _FPS)
-    loop = asyncio.get_running_loop()
-
-    async def read() -> int:
-        count = 0
-        async for result in stream:
-            if result.number != count:
-                soak.wrong.append(f"camera {number}: frame {result.number} came where {count} was expected")
-            if result.error is not None:
-                soak.wrong.append(f"camera {number}: frame {count} {result.error}")
-            elif result.dropped is not None:
-                soak.num_dropped += 1
-            elif loop.time() >= soak.warm_s:
-                soak.frame_s.append(result.latency_s)
-            count += 1
-        return count
-
-    reading = asyncio.create_task(read())
-    num_sent = 0
-    try:
-        await asyncio.sleep(number / _NUM_CAMERAS / _FPS)
-        while not soak.ended:
-            await stream.send(next(pictures))
-            num_sent += 1
-            await asyncio.sleep(1 / _FPS)
-        await stream.end()
-        if (count := await reading) != num_sent:
-            soak.wrong.append(f"camera {number}: sent {num_sent} frames, received {count} results")
-    except VLoraError as error:
-        soak.wrong.append(f"camera {number}: {type(error).__name__} {error}")
-        reading.cancel()
-
-
-def _pictures(number: int) -> itertools.cycle[bytes]:
-    """Eight JPEGs of noise, repeated."""
-    draws = np.random.default_rng(number)
-    made = []
-    for _ in range(8):
-        stream = io.BytesIO()
-        Image.fromarray(draws.integers(0, 255, (48, 48, 3), dtype=np.uint8)).save(stream, "JPEG")
-        made.append(stream.getvalue())
-    return itertools.cycle(made)
+async def _send_frames(soak: SoakResult, client: AsyncClient, adapter: str, draws: Iterator[int]) -> None:
+    """Cameras until the end; the frames before the warm-up's end are not timed."""
+    now = asyncio.get_running_loop().time()
+    for seconds, counts in ((soak.warm_s - now, False), (soak.end_s - soak.warm_s, True)):
+        trial = Trial(_NUM_CAMERAS // len(ADAPTERS), _FPS, max(1, round(seconds * _FPS)), ((adapter, HEAD),))
+        found = await observe(client, trial, draws, patience_s=_LAST_S)
+        soak.num_dropped += found.dropped
+        soak.frame_s += found.latencies_s if counts else []
+        if found.lost or found.failed or found.cut:
+            soak.wrong.append(f"cameras of {adapter}: {found.missed(_FPS)}")
 
 
 # -- misbehaving clients ----------------------------------------------------------------------------------------------

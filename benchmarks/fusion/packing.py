@@ -13,6 +13,7 @@ from torch import nn
 
 from benchmarks.adapters import base_of, trainer_of
 from benchmarks.fusion.domains import QUICK, SUITE, BenchDomain, Sizes, suspected
+from benchmarks.plots import Picture
 from benchmarks.rivals import pixels
 from fusion.data.samples import Sample, Splits
 from fusion.packing.algorithm import (
@@ -36,8 +37,7 @@ from fusion.training.fingerprint import hash_of_processing, inputs_of
 from fusion.training.run_cache import RunCache
 from heads import TASKS, Grid, Task
 from vlora.bench.harness import Bench, Measured, Results, Store
-from vlora.bench.plots import Plot
-from vlora.bench.report import Goal
+from vlora.bench.report import Goal, Row
 
 ALONE, ALL, DEFAULT = "one adapter per domain", "all in one", "guided (default)"
 NAIVE, PACKED, JOINTLY = "naive (V-LoRA 4.2.1)", "first fit", "jointly"
@@ -114,26 +114,22 @@ def goals(measured: Measured) -> list[Goal]:
     ]
 
 
+def pictures(rows: Sequence[Row]) -> dict[str, Picture]:
+    made = [row for row in rows if row["adapters"] is not None]
+    columns = {name: name for name in ("adapters", "trainings")}
+    return {"methods": Picture(made, [{"kind": "bars", "x": "{method}", "columns": columns, "name": "seed {seed}"}])}
+
+
 BENCH = Bench(
     name="fusion",
     cases=cases,
     measure=measure,
     combine=combine,
     goals=goals,
+    pictures=pictures,
     same=(),
     jobs=True,
     parts=True,
-    plots=(
-        Plot(
-            file="methods",
-            kind="bars",
-            x="method",
-            y=("adapters", "trainings"),
-            by=("seed",),
-            apart=True,
-            where=lambda row: row["adapters"] is not None,
-        ),
-    ),
 )
 
 

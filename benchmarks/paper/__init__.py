@@ -1,9 +1,8 @@
 """`vlora bench paper`: the figures of V-LoRA, S-LoRA, Punica, BD-LoRA and Symbiosis, each drawn beside the paper's
 numbers.
 
-Reading order: `figures.yaml` (all figures), `figure.py` (what its rows mean), `drawing.py` (the kinds of plot),
-`measuring.py` (the setting); then the measurements: `benches.py`, `heads.py`, `operators.py`, `steps.py`,
-`simulations.py`.
+Reading order: `figures.yaml` (all figures), `figure.py` (what its rows mean), `measuring.py` (the setting); then the
+measurements: `benches.py`, `heads.py`, `operators.py`, `steps.py`, `simulations.py`.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from benchmarks.paper import drawing, simulations
+from benchmarks import plots
+from benchmarks.paper import simulations
 from benchmarks.paper.figure import FORM, PAPERS, Figure, Found, read_figures
 from benchmarks.paper.measuring import Measuring, Setting
-from vlora.bench import plots
 from vlora.bench.harness import Bench, Measured, Results, Store, joined
 from vlora.bench.report import Goal, Row, environment
 from vlora.bench.timing import threads
@@ -155,7 +154,7 @@ def paint(store: Store, folder: Path) -> None:
             continue
         about, picture = stored["found"][figure.key], f"{figure.paper}-{figure.number}.png"
         value = about["value"]
-        drawing.save(figure, value, setting, folder / picture)
+        figure.picture(value, setting).save(folder / picture)
         used = {name: found for name in (figure.stored, *about["used"]) if (found := store.read(name)) is not None}
         commits = {name: each["origin"]["commit"] for name, each in used.items()}
         others = {name: commit for name, commit in commits.items() if commit != env["commit"]}

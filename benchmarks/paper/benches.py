@@ -1,5 +1,5 @@
-"""Figures from the rows of other benchmarks (`tp`, `bd`, `split`), from trainings on the embedded model, and
-from configurations.
+"""Figures from the rows of `vlora bench tp`, from a base executor and its clients, from trainings on the
+embedded model, and from configurations.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import adapters as block_diagonal
-from benchmarks.adapters import base_of, cut, plan_of, trainer_of
+from benchmarks.adapters import base_of, block_diagonal_score, cut, plan_of, trainer_of
 from benchmarks.paper import simulations, steps
 from benchmarks.paper.measuring import QUICK_MODEL, Measuring
 from benchmarks.rivals import RIVALS, SmallModel, export
@@ -31,6 +30,7 @@ from vlora.bench import tp
 from vlora.bench.dummy import MODELS
 from vlora.bench.harness import measured
 from vlora.bench.report import Row
+from vlora.bench.timing import threads
 from vlora.models.loading import dummy_model
 
 
@@ -99,11 +99,11 @@ def ranks(measuring: Measuring, answer: int) -> list[Row]:
 
 
 def trade_off(measuring: Measuring, rows: Sequence[Row]) -> list[Row]:
-    """Those of `ranks` of single requests without an added delay, and mean test accuracy of one seed of `bd`."""
-    found = measuring.once(
-        "block-diagonal-scores",
-        lambda: [row["mean"] for row in measured(block_diagonal.BENCH, measuring.setting.quick, seeds=1).rows],
-    )
+    """Those of `ranks` of single requests without an added delay, and mean test accuracy of LoRA and of two blocks."""
+    with threads(1):
+        found = measuring.once(
+            "block-diagonal-scores", lambda: [block_diagonal_score(n, measuring.setting.quick) for n in (1, 2)]
+        )
     accuracy = dict(zip((_KINDS["slora"], _KINDS["bd"]), found[:2], strict=True))
     return [
         {**row, "accuracy": 100 * accuracy[row["adapter"]]}
@@ -115,17 +115,17 @@ def trade_off(measuring: Measuring, rows: Sequence[Row]) -> list[Row]:
 # -- an executor and its clients ---------------------------------------------------------------------------------------
 
 
-def executor(measuring: Measuring, part: str, clients: Sequence[int], rounds: int, windows: int) -> dict[str, Any]:
-    """A part of `vlora bench split` with its goals, with fewer numbers of clients and rounds than there."""
-    full = FULL._replace(clients=tuple(clients), rounds=rounds, mix=FULL.mix._replace(rounds=windows))
-    rows = split.one(part, QUICK if measuring.setting.quick else full)
-    return {"rows": executor_rows(rows, clients[-1]), "goals": [list(goal) for goal in split.goals_of(rows)]}
+def executor(measuring: Measuring, part: str) -> dict[str, Any]:
+    """A part of `benchmarks.split`, with its goals."""
+    rows = split.one(part, QUICK if measuring.setting.quick else FULL)
+    return {"rows": executor_rows(rows), "goals": [list(goal) for goal in split.goals_of(rows)]}
 
 
-def executor_rows(rows: Sequence[Row], copies: int) -> list[Row]:
-    """The rows, with the curves by kind, and the trainings that fit in the memory of so many copies in bfloat16, which
+def executor_rows(rows: Sequence[Row]) -> list[Row]:
+    """The rows, with the curves by kind, and the trainings that fit in the memory of the most copies in bfloat16, which
     cannot share it; none with fewer copies, because the executor's own process takes more than it saves.
     """
+    copies = FULL.clients[-1]
     found = []
     for row in rows:
         if row["curves"]:

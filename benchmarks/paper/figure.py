@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from benchmarks.paper.measuring import Setting, device_words
+from benchmarks.plots import COLORS, Picture, select
 from vlora.bench.report import Goal, Row
 
 Found = Mapping[str, Any]
@@ -28,18 +29,6 @@ PAPERS = {
 THE_PAPER, HERE = "the paper", "here"
 FORM = 2
 """Of stored measurements; raised when rows get other columns, so that those stored before are not read."""
-
-
-def select(rows: Sequence[Row], wanted: Mapping[str, Any]) -> Sequence[Row]:
-    """The rows with these values of columns, None without one. A list stands for any of its values, "last" for the
-    value of the last row.
-    """
-    for column, value in wanted.items():
-        if value == "last":
-            value = next((row[column] for row in reversed(rows) if column in row), None)
-        values = value if isinstance(value, list) else [value]
-        rows = [row for row in rows if row.get(column) in values]
-    return rows
 
 
 _REDUCE: dict[str, Callable[[Sequence[float]], float]] = {
@@ -141,7 +130,7 @@ class Figure(NamedTuple):
         simulated: Whether a figure's values come from the simulator with measured costs.
         measure: Arguments of `find`.
         table: The paper's rows.
-        panels: Arguments of `drawing.Panel`, from left to right, line by line. `beside` is one more panel.
+        panels: Arguments of `plots.Panel`, from left to right, line by line. `beside` is one more panel.
         goals: Claims of the paper that must hold here; those that come with the measurement by default.
         size: Width and height in inches.
         widths: Of the panels of a line, relative to each other; equal by default.
@@ -190,6 +179,30 @@ class Figure(NamedTuple):
             return [Goal(*goal) for goal in found.get("goals", ())]
         numbers = [(claim, claim.number.number(found["rows"])) for claim in self.goals]
         return [Goal(claim.name, number, claim.bound, claim.at_most) for claim, number in numbers if number is not None]
+
+    def picture(self, found: Found, setting: Setting) -> Picture:
+        """With the paper's numbers beside ours, and the device and the model in the caption."""
+        paper, kind = PAPERS[self.paper].partition(":")[0], "Figure" if self.number.startswith("fig") else "Table"
+        title = f"{paper}, {kind} {self.number.removeprefix('fig').removeprefix('table')}: {self.title}"
+        panels = [*self.panels, *([] if self.beside is None else [self._beside(found, self.beside)])]
+        return Picture(self.rows(found), panels, title, self.size, self.widths, self.lines, self.words(setting))
+
+    def words(self, setting: Setting) -> str:
+        """The caption with the device and the model."""
+        kind = "Simulated with costs measured on" if self.simulated else "Measured on"
+        return f"{self.caption} {kind}: {self.device_words(setting)}; {self.model or setting.model_words}."
+
+    def _beside(self, found: Found, label: str) -> dict[str, Any]:
+        """The panel of the paper's numbers beside those measured here, facts with one unit."""
+        here, number = self.here(found), len(self.facts)
+        return {
+            "kind": "bars",
+            "rows": [{"fact": each.quantity, THE_PAPER: each.value, HERE: here[each.quantity]} for each in self.facts],
+            "x": "{fact}",
+            "series": [{"name": who, "y": who} for who in (THE_PAPER, HERE)],
+            "settings": {"ylabel": label, "title": "beside the paper's numbers"},
+            "options": {"wrap": max(9, min(17, 66 // number)), "colors": ("#d98c3f", COLORS[0]), "missing": "n/a"},
+        }
 
     def device(self, setting: Setting) -> torch.device:
         """The device of the measurement."""

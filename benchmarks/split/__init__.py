@@ -1,1 +1,1 @@
-"""The bench of split execution: memory, speed and batching of clients beside one base executor."""
+"""Split execution: memory, speed and batching of clients beside one base executor."""

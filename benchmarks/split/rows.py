@@ -39,11 +39,11 @@ class Size(NamedTuple):
 
 FULL = Size(
     layers=8,
-    clients=(1, 2, 4, 8),
-    rounds=9,
+    clients=(1, 4, 8),
+    rounds=5,
     tokens=16,
     rows=(1, 1, 2, 4, 8, 16, 32, 64),
-    mix=Mix(layers=4, inference=8, training=2, prompt=64, answer=64, requests=2, rounds=3),
+    mix=Mix(layers=4, inference=8, training=2, prompt=64, answer=64, requests=2, rounds=2),
 )
 QUICK = Size(
     layers=5,

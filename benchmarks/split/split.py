@@ -1,4 +1,4 @@
-"""`vlora bench split`: what a base executor costs and saves, beside own copies of the model.
+"""What a base executor costs and saves, beside own copies of the model: the figures of Symbiosis.
 
 Memory is the proportional set size (PSS) of all processes, after one further training step of every client. Table 5 and
 figures 22 and 23 of the paper are in wall time: run them on an otherwise idle machine. Clients and executors are
@@ -20,9 +20,7 @@ from typing import Any
 from benchmarks.split import mixed
 from benchmarks.split.base_process import POLICIES
 from benchmarks.split.processes import Process, run_together, running
-from benchmarks.split.rows import FULL, QUICK, TRAIN, Size, row, write_checkpoint
-from vlora.bench.harness import Bench, Measured, Results
-from vlora.bench.plots import Plot
+from benchmarks.split.rows import FULL, TRAIN, Size, row, write_checkpoint
 from vlora.bench.report import Goal
 
 WAYS = {
@@ -137,25 +135,6 @@ PARTS: Mapping[str, Callable[[Path, Size], list[dict[str, Any]]]] = {
 """Parts of the bench, in their order."""
 
 
-def cases(quick: bool, parts: Sequence[str] = ()) -> dict[str, tuple[str, Size]]:
-    """The chosen parts, or all; quick: fewer clients and repetitions, a smaller model."""
-    return {part: (part, QUICK if quick else FULL) for part in PARTS if part in (parts or PARTS)}
-
-
-def measure(case: tuple[str, Size]) -> Measured:
-    part, size = case
-    return Measured(one(part, Size._make(size)))
-
-
-def combine(results: Results) -> Measured:
-    """Some parts have a report of their own: that of a whole run may be in the same folder."""
-    rows = [row for each in results.values() for row in each.rows]
-    if len(results) == len(PARTS):
-        return Measured(rows, goals=goals_of(rows))
-    title = " ".join(("vlora bench split", *(f"--part {part}" for part in results)))
-    return Measured(rows, {"name": "-".join(("split", *results)), "title": title}, goals_of(rows))
-
-
 def one(part: str, size: Size) -> list[dict[str, Any]]:
     """The rows of a part, on a model of its own."""
     layers = size.mix.layers if part == "mixed" else size.layers
@@ -187,23 +166,3 @@ def _table_5_goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
         return []
     beside = latency["opportunistic"] / latency["lockstep"]
     return [Goal("latency of opportunistic batching beside lockstep", beside, 1, True)]
-
-
-def _of(what: str) -> Callable[[Any], bool]:
-    return lambda row: row["what"].startswith(what)
-
-
-_WAYS = ("latency ms", "tokens a second")
-
-BENCH = Bench(
-    name="split",
-    cases=cases,
-    measure=measure,
-    combine=combine,
-    options=frozenset({"parts"}),
-    plots=(
-        Plot(file="memory", kind="bars", x="clients", y=("all MiB",), by=("way",), where=_of("memory")),
-        Plot(file="table5", kind="bars", x="way", y=(*_WAYS, "calls a product"), apart=True, where=_of("table 5")),
-        Plot(file="figures22-23", kind="bars", x="way", y=(*_WAYS, "training"), apart=True, where=_of("figures 22")),
-    ),
-)

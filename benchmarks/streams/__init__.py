@@ -16,15 +16,16 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.embedded_server import HEAD, embedded_model_server
+from benchmarks.plots import Picture
 from benchmarks.streams.cameras import Kind, Observed, Trial, adapter_name, observe, write_adapters
 from vlora.bench.harness import Bench, Measured
-from vlora.bench.plots import Plot
-from vlora.bench.report import Goal
-from vlora.bench.serve.server_process import HEAD, ServerProcess, launched_server
+from vlora.bench.report import Goal, Row
+from vlora.bench.serve.server_process import ServerProcess
 from vlora.client import AsyncClient
 from vlora.engine.host_resources import default_threads
 
@@ -84,7 +85,7 @@ def measure_all(quick: bool) -> Measured:
         write_adapters(Path(temporary))
         draws = itertools.count()
         for threads in (every,) if quick or every == 1 else (every, 1):
-            with launched_server("vlora.cli", *_serve(temporary, threads)) as server:
+            with embedded_model_server(Path(temporary), *_FLAGS, threads=threads) as server:
                 rows += asyncio.run(measure(server, threads, quick, totals, draws))
     goals = [
         Goal("frames without exactly one result, in all trials", float(totals.lost), 0.0, True),
@@ -100,26 +101,23 @@ def measure_all(quick: bool) -> Measured:
     return Measured(rows, found, goals)
 
 
-BENCH = Bench(
-    name="streams",
-    measure=measure_all,
-    plots=(
-        Plot(
-            file="cameras",
-            x="fps",
-            y=("cameras",),
-            by=("tasks", "adapters"),
-            panels=("threads",),
-            log="xy",
-            title="cameras with p99 within 1 / fps, nothing dropped, by tasks and kind of adapters",
-        ),
-    ),
-)
+def pictures(rows: Sequence[Row]) -> dict[str, Picture]:
+    panel = {
+        "kind": "lines",
+        "each": ["threads"],
+        "title": "{threads} threads",
+        "x": "fps",
+        "y": "cameras",
+        "name": "{tasks}, {adapters}",
+        "ticked": True,
+        "log": "y",
+        "settings": {"xlabel": "fps", "ylabel": "cameras"},
+    }
+    title = "cameras with p99 within 1 / fps, nothing dropped, by tasks and kind of adapters"
+    return {"cameras": Picture(rows, [panel], title)}
 
 
-def _serve(adapters: str, threads: int) -> list[str]:
-    ports = ["--rpyc-port", "0", "--http-port", "0"]
-    return ["serve", "--dtype", "float32", "--adapters", adapters, "--threads", str(threads), *ports, *_FLAGS]
+BENCH = Bench(name="streams", measure=measure_all, pictures=pictures)
 
 
 class Trials:

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
+from benchmarks.embedded_server import write_embedded_adapter
 from fusion.embedded import checkpoint_path
-from vlora.bench.serve.server_process import write_embedded_adapter
 from vlora.bench.timing import percentile
 from vlora.client import AsyncClient, AsyncFrameStream
 from vlora.errors import VLoraError
@@ -101,9 +101,7 @@ class Observed:
 
 async def observe(client: AsyncClient, trial: Trial, draws: Iterator[int], patience_s: float | None = None) -> Observed:
     """Run a trial. Frames of a camera are sent at equal distances, and those of all cameras in turn."""
-    pictures = [
-        [_picture(camera, number, next(draws)) for number in range(trial.frames)] for camera in range(trial.cameras)
-    ]
+    pictures = await asyncio.to_thread(_pictures, trial, draws)  # other clients of the process go on
     streams = await asyncio.gather(*(client.open_stream(heads=trial.heads) for _ in range(trial.cameras)))
     observed = Observed()
     began = asyncio.get_running_loop().time() + 0.1
@@ -170,6 +168,12 @@ def num_lost(numbers: Sequence[int], expected: int) -> int:
     """Frames without exactly one result in order, and results of no frame."""
     right = sum(got == number for got, number in zip(numbers, range(expected), strict=False))
     return expected - right + max(0, len(numbers) - expected)
+
+
+def _pictures(trial: Trial, draws: Iterator[int]) -> list[list[bytes]]:
+    return [
+        [_picture(camera, number, next(draws)) for number in range(trial.frames)] for camera in range(trial.cameras)
+    ]
 
 
 def _picture(camera: int, number: int, seed: int) -> bytes:

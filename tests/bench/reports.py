@@ -13,14 +13,11 @@ import pytest
 from benchmarks import atmm, cluster, gateway, packed, soak, streams
 from benchmarks import training as beside
 from benchmarks.gateway import RequestTimes
-from benchmarks.split import mixed, split
 from benchmarks.training import Served
-from tests.bench.split_rows import LATENCIES, MIX, of_all_parts, windows
 from vlora.bench import costs, serve, step, tp
 from vlora.bench.harness import measured
 from vlora.bench.report import Report
 from vlora.bench.step import StepWork
-from vlora.bench.tp import RankMemory
 from vlora.orchestrator import StepSize
 
 Patch = Callable[..., None]
@@ -119,7 +116,7 @@ def _soak(patch: Patch, slow: float) -> Report:
     async def run_clients(*_: object) -> Any:
         return result
 
-    patch(soak, "embedded_model_server", _run_clients=run_clients)
+    patch(soak, "embedded_model_server", "write_embedded_adapter", _run_clients=run_clients)
     return measured(soak.BENCH, True)
 
 
@@ -128,32 +125,14 @@ def _streams(patch: Patch, slow: float) -> Report:
         totals.lost = totals.failed = int(slow > 1)
         return [{"cameras": 3}]
 
-    patch(streams, "launched_server", "write_adapters", measure=measure)
+    patch(streams, "embedded_model_server", "write_adapters", measure=measure)
     return measured(streams.BENCH, True)
 
 
 def _tp(patch: Patch, slow: float) -> Report:
-    ranks = MagicMock()
-    ranks.return_value.__enter__.return_value = MagicMock(memory=RankMemory(1, 1, {}), measure=lambda: [None])
     row = {"phase": "decode", "batch": 1, "auto / other": slow}
-    patch(tp, run_ranks=ranks, _write_adapters=lambda *_: {}, rows_of=lambda *_: [row])
+    patch(tp, "RanksEngine", _write_adapters=lambda *_: {}, rows_of=lambda *_: [row])
     return measured(tp.BENCH, True)
-
-
-def _split(patch: Patch, slow: float) -> Report:
-    latencies = LATENCIES if slow == 1 else {**LATENCIES, mixed.MIXED: (4.1, 4.2, 5.2)}
-    shown = windows(latencies, trained=3)
-    if slow > 1:  # fewer tokens beside training
-        fewer = windows(latencies, trained=0)[mixed.MIXED]
-        shown[mixed.MIXED] = [
-            each._replace(events=[each.events[0]._replace(tokens=1), *each.events[1:]]) for each in fewer
-        ]
-    parts = {
-        "memory": of_all_parts(8, 80.0 * slow, 9.0 * slow),
-        "mixed": mixed.rows_of(shown, MIX),
-    }
-    patch(split, "write_checkpoint", PARTS={name: lambda *_, rows=rows: rows for name, rows in parts.items()})
-    return measured(split.BENCH, True)
 
 
 def _packed(patch: Patch, slow: float) -> Report:
@@ -186,7 +165,6 @@ MAKERS: dict[str, Callable[[Patch, float], Report]] = {
     "soak": _soak,
     "streams": _streams,
     "tp": _tp,
-    "split": _split,
     "packed": _packed,
     "training": _training,
 }

@@ -1,4 +1,4 @@
-"""Rows of `vlora bench split` with given ratios."""
+"""Rows of a base executor and its clients with given ratios."""
 
 from __future__ import annotations
 

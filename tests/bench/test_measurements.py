@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,12 +31,13 @@ from tests.families import build_model
 from vlora.bench.costs import StepSample, fit, fit_costs, patch_cost
 from vlora.bench.dummy import BenchModel, language_shapes, small_config
 from vlora.bench.step import DecodeWork, FloorTimes, StepWork
+from vlora.bench.timed_engine import TimedEngine
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import dummy_model
 from vlora.orchestrator import Costs, StepSize, TokenThresholds
-from vlora.types import Request, SamplingParams
+from vlora.types import Request, RequestOutput, SamplingParams
 
 CPU = torch.device("cpu")
 
@@ -209,10 +209,21 @@ def test_every_kind_of_step_is_timed() -> None:
 # -- task heads -------------------------------------------------------------------------------------------------------
 
 
-def test_a_head_and_words_are_asked_of_one_engine() -> None:
-    engine = heads.HeadEngine(small_config())
+def test_a_head_and_words_are_asked_of_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs: list[RequestOutput] = []
+    step = TimedEngine.step
+
+    def recorded(engine: TimedEngine) -> tuple[RequestOutput, ...]:
+        outputs.extend(found := step(engine))
+        return found
+
+    monkeypatch.setattr(TimedEngine, "step", recorded)
+    ask = heads.asking(small_config())
     for tokens in (0, 1, 3):
-        engine.ask(2, 1, tokens)  # it checks the answers
+        outputs.clear()
+        ask(2, 1, tokens)
+        assert sum(len(output.token_ids) for output in outputs) == 2 * tokens
+        assert sum(output.head is not None for output in outputs) == (0 if tokens else 2)
 
 
 @pytest.mark.parametrize(("limit_s", "measured"), [(100.0, [1, 4, 8]), (5.0, [1, 4]), (0.5, [1])])
@@ -227,8 +238,9 @@ def test_shapes_after_one_that_takes_too_long_are_left_out(
         return {name: [asked[-1] / 2 if name == "0" else asked[-1]] for name in calls}
 
     monkeypatch.setattr(heads, "interleaved", timed)
-    engine: Any = SimpleNamespace(ask=lambda batch, *_: asked.append(batch), prompt_len=lambda frames: 1)
-    rows = heads.measure_tower("tower", engine, [(batch, 1) for batch in (1, 4, 8)], 1, limit_s)
+    rows = heads.measure_tower(
+        "tower", lambda batch, *_: asked.append(batch), [(batch, 1) for batch in (1, 4, 8)], 1, limit_s
+    )
     assert list(dict.fromkeys(row["batch"] for row in rows)) == measured
     assert [row["ratio"] for row in rows] == [0.5] * len(rows)
 

@@ -20,8 +20,8 @@ from PIL import Image
 
 from atmm.layers import Site
 from atmm.tuning.search import Shape
-from benchmarks import paper
-from benchmarks.paper import BENCH, ELSEWHERE, FIGURES, benches, chosen, drawing, find, operators
+from benchmarks import paper, plots
+from benchmarks.paper import BENCH, ELSEWHERE, FIGURES, benches, chosen, find, operators
 from benchmarks.paper import measuring as measuring_module
 from benchmarks.paper.benches import ranks
 from benchmarks.paper.figure import PAPERS, Comparison, Fact, Figure, Found
@@ -77,7 +77,7 @@ def test_a_paper_s_numbers_have_a_source_and_a_unit() -> None:
 @pytest.mark.parametrize("own", FIGURES, ids=lambda each: each.key)
 def test_a_measurement_and_its_quick_run_have_the_arguments_of_their_function(own: Figure) -> None:
     for panel in own.panels:
-        assert drawing.Panel(**panel).kind
+        assert plots.Panel(**panel).kind
     stated: Any = own.measure
     while stated is not None:
         arguments = {name: value for name, value in stated.items() if name not in ("call", "share", "of", "quick")}
@@ -136,7 +136,7 @@ def test_a_figure_of_costs_and_the_simulator_end_to_end(measuring: Measuring, tm
     ms = {row["system"]: row["ms"] for row in found["rows"][-5:]}
     assert ms["dLoRA (its operator and switch)"] > ms["cost_based (default here)"]
     assert find(measuring, **few(skewness.key, 99)) == found, "the measurement is shared"
-    drawing.save(skewness, found, measuring.setting, tmp_path / "skewness.png")
+    skewness.picture(found, measuring.setting).save(tmp_path / "skewness.png")
     assert (tmp_path / "skewness.png").stat().st_size > 10_000
 
 
@@ -314,7 +314,7 @@ def test_unmerged_steps_without_extra_time_are_reported(unmerged: float) -> None
     assert prefill.holds
     assert not decode.holds
     assert decode.value == pytest.approx(3 * (unmerged - 10.0))
-    drawing.draw(saving, found, Canvas())
+    saving.picture(found, Setting.here(True)).draw(Canvas())
 
 
 def test_this_project_s_operator_is_not_compared_with_the_papers_systems() -> None:
@@ -384,7 +384,7 @@ def test_numbers_beside_bd_lora_s_are_without_an_added_delay(number: str, on_ran
         found = {"rows": [row for row in alone if row["adapter"] in (SPLIT, BLOCKS)]}
     assert own.here(found) == {fact.quantity: pytest.approx(1.0) for fact in own.facts}
     canvas = Canvas()
-    drawing.draw(own, found, canvas)
+    own.picture(found, Setting.here(True)).draw(canvas)
     delayed = [axis.get_title() for axis in canvas.axes if "+200 µs" in axis.get_title()]
     assert len(delayed) == (2 if number == "fig10" else 0)
 
@@ -413,11 +413,11 @@ def test_a_caption_names_the_device_that_its_figure_uses(
     gpu: Setting, num_gpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    on_cpu = {figure.key for figure in FIGURES if "a GPU;" not in drawing.caption(figure, gpu)}
+    on_cpu = {figure.key for figure in FIGURES if "a GPU;" not in figure.words(gpu)}
     assert on_cpu == (ON_CPU | ON_RANKS if num_gpus == 1 else ON_CPU)
-    assert "one thread" not in drawing.caption(chosen(["v-lora:fig4"])[0], gpu)
+    assert "one thread" not in chosen(["v-lora:fig4"])[0].words(gpu)
     (heads,) = chosen(["v-lora:fig16"])
-    assert "one thread; the 0.5 B model" in drawing.caption(heads, gpu)
+    assert "one thread; the 0.5 B model" in heads.words(gpu)
 
 
 @pytest.mark.parametrize(("runs_on", "num_threads"), [("cpu", 1), ("cores", 2), ("setting", 2)])
@@ -432,7 +432,7 @@ def test_measurements_on_a_cpu_have_one_thread_beside_a_gpu(
 
     monkeypatch.setattr(paper, "counted", counted, raising=False)
     monkeypatch.setattr(paper, "FIGURES", [figure(runs_on=runs_on)])
-    monkeypatch.setattr(drawing, "save", lambda *_: None)
+    monkeypatch.setattr(plots.Picture, "save", lambda *_: None)
     with threads(2):
         measured(BENCH, True, tmp_path)
         assert torch.get_num_threads() == 2

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 
 from benchmarks import atmm, cluster, streams
-from benchmarks.split import split
-from tests.bench.split_rows import drawable
-from vlora.bench.plots import draw
 from vlora.routing import RULES
 
 pytestmark = pytest.mark.slow
@@ -59,14 +56,14 @@ GPU = cells(("tiled", "tiled m16 n128 k128 s4 p3", "grouped m64 n64 k32 s5"), ("
         pytest.param(atmm, GPU, {"chosen", "latency"}, id="atmm on a GPU", marks=pytest.mark.exhaustive),
         pytest.param(cluster, cluster_rows(), {"hour", "placement", "decisions"}, id="cluster"),
         pytest.param(streams, CAMERAS, {"cameras"}, id="streams"),
-        pytest.param(split, drawable(), {"figures22-23", "memory", "table5"}, id="split"),
-        pytest.param(split, [each for each in drawable() if each["what"] == "table 5"], {"table5"}, id="part of split"),
     ),
 )
 def test_pictures_have_every_kind_of_row(
     bench: Any, rows: list[dict[str, Any]], names: set[str], tmp_path: Path
 ) -> None:
-    draw(bench.BENCH.plots, rows, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.png" for name in names}
+    pictures = bench.BENCH.pictures(rows)
+    for file, picture in pictures.items():
+        picture.save(tmp_path / f"{file}.png")
+    assert {path.stem for path in tmp_path.iterdir()} == names == set(pictures)
     for path in tmp_path.iterdir():
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5_000

@@ -1,8 +1,7 @@
-"""`vlora bench split` without its processes: lockstep, rows, figures, and a tiny run of clients in threads."""
+"""The figures of Symbiosis without their processes: lockstep, rows, figures, and a tiny run of clients in threads."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import os
 import signal
@@ -12,25 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import torch
-from click.testing import CliRunner
 
-from benchmarks.paper import FIGURES, drawing, find
+from benchmarks.paper import FIGURES, find
 from benchmarks.paper.benches import executor_rows
 from benchmarks.paper.measuring import Measuring, Setting
 from benchmarks.split import base_process, mixed, split
 from benchmarks.split.base_process import LockstepQueue
 from benchmarks.split.mixed import Event, Window
-from benchmarks.split.rows import row
 from benchmarks.split.worker import Client
 from tests.bench.split_rows import LATENCIES, MIX, drawable, of_all_parts, windows
 from tests.split.running import serving, tiny
 from vlora.bench.dummy import MODELS
-from vlora.bench.harness import Store, measured
-from vlora.cli import cli
-from vlora.errors import BadConfig
+from vlora.bench.harness import Store
 from vlora.split.batching import Call
 
 
@@ -50,7 +44,8 @@ def test_lockstep_waits_for_every_client() -> None:
 
 
 def test_parts_that_were_not_measured_have_no_goals() -> None:
-    assert len(split.goals_of(of_all_parts(8, 80.0, 9.0))) == 2
+    assert [goal.holds for goal in split.goals_of(of_all_parts(8, 80.0, 9.0))] == [True, True]
+    assert [goal.holds for goal in split.goals_of(of_all_parts(8, 101.0, 11.0))] == [False, False]
     assert len(split.goals_of(of_all_parts(2, 120.0, 9.0))) == 1, "memory of few clients is no goal"
     assert split.goals_of([]) == []
 
@@ -115,39 +110,6 @@ def test_the_mix_must_have_the_throughput_and_the_latency() -> None:
         assert [goal.holds for goal in split.goals_of(mixed.rows_of(shown, MIX))] == holds
 
 
-def test_a_part_is_measured_by_itself_and_a_whole_run_resumes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls: list[str] = []
-
-    def part(name: str) -> Any:
-        def measure(checkpoint: Path, size: Any) -> list[dict[str, Any]]:
-            calls.append(name)
-            if len(calls) == 3:
-                raise KeyboardInterrupt
-            return [row(name, "way", clients=1)]
-
-        return measure
-
-    monkeypatch.setattr(split, "PARTS", {name: part(name) for name in ("memory", "mixed")})
-    monkeypatch.setattr(split, "write_checkpoint", lambda folder, layers: folder)
-    only = measured(split.BENCH, True, parts=("mixed",))
-    assert [each["what"] for each in only.rows] == ["mixed"]
-    assert only.bench == "split-mixed", "it would replace the report of a whole run"
-    with pytest.raises(KeyboardInterrupt):
-        measured(split.BENCH, True, tmp_path)
-    report = measured(split.BENCH, True, tmp_path)
-    assert calls == ["mixed", "memory", "mixed", "mixed"] and len(report.rows) == 2 and report.bench == "split"
-
-
-def test_the_command_offers_all_parts_of_this_bench_only() -> None:
-    for measure in split.PARTS.values():
-        inspect.signature(measure).bind(Path(), split.QUICK)
-    (option,) = (each for each in cli.commands["bench"].params if each.name == "parts")
-    assert isinstance(option.type, click.Choice) and list(option.type.choices) == list(split.PARTS)
-    result = CliRunner().invoke(cli, ["bench", "step", "--part", "mixed"])
-    assert isinstance(result.exception, BadConfig)
-    assert "--part is valid for `vlora bench split` only" in str(result.exception)
-
-
 @pytest.mark.parametrize(
     "figure", [each for each in FIGURES if each.paper == "symbiosis"], ids=lambda each: each.number
 )
@@ -158,12 +120,12 @@ def test_figures_of_the_paper_are_drawn_beside_its_numbers(
     monkeypatch.setattr(split, "one", lambda part, size: drawable())
     found = find(Measuring(setting, Store(tmp_path, {})), **figure.measure)
     assert set(figure.here(found)) == {fact.quantity for fact in figure.facts}
-    drawing.save(figure, found, setting, tmp_path / "figure.png")
+    figure.picture(found, setting).save(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
     if figure.number == "fig10":
         assert list(figure.here(found).values()) == [None], "two copies are not compared with the paper's"
         # Eight copies take 100 MiB; an executor of 40 leaves room for twelve clients of 5.
-        of_eight = {"rows": executor_rows(of_all_parts(8, 80.0, 9.0), 8)}
+        of_eight = {"rows": executor_rows(of_all_parts(8, 80.0, 9.0))}
         assert list(figure.here(of_eight).values()) == [pytest.approx(1.5)]
     if figure.number == "table5":
         assert figure.here(found)["latency to lockstep's"] == pytest.approx(0.9)

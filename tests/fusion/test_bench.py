@@ -1,16 +1,14 @@
-"""`vlora bench fusion`, `bd` and `retrieve` without training: domains, counts, tables and goals."""
+"""`vlora bench fusion` and `retrieve`, and block-diagonal adapters, without training: domains, counts and goals."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from benchmarks import adapters, retrieve
 from benchmarks.fusion import packing as packing_bench
@@ -30,9 +28,7 @@ from benchmarks.searched_videos import Query
 from fusion.packing.algorithm import History, Score, TrainingResult
 from fusion.plan.schema import LoraPlan
 from tests.fusion import small
-from vlora.bench.harness import Measured, Store, measured
-from vlora.cli import cli
-from vlora.errors import BadConfig
+from vlora.bench.harness import Measured, Store
 
 EVERY = {made.name: made for made in SUITE}
 
@@ -148,11 +144,6 @@ def test_missed_thresholds_are_counted_on_test_data(tmp_path: Path) -> None:
     assert goals(*tables)[0].value == 1
 
 
-def store(folder: Path, name: str, found: dict[str, Any]) -> None:
-    """As a run at another commit stores it."""
-    Store(folder, {"commit": "1f" * 20}).write(name, {**Measured([], found)._asdict(), "spent": {"wall s": 1.0}})
-
-
 def numbers(lora: LoraPlan) -> int:
     """Two layers of the embedded model's widths: one sharded by outputs, one by inputs."""
     return lora.rank * (256 + 640 // lora.blocks) + lora.rank * (640 // lora.blocks + 256)
@@ -166,32 +157,6 @@ def test_no_other_rank_has_a_parameter_count_nearer_to_the_loras(blocks: int) ->
     assert rank % blocks == 0 and (rank == adapters.RANK if blocks == 1 else rank > adapters.RANK)
     for other in (rank - blocks, rank + blocks):
         assert abs(numbers(LoraPlan(rank=other, blocks=blocks)) - wanted) >= found
-
-
-def a_run(blocks: int, seed: int, digits: float) -> dict[str, Any]:
-    test = {"digits": digits, "photos": 0.6, "signs": 0.6}
-    return {"seed": seed, "blocks": blocks, "rank": 8 * blocks, "parameters": 100, "test": test}
-
-
-def test_mean_and_spread_of_blocks_are_over_seeds_and_a_gap_misses_the_goal(tmp_path: Path) -> None:
-    for seed in (0, 1, 2):
-        for blocks, digits in ((1, 0.9), (2, 0.9 + 0.1 * (seed - 1)), (4, 0.75)):
-            store(tmp_path / "bd" / "work", f"{blocks}-{seed}", a_run(blocks, seed, digits))
-    found = measured(adapters.BENCH, False, tmp_path)
-    assert [row["method"] for row in found.rows] == ["LoRA", "BD-LoRA, 2 blocks", "BD-LoRA, 4 blocks"]
-    two = found.rows[1]
-    assert two["digits"] == pytest.approx(0.9) and two["digits +-"] == pytest.approx(0.1 * (2 / 3) ** 0.5)
-    assert two["mean"] == pytest.approx(0.7)
-    # Per seed the differences are a third of -0.1, 0 and 0.1; their spread gives the standard error.
-    assert two["less LoRA"] == pytest.approx(0) and two["standard error"] == pytest.approx(0.1 / 3 / 3**0.5)
-    near, far = found.goals
-    assert near.value == pytest.approx(0) and far.value == pytest.approx(-0.05)
-    assert (near.goal, near.at_most) == (-0.02, False) and len(found.found["runs"]) == 9
-    fewer = CliRunner().invoke(cli, ["bench", "bd", "--seeds", "2", "--out", str(tmp_path)])
-    assert len(json.loads(fewer.output.splitlines()[-1])["runs"]) == 6
-    for wrong in (["bench", "step", "--seeds", "2"], ["bench", "bd", "--quick", "--seeds", "2"]):
-        refused = CliRunner().invoke(cli, wrong).exception
-        assert isinstance(refused, BadConfig) and "--seeds is valid for `vlora bench bd`" in str(refused)
 
 
 def test_samples_are_encoded_before_a_training_is_timed(base: str) -> None:

@@ -10,8 +10,7 @@ import torch
 
 from vlora.bench import tp
 from vlora.bench.dummy import language_shapes, small_config, write_adapter
-from vlora.bench.tp import CellTimes, RankAdapter, RankMemory, RankSetup, StepCell, run_ranks
-from vlora.config import EngineConfig
+from vlora.bench.tp import RankAdapter, RanksEngine
 from vlora.models.loading import dummy_model
 
 LATENCY_S = 0.005
@@ -27,56 +26,38 @@ def test_injected_latency_is_paid_for_each_collective(tmp_path: Path) -> None:
     shapes = language_shapes(whole)
     dense = write_adapter(tmp_path / "dense", shapes, 16, seed=1)
     blocks = write_adapter(tmp_path / "blocks", shapes, 16, seed=1, num_blocks=2)
-    adapters = (None, "replicated-16", "slora-16", "bd-16")
-    setup = RankSetup(
-        config=EngineConfig(
-            model=str(tmp_path / "model"),
-            load_format="dummy",
-            dtype="float32",
-            tensor_parallel=2,
-            threads=1,
-            arena_bytes=64 * 2**20,
-        ),
-        adapters={
-            "replicated-16": RankAdapter(dense, "replicated"),
-            "slora-16": RankAdapter(dense, "slora"),
-            "bd-16": RankAdapter(blocks, "replicated"),
-        },
-        context=20,
-        cells=[StepCell("decode", 3, 3, LATENCY_S, adapters, 2), StepCell("prefill", 1, 24, LATENCY_S, adapters, 1)],
+    adapters = {
+        "replicated-16": RankAdapter(dense, "replicated"),
+        "slora-16": RankAdapter(dense, "slora"),
+        "bd-16": RankAdapter(blocks, "replicated"),
+    }
+    engine = RanksEngine(
+        str(tmp_path / "model"), adapters, LATENCY_S, size=2, most=3, dtype="float32", arena_bytes=64 * 2**20
     )
-    with run_ranks(setup, str(tmp_path / "nccl")) as rank:
-        decode, prefill = rank.measure()
-        memory = rank.memory
-    for measured in (decode, prefill):
-        fastest = {name: min(seconds) for name, seconds in measured.seconds.items()}
+    memory = engine.memory()
+    for seconds in (engine.decode(3, rounds=2), engine.decode(1, rounds=1), engine.prefill(24, rounds=1)):
+        assert set(seconds) == {"base", *adapters}
+        fastest = {name: min(taken) for name, taken in seconds.items()}
         # Two collectives per layer for the base model, four more for split factors.
         assert min(fastest.values()) >= 2 * NUM_LAYERS * LATENCY_S
         assert fastest["slora-16"] >= 6 * NUM_LAYERS * LATENCY_S
-    nbytes = memory.adapters
+    engine.close()
+    nbytes = memory["adapters"]
     assert nbytes["slora-16"] < nbytes["replicated-16"] and nbytes["bd-16"] < nbytes["replicated-16"]
     linears = {name: module for name, module in whole.named_modules() if name in shapes}
     shared = sum(module.weight.nbytes for module in linears.values())
     biases = sum(module.bias.nbytes for module in linears.values() if module.bias is not None)  # of q, k and v
-    assert memory.weights == sum(parameter.nbytes for parameter in whole.parameters()) - shared // 2 - biases // 2
-    assert memory.kv_of_a_token == NUM_LAYERS * 2 * 64 * 4  # one of the two KV heads of 64 features
+    assert memory["weights"] == sum(parameter.nbytes for parameter in whole.parameters()) - shared // 2 - biases // 2
 
 
 def test_rows_compare_auto_with_slora_and_with_block_diagonal() -> None:
     """Half the time of the other kind is 0.5, not 1; blocks are no option for `auto`."""
-    seconds: dict[str | None, list[float]] = {None: [1.0, 2.0]}
+    seconds = {"base": [1.0, 2.0]}
     for rank in (16, 64, 256):
         seconds |= {f"replicated-{rank}": [2.0, 4.0], f"slora-{rank}": [4.0, 8.0], f"bd-{rank}": [1.6, 3.2]}
-    measured = CellTimes(StepCell("decode", 4, 4, 0.0, tuple(seconds), 2), seconds)
-    memory = RankMemory(
-        weights=2**20, kv_of_a_token=2**12, adapters=dict.fromkeys((name or "" for name in seconds), 2**19)
-    )
-    rows = tp.rows_of(measured, memory)
+    rows = tp.rows_of("decode", 4, 4, 0, seconds)
     assert [row["auto / other"] for row in rows] == [0.5, 0.5, 0.5]
     assert [row["auto / bd"] for row in rows] == pytest.approx([1.25, 1.25, 1.25])
-    assert {(row["MiB a rank: weights"], row["KV"], row["adapter, by kind"]) for row in rows} == {
-        (1.0, 4 * 64 * 2**12 / 2**20, "0.5, 0.5, 0.5")
-    }
     (goal,) = tp.goals_of(rows)
     assert goal.value == 0.5 and goal.holds
 

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import fcntl
 import gc
-import importlib
+import importlib.util
 import json
 import logging
 import multiprocessing
@@ -25,9 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from vlora.bench.plots import Plot, draw, require_matplotlib
 from vlora.bench.report import Goal, Report, Row, environment, page
 from vlora.errors import BadConfig
 from vlora.run_folder import lock_folder, write_whole
@@ -50,6 +49,13 @@ class Measured(NamedTuple):
     rows: Sequence[Row]
     found: Mapping[str, Any] = {}
     goals: Sequence[Goal] = ()
+
+
+class Picture(Protocol):
+    """A picture of rows: `benchmarks.plots.Picture`, which is not installed."""
+
+    def save(self, path: Path) -> None:
+        """Write it as PNG, unless there are no rows to draw."""
 
 
 Measure = Callable[..., Measured]
@@ -86,14 +92,14 @@ class Bench:
             for files in the store's folder.
         goals: The goals of all measurements; by default those that come with them.
         combine: Makes one table of the cases' results.
-        plots: Pictures of the combined rows.
+        pictures: Of the combined rows, by name of the file.
         options: The settings that `cases` takes beside `quick`.
         same: In which of these a stored result must agree to be used: by default in all, so only a run that continues
             an interrupted one uses it; fewer for results that take hours.
         jobs: Cases run in processes of their own with one thread each, as many at once as there are cores.
         alone: Cases that run after the others in this process, with `jobs`.
         in_all: Whether it is part of `vlora bench all`.
-        paint: Draws all stored results into a folder, in place of the plots.
+        paint: Draws all stored results into a folder, in place of the pictures.
     """
 
     name: str
@@ -101,7 +107,7 @@ class Bench:
     cases: Callable[..., Mapping[str, Any]] = whole
     goals: Callable[[Measured], Sequence[Goal]] = own_goals
     combine: Callable[[Results], Measured] = joined
-    plots: Sequence[Plot] = ()
+    pictures: Callable[[Sequence[Row]], Mapping[str, Picture]] = lambda rows: {}
     options: frozenset[str] = frozenset()
     parts: bool = False
     same: Sequence[str] = ORIGIN
@@ -210,8 +216,8 @@ def run(name: str, quick: bool = False, out: Path | None = None, *, only_json: b
     Returns:
         Whether every goal is met.
     """
-    if out is not None:
-        require_matplotlib()
+    if out is not None and importlib.util.find_spec("matplotlib") is None:
+        raise BadConfig("--out needs matplotlib for its pictures; pip install 'vlora[bench]'")
     every = map(bench_named, modules() if name == "all" else (name,))
     holds = True
     for each in (bench for bench in every if bench.in_all or name != "all"):
@@ -322,5 +328,6 @@ def finish(bench: Bench, report: Report, out: Path | None, only_json: bool = Fal
         text = json.dumps(report.as_dict(), default=str) + "\n"
         write_whole(out / f"{report.bench}.json", text.encode(), durable=False)
         write_whole(out / "README.md", page(out).encode(), durable=False)
-        draw(bench.plots, report.rows, out / report.bench)
+        for file, picture in bench.pictures(report.rows).items():
+            picture.save(out / report.bench / f"{file}.png")
     return all(goal.holds for goal in report.goals)

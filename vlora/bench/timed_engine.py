@@ -18,6 +18,7 @@ from vlora.bench.dummy import language_shapes, write_adapter, write_head
 from vlora.config import EngineConfig
 from vlora.engine import Engine
 from vlora.memory.host_to_device import Inline
+from vlora.models.loading import read_config
 from vlora.orchestrator import Candidate, Decision, PolicyState
 from vlora.types import Mode, Request, RequestOutput, SamplingParams, VisionInput
 
@@ -56,7 +57,7 @@ class TimedEngine:
     """An engine whose requests are added and whose steps are run one by one.
 
     Args:
-        model: A model with random weights, on its device.
+        model: A model with random weights, on its device; or a folder, whose `device` and `dtype` are settings.
         adapters: Folders by name, or ranks of random adapters. Names with one folder are adapters of their own, and so
             are those of one rank.
         heads: Whether each random adapter has a head, `HEAD`.
@@ -80,20 +81,24 @@ class TimedEngine:
         parts: Mapping[str, Any] = MappingProxyType({}),
         **settings: Any,
     ) -> None:
-        self._image_id: int = model.config.image_token_id
-        device, dtype = str(model.device), str(model.dtype).removeprefix("torch.")
-        config = EngineConfig(model="dummy", device=device, dtype=dtype, **{**_SETTINGS, **settings})
-        shapes = language_shapes(model)
+        if isinstance(model, str):
+            config = EngineConfig(model=model, **{**_SETTINGS, **settings})
+            model_config, loaded = read_config(model), None
+        else:
+            device, dtype = str(model.device), str(model.dtype).removeprefix("torch.")
+            config = EngineConfig(model="dummy", device=device, dtype=dtype, **{**_SETTINGS, **settings})
+            model_config, loaded = model.config, model
+        self._image_id: int = model_config.image_token_id
         folder = Path(tempfile.mkdtemp(prefix="vlora-bench-"))  # adapters that are evicted are read again
         weakref.finalize(self, shutil.rmtree, folder)
         of_rank = {
-            rank: write_adapter(folder / f"r{rank}", shapes, rank, seed=rank, dtype=model.dtype)
+            rank: write_adapter(folder / f"r{rank}", language_shapes(model), rank, seed=rank, dtype=model.dtype)
             for rank in {*adapters.values()}
             if isinstance(rank, int)
         }
         for path in of_rank.values() if heads else ():
-            write_head(path, HEAD, model.config.text_config.hidden_size, ACTIONS, "action", "what happens ?")
-        self.engine = Engine(config, model=model, executor=None if background else Inline(), **parts)
+            write_head(path, HEAD, model_config.text_config.hidden_size, ACTIONS, "action", "what happens ?")
+        self.engine = Engine(config, model=loaded, executor=None if background else Inline(), **parts)
         for name, source in adapters.items():
             self.engine.load_adapter(name, source if isinstance(source, str) else of_rank[source])
         self._context, self._longest = context, longest

@@ -60,6 +60,8 @@ def interleaved(
     warmup: int = 2,
     clock: Callable[[], float] = time.process_time,
     limit_s: float = math.inf,
+    *,
+    shuffled: bool = False,
 ) -> dict[str, list[float]]:
     """Time each candidate `rounds` times, in turn A B C A B C ...
 
@@ -71,6 +73,7 @@ def interleaved(
             spin.
         limit_s: After this many seconds, warm-up included, no round begins, unless none counts yet: then the next one
             counts and is the last. Long calls need few rounds, since disturbances average out within each.
+        shuffled: In a new random order each round.
 
     Returns:
         Seconds of each round, by candidate.
@@ -84,7 +87,8 @@ def interleaved(
 
         return seconds
 
-    return by_turns({name: timed(call) for name, call in candidates.items()}, rounds, warmup, clock, limit_s)
+    timed_calls = {name: timed(call) for name, call in candidates.items()}
+    return by_turns(timed_calls, rounds, warmup, clock, limit_s, shuffled=shuffled)
 
 
 def by_turns(
@@ -96,7 +100,7 @@ def by_turns(
     *,
     shuffled: bool = False,
 ) -> dict[str, list[T]]:
-    """What each call returns, as in `interleaved`; shuffled: in a new random order each round."""
+    """What each call returns, as in `interleaved`."""
     found: dict[str, list[T]] = {name: [] for name in calls}
     began, order, draw = clock(), list(calls), random.Random(0)
     for turn in range(warmup + rounds):

@@ -249,16 +249,14 @@ def _replay(trace: str | None, journal: str, *, as_json: bool) -> None:
 
 _OF: dict[str, tuple[str, ...]] = {
     "latencies_us": ("tp",),
-    "seeds": ("bd",),
     "figures": ("paper",),
-    "parts": ("split",),
     "model": ("costs", "serve"),
     "device": ("costs",),
     "quantize": ("step",),
 }
 """Benchmarks that take an option; all others are of `serve`."""
 
-_FLAGS = {"latencies_us": "latency-us", "figures": "figure", "parts": "part", **OPTION_NAMES}
+_FLAGS = {"latencies_us": "latency-us", "figures": "figure", **OPTION_NAMES}
 
 
 @cli.command()
@@ -272,20 +270,12 @@ _FLAGS = {"latencies_us": "latency-us", "figures": "figure", "parts": "part", **
     type=click.IntRange(min=0),
     help="Of `tp`: microseconds added to each collective; may be repeated.",
 )
-@click.option("--seeds", type=click.IntRange(min=1), help="Of `bd`: number of seeds. Default: 3.")
 @click.option(
     "--figure",
     "figures",
     multiple=True,
     metavar="PAPER:NUMBER",
     help="Of `paper`: only this figure, such as v-lora:fig14 or s-lora:table3; may be repeated.",
-)
-@click.option(
-    "--part",
-    "parts",
-    multiple=True,
-    type=click.Choice(["memory", "peaks", "table5", "mixed"]),
-    help="Of `split`: only this part; may be repeated.",
 )
 @click.option(
     "--model",
@@ -312,15 +302,13 @@ def bench(name: str, quick: bool, out: Path | None, as_json: bool, **options: An
         vlora bench costs --model qwen2-vl-7b --device cuda
         vlora bench serve --surface http --surface rpyc --concurrency 16 --requests 64 --popularity zipf
         vlora bench serve --url http://127.0.0.1:8000/v1 --model base --adapter-name signs --rate 2 --duration-s 60
-        vlora bench split --part mixed --out results
         vlora bench streams --out results    # cameras in real time; some ten minutes
         vlora bench fusion --out results     # with --out, an interrupted run continues
         vlora bench paper --out figures      # the papers' figures beside ours; resumes
         vlora bench paper --out figures --figure v-lora:fig14 --quick
 
-    `step`, `costs`, `serve` and `tp` are installed; a checkout has all others. `fusion`, `bd` (block-diagonal adapters)
-    and `retrieve` (recall of `vlora retrieve`) train models: they take long, and run last in `all`. `paper` is not part
-    of `all`.
+    `step`, `costs`, `serve` and `tp` are installed; a checkout has all others. `fusion` and `retrieve` (recall of
+    `vlora retrieve`) train models: they take long, and run last in `all`. `paper` is not part of `all`.
     """
     given = {option: value for option, value in options.items() if value not in (None, ())}
     for option in given:
@@ -328,8 +316,6 @@ def bench(name: str, quick: bool, out: Path | None, as_json: bool, **options: An
         if name not in of:
             flag, names = _FLAGS.get(option, option.replace("_", "-")), " and ".join(f"`{each}`" for each in of)
             raise BadConfig(f"--{flag} is valid for `vlora bench {names[1:]} only, not for {name!r}; remove it")
-    if "seeds" in given and quick:
-        raise BadConfig("--seeds is valid for `vlora bench bd` without --quick only (--quick uses one seed); remove it")
     if out is not None:
         try:
             out.mkdir(parents=True, exist_ok=True)  # before a bench of minutes or hours

@@ -50,7 +50,7 @@ def adapters(counts: Mapping[int, int]) -> dict[str, int]:
     return {f"r{rank}-{index}": rank for rank, count in counts.items() for index in range(count)}
 
 
-def timed_engine(context: Context, model: Any, counts: Mapping[int, int], **given: Any) -> TimedEngine:
+def timed_engine(context: Context, model: Any, counts: Mapping[int, int], /, **given: Any) -> TimedEngine:
     """An engine with this many adapters by rank; further arguments of `TimedEngine`."""
     arena_bytes = ARENA_BYTES if context.on_gpu else _SMALL_ARENA_BYTES
     return TimedEngine(model, adapters(counts), **{"longest": 512, "arena_bytes": arena_bytes, **given})

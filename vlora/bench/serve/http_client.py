@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -65,23 +65,28 @@ class HttpProtocol:
 
 
 class HttpConnection:
-    """One persistent connection to a server on this machine; one request at a time."""
+    """One persistent connection; one request at a time."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader = reader
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, protocol: HttpProtocol) -> None:
+        self.reader, self.protocol = reader, protocol
         self._writer = writer
-        self._protocol = HttpProtocol()
 
     def send(self, path: str, body: dict[str, Any]) -> None:
         """Post JSON without reading the response."""
-        self._writer.write(self._protocol.post(path, body))
+        self._writer.write(self.protocol.post(path, body))
+
+    async def receive(self, on_part: Callable[[], None] = lambda: None) -> tuple[int, bytes]:
+        """Status and body of the answer. on_part: called after each part of it."""
+        complete = False
+        while not complete:
+            complete = self.protocol.receive(await self.reader.read(_READ_BYTES))
+            on_part()
+        return self.protocol.status, self.protocol.body
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         """Status and body of the answer."""
         self.send(path, body)
-        while not self._protocol.receive(await self.reader.read(_READ_BYTES)):
-            pass
-        return self._protocol.status, self._protocol.body
+        return await self.receive()
 
     def abort(self) -> None:
         """Abort the connection immediately."""
@@ -90,8 +95,8 @@ class HttpConnection:
 
 @contextlib.asynccontextmanager
 async def connected(port: int, limit: int = _READ_BYTES) -> AsyncIterator[HttpConnection]:
-    """A connection, aborted at the end."""
-    connection = HttpConnection(*await asyncio.open_connection("127.0.0.1", port, limit=limit))
+    """A connection to a server on this machine, aborted at the end."""
+    connection = HttpConnection(*await asyncio.open_connection("127.0.0.1", port, limit=limit), HttpProtocol())
     try:
         yield connection
     finally:

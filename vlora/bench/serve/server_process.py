@@ -1,4 +1,4 @@
-"""A running `vlora serve`, its processes, and adapters for it: shared by the benches of the HTTP and RPyC APIs."""
+"""A running server of a benchmark, and its processes."""
 
 from __future__ import annotations
 
@@ -7,24 +7,14 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
-import torch
-from peft import LoraConfig, get_peft_model
 
-from fusion.embedded import checkpoint_path
-from vlora.bench.dummy import write_head
 from vlora.bench.harness import module_command
-from vlora.config import EngineConfig
 from vlora.errors import BadConfig
-from vlora.models.loading import load_model
 
-ADAPTERS = ("north", "south", "east", "west")
-HEAD, QUESTION = "kind", "what shape is shown ?"
 _ENDING_S = 20.0
 
 
@@ -38,17 +28,6 @@ class ServerProcess(NamedTuple):
     @property
     def processes(self) -> dict[str, psutil.Process]:
         return {"front end": self.front_end, "engine": self.front_end.children()[0]}
-
-
-@contextlib.contextmanager
-def embedded_model_server(*flags: str, threads: int = 1) -> Iterator[ServerProcess]:
-    """Run the embedded model in float32 with `ADAPTERS` on loopback until the end of the block."""
-    with tempfile.TemporaryDirectory() as folder:
-        for seed, name in enumerate(ADAPTERS):
-            write_embedded_adapter(Path(folder) / name, seed)
-        arguments = ["--adapters", folder, "--rpyc-port", "0", "--http-port", "0", "--threads", str(threads)]
-        with launched_server("vlora.cli", "serve", "--dtype", "float32", *arguments, *flags) as server:
-            yield server
 
 
 @contextlib.contextmanager
@@ -73,17 +52,3 @@ def launched_server(module: str, *arguments: str) -> Iterator[ServerProcess]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def write_embedded_adapter(folder: Path, seed: int, **settings: Any) -> None:
-    """An adapter of rank 8 on every language layer of the embedded model, with a head of one frame. PEFT's initial
-    factors change no answer; settings: further ones of `LoraConfig`.
-    """
-    torch.manual_seed(seed)
-    model = load_model(EngineConfig(model=str(checkpoint_path()), dtype="float32"))
-    linears = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
-    get_peft_model(model, LoraConfig(r=8, lora_alpha=8, target_modules=linears, **settings)).save_pretrained(
-        str(folder)
-    )
-    hidden = model.config.text_config.hidden_size
-    write_head(folder, HEAD, hidden, ("disc", "board", "rings"), "classification", QUESTION)

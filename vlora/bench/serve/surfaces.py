@@ -12,12 +12,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from vlora.bench.serve.http_client import HttpProtocol
+from vlora.bench.serve.http_client import HttpConnection, HttpProtocol
 from vlora.bench.serve.load import ObservedAnswer
 from vlora.bench.serve.workload import WorkloadRequest
 from vlora.errors import BadConfig
-
-_READ_BYTES = 65_536
 
 
 class EventReader:
@@ -66,44 +64,44 @@ class ChatCompletions:
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
         self._base, self._adapters = base, adapters
-        self._idle: list[tuple[HttpProtocol, asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._idle: list[HttpConnection] = []
 
     async def __call__(self, request: WorkloadRequest, answer: ObservedAnswer) -> None:
         """As `load.Send`."""
-        body = self._body(request)
-        protocol, reader, writer = self._idle.pop() if self._idle else await self._connect()
+        body, events = self._body(request), EventReader()
+        connection = self._idle.pop() if self._idle else await self._connect()
+
+        def note() -> None:
+            now = time.perf_counter()
+            if connection.protocol.status == 200:
+                for event in events.new_events(connection.protocol.body):
+                    _note(event, answer, now)
+
         try:
             try:
-                data = protocol.post(self._path, body)
+                connection.send(self._path, body)
             except EOFError:  # the server closes a connection after a number of answers
-                writer.close()
-                protocol, reader, writer = await self._connect()
-                data = protocol.post(self._path, body)
-            writer.write(data)
-            events, complete = EventReader(), False
-            while not complete:
-                complete = protocol.receive(await reader.read(_READ_BYTES))
-                now = time.perf_counter()
-                if protocol.status == 200:
-                    for event in events.new_events(protocol.body):
-                        _note(event, answer, now)
-            if protocol.status != 200:
-                raise ValueError(f"status {protocol.status}: {protocol.body[:200].decode(errors='replace')}")
+                connection.abort()
+                connection = await self._connect()
+                connection.send(self._path, body)
+            status, whole = await connection.receive(note)
+            if status != 200:
+                raise ValueError(f"status {status}: {whole[:200].decode(errors='replace')}")
             if not events.done:
                 raise ValueError(f"the stream ended without [DONE] after {len(answer.pieces_s)} pieces")
         except BaseException:
-            writer.close()
+            connection.abort()
             raise
-        self._idle.append((protocol, reader, writer))
+        self._idle.append(connection)
 
     async def close(self) -> None:
-        for _, _, writer in self._idle:
-            writer.close()
+        for connection in self._idle:
+            connection.abort()
         self._idle.clear()
 
-    async def _connect(self) -> tuple[HttpProtocol, asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
-        return HttpProtocol(self._headers), reader, writer
+    async def _connect(self) -> HttpConnection:
+        opened = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
+        return HttpConnection(*opened, HttpProtocol(self._headers))
 
     def _body(self, request: WorkloadRequest) -> dict[str, Any]:
         content: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""The kinds of plot of the papers' figures, the panel of the paper's numbers beside ours, and saving with a caption."""
+"""The pictures of all benchmarks: a few kinds of plot, each drawn from rows."""
 
 from __future__ import annotations
 
@@ -10,54 +10,86 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.paper.figure import HERE, PAPERS, THE_PAPER, Fact, Figure, Found, select
-from benchmarks.paper.measuring import Setting
-from vlora.bench import plots
-from vlora.bench.plots import COLORS, pyplot
 from vlora.bench.report import Row
+from vlora.run_folder import whole
 
+COLORS = ("#1f6f9f", "#2f9e63", "#c0504d", "#8064a2", "#7f7f7f", "#c8a415", "#17a2b8", "#e377c2")
+_MAX_HORIZONTAL_LABELS = 15  # of the bars of a panel; more would overlap, so they are vertical
 _CAPTION_WIDTH = 17  # characters per inch
-_BESIDE = {THE_PAPER: "#d98c3f", HERE: "#1f6f9f"}
 
 
-def save(figure: Figure, found: Found, setting: Setting, path: Path) -> None:
-    """Draw a figure with its title and a caption, and write it as PNG."""
-    width, height = figure.size
-    text = textwrap.fill(caption(figure, setting), int(width * _CAPTION_WIDTH / 1.12))
-    lines = text.count("\n") + 1
-    extra = 0.19 * lines + 0.12
-    canvas = pyplot().figure(figsize=(width, height + extra), layout="constrained")
-    bottom = extra / (height + extra)
-    canvas.get_layout_engine().set(rect=(0, bottom, 1, 1 - bottom))  # type: ignore[union-attr,call-arg]
-    draw(figure, found, canvas)
-    canvas.suptitle(f"{_name(figure)}: {figure.title}", fontsize=12)
-    canvas.text(0.012, 0.012, text, fontsize=8, color="#444", va="bottom", linespacing=1.25)
-    canvas.savefig(path, dpi=100)
-    pyplot().close(canvas)
+def select(rows: Sequence[Row], wanted: Mapping[str, Any]) -> Sequence[Row]:
+    """The rows with these values of columns, None without one. A list stands for any of its values, "last" for the
+    value of the last row.
+    """
+    for column, value in wanted.items():
+        if value == "last":
+            value = next((row[column] for row in reversed(rows) if column in row), None)
+        values = value if isinstance(value, list) else [value]
+        rows = [row for row in rows if row.get(column) in values]
+    return rows
 
 
-def draw(figure: Figure, found: Found, canvas: Any) -> None:
-    """Draw the panels of a figure."""
-    rows = figure.rows(found)
-    drawn = [each for stated in figure.panels for each in _panels(rows, Panel(**stated))]
-    if figure.beside is not None:
-        drawn.append(functools.partial(beside, figure.facts, figure.here(found), figure.beside))
-    across = len(drawn) // figure.lines
-    grid = canvas.subplots(figure.lines, across, squeeze=False, width_ratios=figure.widths)
-    for panel, axis in zip(drawn, grid.flat, strict=True):
-        panel(axis)
+def pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
-def caption(figure: Figure, setting: Setting) -> str:
-    """The figure's caption with the device and the model."""
-    kind = "Simulated with costs measured on" if figure.simulated else "Measured on"
-    return f"{figure.caption} {kind}: {figure.device_words(setting)}; {figure.model or setting.model_words}."
+class Picture(NamedTuple):
+    """Panels from left to right, line by line.
 
+    Attributes:
+        rows: Of the report.
+        panels: Arguments of `Panel`.
+        size: Width and height in inches; by the number of panels by default.
+        widths: Of the panels of a line, relative to each other; equal by default.
+        lines: Of panels; by their number by default.
+        caption: Below the panels.
+    """
 
-def _name(figure: Figure) -> str:
-    paper = PAPERS[figure.paper].partition(":")[0]
-    kind = "Figure" if figure.number.startswith("fig") else "Table"
-    return f"{paper}, {kind} {figure.number.removeprefix('fig').removeprefix('table')}"
+    rows: Sequence[Row]
+    panels: Sequence[Mapping[str, Any]]
+    title: str = ""
+    size: tuple[float, float] | None = None
+    widths: Sequence[float] | None = None
+    lines: int | None = None
+    caption: str = ""
+
+    def save(self, path: Path) -> None:
+        """Write it as PNG, unless there are no rows to draw."""
+        if not (drawn := self._drawn()):
+            return
+        lines, across = self._grid(len(drawn))
+        width, height = self.size or (1.5 + 3.9 * across, 0.6 + 3.6 * lines)
+        text = textwrap.fill(self.caption, int(width * _CAPTION_WIDTH / 1.12))
+        extra = 0.19 * (text.count("\n") + 1) + 0.12 if text else 0.0
+        canvas = pyplot().figure(figsize=(width, height + extra), layout="constrained")
+        bottom = extra / (height + extra)
+        canvas.get_layout_engine().set(rect=(0, bottom, 1, 1 - bottom))  # type: ignore[union-attr,call-arg]
+        self.draw(canvas)
+        canvas.suptitle(self.title, fontsize=12)
+        canvas.text(0.012, 0.012, text, fontsize=8, color="#444", va="bottom", linespacing=1.25)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole(path, durable=False) as part:
+            canvas.savefig(part, dpi=100, format="png")
+        pyplot().close(canvas)
+
+    def draw(self, canvas: Any) -> None:
+        drawn = self._drawn()
+        grid = canvas.subplots(*self._grid(len(drawn)), squeeze=False, width_ratios=self.widths)
+        for panel, axis in itertools.zip_longest(drawn, grid.flat):
+            axis.axis("off") if panel is None else panel(axis)
+
+    def _drawn(self) -> list[Callable[[Any], None]]:
+        return [each for stated in self.panels for each in _panels(self.rows, Panel(**stated))]
+
+    def _grid(self, count: int) -> tuple[int, int]:
+        lines = self.lines or -(-count // 4)
+        return lines, -(-count // lines)
 
 
 class Panel(NamedTuple):
@@ -65,7 +97,8 @@ class Panel(NamedTuple):
 
     Attributes:
         kind: Of the plot: a key of `_KINDS`.
-        where: The rows.
+        rows: In place of the picture's.
+        where: Which rows.
         each: Columns; each combination of their values has a panel.
         columns: Labels of y axes by column; each has a panel.
         title: With values of the first row.
@@ -83,13 +116,14 @@ class Panel(NamedTuple):
     """
 
     kind: str
+    rows: Sequence[Row] | None = None
     where: Mapping[str, Any] = {}
     each: Sequence[str] = ()
     columns: Mapping[str, str] = {}
     title: str = ""
     x: str = ""
     y: str = ""
-    name: str = HERE
+    name: str = "here"
     series: Sequence[Mapping[str, Any]] = ({},)
     labels: Mapping[str, str] = {}
     ticked: bool = False
@@ -99,7 +133,7 @@ class Panel(NamedTuple):
     settings: Mapping[str, Any] = {}
     options: Mapping[str, Any] = {}
 
-    def points(self, rows: Sequence[Row]) -> list[tuple[str, Any, float | None]]:
+    def points(self, rows: Sequence[Row]) -> list[tuple[str, Any, Any]]:
         """Name, x and y of the series' rows."""
         found = []
         for stated in self.series:
@@ -127,7 +161,7 @@ class Panel(NamedTuple):
 
 
 def _panels(rows: Sequence[Row], panel: Panel) -> Iterator[Callable[[Any], None]]:
-    rows = select(rows, panel.where)
+    rows = select(rows if panel.rows is None else panel.rows, panel.where)
     for values in dict.fromkeys(tuple(row[column] for column in panel.each) for row in rows):
         own = select(rows, dict(zip(panel.each, values, strict=True)))
         titled = {"title": panel.title.format_map(own[0]), **panel.settings}
@@ -159,10 +193,15 @@ def lines(
     """
     points = panel.points(rows)
     names = list(dict.fromkeys(name for name, _, _ in points))
-    curves = {name: [y if own == name else None for own, _, y in points] for name in names}
-    plots.lines(axis, curves, [x for _, x, _ in points], **panel.settings)
-    for line in axis.get_lines():
-        line.set(**styles.get(line.get_label(), {}))
+    for place, name in enumerate(names):
+        known = [(x, y) for own, x, y in points if own == name and y is not None]
+        width = max(1.2, 3.2 - 0.9 * place)  # a line under another one remains visible
+        style = {"color": COLORS[place % len(COLORS)], "label": name, "markersize": 4, "linewidth": width}
+        dots = "o-" if len(known) < 50 else "-"
+        (line,) = axis.plot([x for x, _ in known], [y for _, y in known], dots, **style)
+        line.set(**styles.get(name, {}))
+    axis.set(**panel.settings)
+    axis.grid(alpha=0.3)
     for row in () if stars is None else select(rows, stars):
         color = COLORS[names.index(panel.name.format_map(row))]
         fill = "none" if row["simulated"] else color
@@ -176,7 +215,9 @@ def lines(
             note.format_map(row), (row[panel.x], row[panel.y]), xytext=offset, textcoords="offset points", **style
         )
     if panel.ticked:
-        plots.ticks(axis, sorted({x for _, x, _ in points}))
+        axis.set_xscale("log")
+        axis.set_xticks(values := sorted({x for _, x, _ in points}), [f"{x:g}" for x in values], minor=False)
+        axis.minorticks_off()
     if mark is not None:
         axis.axvline(mark[0], color="#999", linestyle=":")
         style = {"transform": axis.get_xaxis_transform(), "fontsize": 8, "color": "#666", "ha": "right"}
@@ -184,20 +225,49 @@ def lines(
     panel.finish(axis)
 
 
-def bars(axis: Any, rows: Sequence[Row], panel: Panel, *, relative: bool = False, wrap: bool = False) -> None:
-    """Bars with their values, in a group for each x. relative: to the series' first. wrap: whether labels of groups are
-    wrapped.
+def bars(
+    axis: Any,
+    rows: Sequence[Row],
+    panel: Panel,
+    *,
+    relative: bool = False,
+    wrap: int = 0,
+    colors: Sequence[str] = COLORS,
+    missing: str = "",
+) -> None:
+    """Bars with their values, in a group for each x.
+
+    Args:
+        axis: To draw on.
+        rows: All of the panel.
+        panel: The series.
+        relative: To the series' first.
+        wrap: Letters of a line of the groups' labels; 0: as they are.
+        colors: Of the series.
+        missing: The label of a bar without a value.
     """
     points = panel.points(rows)
-    across = list(dict.fromkeys(x for _, x, _ in points))
-    series: dict[str, list[float | None]] = {}
-    for name in dict.fromkeys(name for name, _, _ in points):
-        at = {x: y for own, x, y in points if own == name}
-        first = (at[across[0]] if relative else None) or 1.0
-        values = [at.get(x) for x in across]
-        series[name] = [None if value is None else value / first for value in values]
+    across: list[Any] = list(dict.fromkeys(x for _, x, _ in points))
+    names = list(dict.fromkeys(name for name, _, _ in points))
+    width, upright = 0.8 / len(names), len(across) * len(names) > _MAX_HORIZONTAL_LABELS
+    for place, name in enumerate(names):
+        at = {x: y for own, x, y in points if own == name and y is not None}
+        first = at[across[0]] if relative else 1.0
+        values = [at[x] / first if x in at else None for x in across]
+        middles = [number + width * (place - (len(names) - 1) / 2) for number in range(len(across))]
+        color = colors[place % len(colors)]
+        drawn = axis.bar(middles, [value or 0.0 for value in values], width * 0.94, color=color, label=name)
+        texts = [missing if value is None else short(value) for value in values]
+        axis.bar_label(drawn, texts, fontsize=7, padding=1, rotation=90 if upright else 0)
     groups = [panel.labels.get(x, x) for x in across]
-    plots.bars(axis, [textwrap.fill(x, 16) if wrap else x for x in groups], series, **panel.settings)
+    groups = [textwrap.fill(x, wrap) for x in groups] if wrap else groups
+    turned = sum(max(map(len, x.split("\n"))) for x in groups) > 80  # letters that fit side by side
+    size = 8 if len(groups) < 5 else 7
+    axis.set_xticks(range(len(groups)), groups, fontsize=size, rotation=25 if turned else 0)
+    axis.set(**panel.settings)
+    axis.grid(alpha=0.3, axis="y")
+    axis.set_axisbelow(True)
+    axis.margins(y=0.15)
     panel.finish(axis)
 
 
@@ -265,7 +335,7 @@ def areas(axis: Any, rows: Sequence[Row], panel: Panel, *, curves: Mapping[str, 
 
 
 def table(axis: Any, rows: Sequence[Row], panel: Panel, *, columns: Mapping[str, str], widths: Sequence[float]) -> None:
-    """The rows as text, those of the paper coloured. columns: a cell's text by header."""
+    """The rows as text, those of a paper coloured. columns: a cell's text by header."""
     axis.axis("off")
     texts = [[form.format_map(row) for form in columns.values()] for row in rows]
     drawn = axis.table(texts, colLabels=list(columns), loc="center", cellLoc="left", colWidths=widths)
@@ -274,27 +344,28 @@ def table(axis: Any, rows: Sequence[Row], panel: Panel, *, columns: Mapping[str,
     drawn.scale(1, 1.5)
     for (line, _), cell in drawn.get_celld().items():
         cell.set_edgecolor("#ccc")
-        if line and rows[line - 1]["who"] == THE_PAPER:
+        if line and rows[line - 1]["who"] == "the paper":
             cell.set_facecolor("#fbeedd")
 
 
+def cells(axis: Any, rows: Sequence[Row], panel: Panel) -> None:
+    """A cell for each x and y in the colour of its series."""
+    points = panel.points(rows)
+    across, down = sorted({x for _, x, _ in points}), sorted({y for _, _, y in points})
+    for number, name in enumerate(sorted({name for name, _, _ in points})):
+        at = [(across.index(x), down.index(y)) for own, x, y in points if own == name]
+        axis.scatter(*zip(*at, strict=True), marker="s", s=150, color=COLORS[number % len(COLORS)], label=name)
+    axis.set_xticks(range(len(across)), [str(x) for x in across], fontsize=8)
+    axis.set_yticks(range(len(down)), [str(y) for y in down], fontsize=7)
+    axis.set(xlim=(-0.6, len(across) - 0.4), ylim=(-0.6, len(down) - 0.4), xlabel=panel.x, **panel.settings)
+    axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=3)
+
+
 _KINDS: Mapping[str, Callable[..., None]] = {
-    each.__name__: each for each in (lines, bars, ranked, tiles, timeline, areas, table)
+    each.__name__: each for each in (lines, bars, ranked, tiles, timeline, areas, table, cells)
 }
 
 
-def beside(facts: Sequence[Fact], here: Mapping[str, float | None], label: str, axis: Any) -> None:
-    """The paper's numbers beside those measured here: grouped bars of facts with one unit."""
-    groups = [textwrap.fill(fact.quantity, max(9, min(17, 66 // len(facts)))) for fact in facts]
-    numbers: dict[str, list[float | None]] = {
-        THE_PAPER: [fact.value for fact in facts],
-        HERE: [here.get(fact.quantity) for fact in facts],
-    }
-    for place, (name, values) in enumerate(numbers.items()):
-        at = [number + 0.4 * (place - 0.5) for number in range(len(facts))]
-        drawn = axis.bar(at, [value or 0.0 for value in values], 0.38, color=_BESIDE[name], label=name)
-        texts = ["n/a" if value is None else plots.short(value) for value in values]
-        axis.bar_label(drawn, texts, fontsize=7, padding=1)
-    plots.finish_bars(axis, groups, {"ylabel": label, "title": "beside the paper's numbers"})
-    if len(groups) > 5:
-        axis.tick_params(axis="x", labelsize=6)
+def short(value: float) -> str:
+    """A number with three digits, without an exponent."""
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
