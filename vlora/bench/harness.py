@@ -107,7 +107,7 @@ class Bench:
     cases: Callable[..., Mapping[str, Any]] = whole
     goals: Callable[[Measured], Sequence[Goal]] = own_goals
     combine: Callable[[Results], Measured] = joined
-    pictures: Callable[[Sequence[Row]], Mapping[str, Picture]] = lambda rows: {}
+    pictures: Callable[[Sequence[Row]], Mapping[str, Picture]] | None = None
     options: frozenset[str] = frozenset()
     parts: bool = False
     same: Sequence[str] = ORIGIN
@@ -216,11 +216,13 @@ def run(name: str, quick: bool = False, out: Path | None = None, *, only_json: b
     Returns:
         Whether every goal is met.
     """
-    if out is not None and importlib.util.find_spec("matplotlib") is None:
+    every = [bench_named(each) for each in (modules() if name == "all" else (name,))]
+    every = [bench for bench in every if bench.in_all or name != "all"]
+    draws = out is not None and any(bench.pictures or bench.paint for bench in every)
+    if draws and importlib.util.find_spec("matplotlib") is None:
         raise BadConfig("--out needs matplotlib for its pictures; pip install 'vlora[bench]'")
-    every = map(bench_named, modules() if name == "all" else (name,))
     holds = True
-    for each in (bench for bench in every if bench.in_all or name != "all"):
+    for each in every:
         holds &= finish(each, measured(each, quick, out, **settings), out, only_json)
         gc.collect()
     return holds
@@ -328,6 +330,6 @@ def finish(bench: Bench, report: Report, out: Path | None, only_json: bool = Fal
         text = json.dumps(report.as_dict(), default=str) + "\n"
         write_whole(out / f"{report.bench}.json", text.encode(), durable=False)
         write_whole(out / "README.md", page(out).encode(), durable=False)
-        for file, picture in bench.pictures(report.rows).items():
+        for file, picture in bench.pictures(report.rows).items() if bench.pictures else ():
             picture.save(out / report.bench / f"{file}.png")
     return all(goal.holds for goal in report.goals)

@@ -157,6 +157,7 @@ BENCH = Bench(name="tp", cases=cases, measure=measure, options=frozenset({"laten
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 _SLEEP_OVERRUN_S = 1e-4
+_COLLECTIVES = ("all_reduce", "all_gather")  # of the forward
 
 
 class RankAdapter(NamedTuple):
@@ -248,13 +249,14 @@ class RanksEngine:
 @contextlib.contextmanager
 def _delayed(latency_s: float) -> Iterator[None]:
     """A slower network: each collective of the forward takes longer, on this rank and on those that start meanwhile."""
-    plain, main = (ProcessGroup.all_reduce, ProcessGroup.all_gather), worker.main
+    plain, main = {name: getattr(ProcessGroup, name) for name in _COLLECTIVES}, worker.main
     _delay(latency_s)
     worker.main = functools.partial(_delayed_main, latency_s)
     try:
         yield
     finally:
-        ProcessGroup.all_reduce, ProcessGroup.all_gather = plain
+        for name, call in plain.items():
+            setattr(ProcessGroup, name, call)
         worker.main = main
 
 
@@ -282,5 +284,5 @@ def _delay(latency_s: float) -> None:
 
         return slower
 
-    for name in ("all_reduce", "all_gather"):
+    for name in _COLLECTIVES:
         setattr(ProcessGroup, name, delayed(getattr(ProcessGroup, name)))
