@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -122,21 +121,3 @@ def test_detection_is_calibrated_token_by_token() -> None:
         values.append(tuple(Box(0, x / 3, y / 2, (x + 1) / 3, (y + 1) / 2) for y, x in cells))
         grids.append(((2, 3),))
     assert task.calibrated(logits, values, grids).parameters["temperature"] == pytest.approx(3, rel=0.1)
-
-
-def test_calibration_error_by_hand() -> None:
-    assert expected_calibration_error([], []) == 0.0
-    assert expected_calibration_error([1.0, 1.0], [True, False]) == pytest.approx(0.5)
-    # Two bins: one off by 0.05 with two answers, one off by 0.25 with one.
-    found = expected_calibration_error([0.95, 0.95, 0.25], [True, True, False])
-    assert found == pytest.approx((0.1 + 0.25) / 3)
-
-
-@given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=60))
-def test_calibration_error_is_the_textbook_sum(pairs: list[tuple[float, bool]]) -> None:
-    confidences, right = np.array([p[0] for p in pairs]), np.array([p[1] for p in pairs], float)
-    bins = np.minimum((confidences * 10).astype(int), 9)
-    want = sum(
-        (bins == b).mean() * abs(confidences[bins == b].mean() - right[bins == b].mean()) for b in np.unique(bins)
-    )
-    assert expected_calibration_error(confidences.tolist(), right.astype(bool).tolist()) == pytest.approx(want)

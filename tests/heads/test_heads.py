@@ -53,14 +53,17 @@ def test_heads_come_back_from_disk_as_they_were_saved_last(tmp_path: Path) -> No
         for name, want in written.items():
             assert found[name].task == want.task and found[name].spec == want.spec
             assert torch.equal(found[name].weight, want.weight) and torch.equal(found[name].bias, want.bias)
-
-
-def test_heads_of_the_first_format_are_read(tmp_path: Path) -> None:
-    save_heads(tmp_path, {"kind": head()})
     (entry,) = json.loads((tmp_path / "heads.json").read_text())["heads"]
-    del entry["parameters"]
+    del entry["parameters"]  # as the first format
     (tmp_path / "heads.json").write_text(json.dumps({"format": 1, "heads": [entry]}))
-    assert load_heads(tmp_path)["kind"].spec == spec()
+    assert load_heads(tmp_path)["a"].spec == spec("a")
+
+
+def kind(task: str, *labels: str, **parameters: Any) -> dict[str, Any]:
+    return {"task": task, "labels": labels, "parameters": parameters}
+
+
+MEASURES = {"offset": (1.0,), "scale": (1.0,), "tolerance": (1.0,), "deviations": (1.0,)}
 
 
 @pytest.mark.parametrize(
@@ -79,6 +82,19 @@ def test_heads_of_the_first_format_are_read(tmp_path: Path) -> None:
         ({"hidden_size": True}, "hidden_size is True; expected int"),
         ({"parameters": {"threshold": 0.5}}, "head 'kind': parameter 'threshold' is not one of a classification head"),
         ({"parameters": [1]}, r"parameters are \[1\]; expected a mapping"),
+        (kind("classification", "a", "b", temperature=0), "temperature is 0; it must be a finite number above 0"),
+        (kind("classification", "a", "b", temperature=float("nan")), "temperature is nan"),
+        (kind("classification", "a", "b", temperature=True), "temperature is True"),
+        (kind("binary", "a", "b", "c"), "needs two"),
+        (kind("binary", "a", "b", threshold=1.5), "threshold is 1.5; it must be between 0 and 1"),
+        (kind("binary", "a", "b", threshold="high"), "threshold is 'high'"),
+        (kind("multi_label"), "one or more"),
+        (kind("regression", "x"), "needs the parameter 'offset'"),
+        (kind("regression", "x", **MEASURES | {"scale": (0.0,)}), "scale is 0.0"),
+        (kind("regression", "x", **MEASURES | {"offset": 1.0}), "for each of 1"),
+        (kind("regression", "x", **MEASURES | {"offset": ("1",)}), "offset is '1'"),
+        (kind("detection", "car", overlap=0), "overlap is 0"),
+        (kind("detection", "car", "car"), "distinct"),
     ],
 )
 def test_invalid_specs_are_refused(changes: dict[str, object], text: str) -> None:
@@ -86,14 +102,10 @@ def test_invalid_specs_are_refused(changes: dict[str, object], text: str) -> Non
         spec(**changes)  # type: ignore[arg-type]
 
 
-def test_weights_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"weight \(2, 8\)"):
-        TaskHead(spec(), torch.zeros(2, 8), torch.zeros(3))
-    with pytest.raises(ValueError, match="not finite"):
-        TaskHead(spec(), torch.full((3, 8), float("nan")), torch.zeros(3))
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_files_and_weights_that_cannot_be_used(tmp_path: Path) -> None:
+    for weight, message in ((torch.zeros(2, 8), r"weight \(2, 8\)"), (torch.full((3, 8), torch.nan), "not finite")):
+        with pytest.raises(ValueError, match=message):
+            TaskHead(spec(), weight, torch.zeros(3))
     save_heads(tmp_path, {"kind": head()})
     good = json.loads((tmp_path / "heads.json").read_text())
     (entry,) = good["heads"]
