@@ -6,11 +6,9 @@ import asyncio
 import contextlib
 import errno
 import os
-import signal
 import stat
-import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import pytest
 
 from tests.learning.learners import ADMIN, School, learning, questions, run, settle, with_learner
 from tests.learning.scripted_model import ScriptedModel, nothing, write_content
+from tests.processes import KillingItself, in_child
 from vlora.adapter_files import content_hash
 from vlora.confidence import lower_bound
 from vlora.errors import (
@@ -526,21 +525,7 @@ def test_a_server_closes_while_its_engine_hangs(tmp_path: Path, monkeypatch: pyt
     run(main())
 
 
-FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.utime", "shutil.copyfile"}
 KILLED = {"train_after": 18, "max_share": 1.0, "confidence": 0.6}
-
-
-def in_child(work: Callable[..., None], *args: Any) -> int:
-    """Run in a forked process. Returns its wait status."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work(*args)
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitpid(child, 0)[1]
 
 
 def learn(folder: Path, die_at: int | None, places: Path | None = None) -> None:
@@ -551,17 +536,7 @@ def learn(folder: Path, die_at: int | None, places: Path | None = None) -> None:
         die_at: The number of the file operation or call of the engine at which the process kills itself.
         places: A file for the number of all of them.
     """
-    school, count = School(folder, settings=KILLED), 0
-
-    def reach(*_: object) -> None:
-        nonlocal count
-        count += 1
-        if count == die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def on_event(event: str, args: tuple[object, ...]) -> None:
-        if event in FILE_EVENTS and str(args[0]).startswith(str(folder / "own")):
-            reach()
+    school, killing = School(folder, settings=KILLED), KillingItself(folder / "own", die_at)
 
     async def work(school: School, learner: Learner) -> None:
         if not learner.store.size().records:
@@ -570,10 +545,9 @@ def learn(folder: Path, die_at: int | None, places: Path | None = None) -> None:
         await school.promote(learner, "other", "other")
         await learner.roll_back("ann", None)
         if places is not None:
-            places.write_text(str(count))
+            places.write_text(str(killing.count))
 
-    sys.addaudithook(on_event)
-    school.model.before_call = reach
+    school.model.before_call = killing.reach
     with_learner(school, work)
 
 
