@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from tests.server.api import running_api
 from tests.server.running import png, running_server
 from tests.server.test_security import ADMIN, TOKENS, USER
 from vlora.adapter_files import content_hash
-from vlora.client import AsyncClient, Client
+from vlora.client import Client
 from vlora.config import Token
 from vlora.errors import BadAdapter, BadRequest, Forbidden, OverCapacity
 from vlora.learning.plan import LearningEntry, LearningSettings
@@ -46,7 +45,7 @@ def rpyc_server(folder: Path, tokens: tuple[Token, ...] = ALL) -> Iterator[Any]:
         yield server
 
 
-def test_corrections_over_rpyc(tmp_path: Path) -> None:
+def test_corrections_and_versions_over_rpyc(tmp_path: Path) -> None:
     with (
         rpyc_server(tmp_path) as server,
         Client(port=server.port, token=USER) as user,
@@ -71,10 +70,6 @@ def test_corrections_over_rpyc(tmp_path: Path) -> None:
             user.correct(stream.answer, "no")
         (status,) = admin.learning()
         assert (status.num_records, status.num_corrected) == (2, 2)
-
-
-def test_versions_over_rpyc(tmp_path: Path) -> None:
-    with rpyc_server(tmp_path) as server, Client(port=server.port, token=ADMIN) as admin:
         path = write_content(tmp_path / "other", {}, "new")
         first = admin.learning()[0].present
         second = admin.promote("signs", path=path, force=True)
@@ -88,22 +83,13 @@ def test_versions_over_rpyc(tmp_path: Path) -> None:
         (headed / "heads.json").write_text("{}")  # the next start of the server would refuse a version without them
         with pytest.raises(BadAdapter, match=r"headed has task heads \(heads\.json\), which later versions would lack"):
             admin.promote("signs", path=headed, force=True)
-        with Client(port=server.port, token=USER) as user:
-            for call in (user.promote, user.roll_back):
-                with pytest.raises(Forbidden):
-                    call("signs")
-            assert [one.origin for one in user.learning()[0].versions] == ["", ""], "they name folders"
-        assert [entry["by"] for entry in trail_of(tmp_path / "signs")] == ["server", "ops", "ops"]
-
-        async def also_async() -> None:
-            async with AsyncClient(port=server.port, token=ADMIN) as client:
-                assert (await client.promote("signs", version=second.present[:9], force=True)).present == second.present
-                assert (await client.roll_back("signs", first[:9])).present == first
-                answer = await client.generate("which sign ?", adapter="signs")
-                assert (await client.correct(answer, "no")).adapter == "signs"
-                assert len((await client.learning())[0].versions) == 2
-
-        asyncio.run(also_async())
+        for call in (user.promote, user.roll_back):
+            with pytest.raises(Forbidden):
+                call("signs")
+        assert [one.origin for one in user.learning()[0].versions] == ["", ""], "they name folders"
+        assert admin.promote("signs", version=second.present[:9], force=True).present == second.present
+        assert admin.roll_back("signs", first[:9]).present == first
+        assert [entry["by"] for entry in trail_of(tmp_path / "signs")] == ["server", *["ops"] * 4]
 
 
 def test_corrections_and_versions_over_http(tmp_path: Path) -> None:

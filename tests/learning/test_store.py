@@ -99,13 +99,6 @@ def test_the_oldest_records_above_the_limits_are_dropped(tmp_path: Path) -> None
     assert small.size().records == 3 and not small.correct("r1", "new", ANN) and small.correct("r2", "new", ANN)
     small.add([answered(f"s{number}") for number in range(9)])
     assert (small.size().records, small.size().corrected) == (4, 1), "answers do not displace corrections"
-    shared = store(tmp_path / "shared", max_records=20)
-    for name, by, count in (("ann", ANN, 5), ("ben", BEN, 100)):
-        for number in range(count):
-            shared.add([answered(f"{name}{number}", name)])
-            shared.correct(f"{name}{number}", "new", by)
-    kept = [record.tenant for record in shared.labelled()]
-    assert (kept.count("ann"), kept.count("ben")) == (5, 15), "a flood does not displace others"
 
 
 def test_bytes_are_bounded_on_disk_and_dropped_records_leave_no_trace(tmp_path: Path) -> None:
