@@ -11,7 +11,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -43,7 +42,6 @@ from vlora.training.plan import read_plan
 from vlora.training.samples import SampleSource
 from vlora.training.trainer import PackedTrainer
 
-NO_MEMORY = RuntimeError("can't allocate memory")
 FINISHED = ("finished", STEPS)
 
 
@@ -159,29 +157,18 @@ def test_short_micro_steps_change_nothing_but_rounding(case: Case, first_alone: 
         torch.testing.assert_close(found[key], wanted[key], rtol=1e-3, atol=1e-6)
 
 
-def test_a_cancelled_training_ends_others_go_on_and_it_may_continue(case: Case, alone: Alone) -> None:
-    plan = case.plan("cancel")
+def test_trainings_may_be_cancelled_and_submitted_again_at_any_piece(case: Case, alone: Alone) -> None:
+    """Each of two trainings in turn, after one more piece each time; both end with the right losses."""
+    num_cancelled, plan = 0, case.plan("often")
     with case.running(plan) as on:
         on.settle(until_step=1)
         assert on.trainings.cancel("first").state == "cancelled"
         with pytest.raises(BadRequest, match="no training named 'first' is running; running: second"):
             on.trainings.cancel("first")
-        on.settle()
-        assert on.states() == {"first": ("cancelled", 1), "second": FINISHED}
-        assert losses_of(case.folder / "cancel" / "second") == pytest.approx(alone.losses["second"], abs=1e-5)
+        on.settle(most=1)
     with case.running(plan) as on:  # it remains cancelled after a restart, and continues when it is submitted again
-        assert on.states() == {"first": ("cancelled", 1), "second": FINISHED}
-        assert [status.name for status in on.engine.adapters()] == ["second"]
-        on.submit(plan)
-        on.settle()
-        assert on.states()["first"] == FINISHED
-        assert losses_of(case.folder / "cancel" / "first") == pytest.approx(alone.losses["first"], abs=1e-5)
-
-
-def test_trainings_may_be_cancelled_and_submitted_again_at_any_piece(case: Case, alone: Alone) -> None:
-    """Each of two trainings in turn, after one more piece each time; both end with the right losses."""
-    num_cancelled = 0
-    with case.running(case.plan("often")) as on:
+        assert on.states()["first"] == ("cancelled", 1)
+        on.submit(case.plan("often", ["first"]))
         for number in range(24):
             on.settle(most=1 + number % 7)
             name = ("first", "second")[number % 2]
@@ -254,79 +241,60 @@ def test_a_training_does_not_continue_on_another_base_model(case: Case, layer: s
 # -- ends --------------------------------------------------------------------------------------------------------------
 
 
-def break_update(monkeypatch: pytest.MonkeyPatch, *, raises: bool) -> None:
-    update = TrainableLora.update
-
-    def broken(adapter: TrainableLora) -> Update:
-        found = update(adapter)
-        if adapter.name == "second" and raises:
-            raise NO_MEMORY
-        if adapter.name == "second":
-            layer, (a, b) = next(iter(adapter.values().items()))
-            adapter.load({layer: (a, b + math.inf)})
-        return found
-
-    monkeypatch.setattr(TrainableLora, "update", broken)
+Trainable = Callable[[TrainableLora], None]
 
 
-def break_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = TrainingJob.begin
-
-    def broken(job: TrainingJob, adapter: TrainableLora) -> None:
-        if job.name == "second":
-            raise NO_MEMORY
-        begin(job, adapter)
-        assert job.name == "first"
-
-    monkeypatch.setattr(TrainingJob, "begin", broken)
+def not_finite(adapter: TrainableLora) -> None:
+    layer, (a, b) = next(iter(adapter.values().items()))
+    adapter.load({layer: (a, b + math.inf)})
 
 
-def diverge(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = TrainingJob.begin
+def diverged(adapter: TrainableLora) -> None:
+    layer, (a, b) = next(iter(adapter.values().items()))
+    adapter.load({layer: (a * math.nan, b)})
 
-    def diverged(job: TrainingJob, adapter: TrainableLora) -> None:
-        begin(job, adapter)
-        if job.name == "second":
-            layer, (a, b) = next(iter(adapter.values().items()))
-            adapter.load({layer: (a * math.nan, b)})
 
-    monkeypatch.setattr(TrainingJob, "begin", diverged)
+def no_memory(adapter: TrainableLora) -> None:
+    raise RuntimeError("can't allocate memory")
 
 
 @pytest.mark.parametrize(
-    ("problem", "error"),
+    ("at", "fail", "error"),
     [
-        (break_begin, "it cannot begin: RuntimeError: can't allocate memory"),
-        (
-            lambda patch: break_update(patch, raises=True),
-            "the optimizer step failed: RuntimeError: can't allocate memory",
-        ),
-        (
-            lambda patch: break_update(patch, raises=False),
-            "a parameter is not finite after step 1; lower the learning rate",
-        ),
-        (diverge, "the loss is nan in step 1; lower the learning rate"),
+        ("begin", no_memory, "it cannot begin: RuntimeError: can't allocate memory"),
+        ("update", no_memory, "the optimizer step failed: RuntimeError: can't allocate memory"),
+        ("update", not_finite, "a parameter is not finite after step 1; lower the learning rate"),
+        ("begin", diverged, "the loss is nan in step 1; lower the learning rate"),
     ],
     ids=["begin", "update", "parameter", "loss"],
 )
 def test_a_training_that_fails_ends_alone(
-    case: Case,
-    alone: Alone,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-    problem: Callable[[pytest.MonkeyPatch], None],
-    error: str,
+    case: Case, alone: Alone, monkeypatch: pytest.MonkeyPatch, at: str, fail: Trainable, error: str
 ) -> None:
     """Its last checkpoint, if there is one, has no value that is not finite."""
-    problem(monkeypatch)
-    results = f"fails at {request.node.callspec.id}"
+    begin, update = TrainingJob.begin, TrainableLora.update
+
+    def begins(job: TrainingJob, adapter: TrainableLora) -> None:
+        begin(job, adapter)
+        if job.name == "second" and at == "begin":
+            fail(adapter)
+
+    def updates(adapter: TrainableLora) -> Update:
+        found = update(adapter)
+        if adapter.name == "second" and at == "update":
+            fail(adapter)
+        return found
+
+    monkeypatch.setattr(TrainingJob, "begin", begins)
+    monkeypatch.setattr(TrainableLora, "update", updates)
+    results = f"fails: {error[:20]}"
     with case.running(case.plan(results, micro_batch_tokens=1)) as on:
         on.settle()
         assert on.states() == {"first": FINISHED, "second": ("failed", 0)}
         assert on.trainings.statuses()[1].error == error
     assert losses_of(case.folder / results / "first") == pytest.approx(alone.losses["first"], abs=1e-5)
     if (kept := case.folder / results / "second" / "checkpoint.pt").exists():
-        assert torch.load(kept)["adapter"]["parameters"].isfinite().all() or problem is diverge
+        assert torch.load(kept)["adapter"]["parameters"].isfinite().all() or fail is diverged
 
 
 @pytest.mark.parametrize("where", ["internal", "full disk"])
@@ -404,22 +372,14 @@ def test_a_micro_step_that_ends_the_process_is_not_repeated_for_ever(case: Case,
 
 
 def test_two_processes_or_engines_do_not_train_in_one_folder(case: Case) -> None:
-    """Until the other one ends, however it does, cancels its training, or is closed."""
+    """Until the other one ends, cancels its training, or is closed."""
     plan, folder = case.plan("shared", ["first"]), case.folder / "shared" / "first"
-    reads, writes = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with lock_folder(folder):
-            os.write(writes, b".")
-            signal.pause()
-    assert os.read(reads, 1)
-    with pytest.raises(BadConfig, match=f"^{folder} is in use by process {child} "):
-        case.engine(plan)
     with case.running() as on, case.running() as other:
-        with pytest.raises(BadRequest, match="is in use by process"):
-            on.submit(plan)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        with lock_folder(folder):
+            with pytest.raises(BadConfig, match=f"^{folder} is in use by process {os.getpid()} "):
+                case.engine(plan)
+            with pytest.raises(BadRequest, match="is in use by process"):
+                on.submit(plan)
         on.submit(plan)
         on.settle(most=5)
         with pytest.raises(BadRequest, match="is in use by process"):
@@ -449,24 +409,6 @@ def test_a_folder_that_cannot_be_tidied_is_unlocked(case: Case, monkeypatch: pyt
         pass
 
 
-def test_folders_that_hold_something_else_are_refused_at_the_start(case: Case) -> None:
-    (case.folder / "occupied").write_text("a file, and no folder")
-    with pytest.raises(BadConfig, match=r"occupied/first cannot be created: .*; choose another folder"):
-        case.engine(case.plan("occupied", ["first"]))
-    kept = case.folder / "foreign" / "first" / "adapter" / "adapter_config.json"
-    kept.parent.mkdir(parents=True)
-    kept.write_text("{}")
-    with pytest.raises(BadPlan, match="adapter is not of training 'first'; choose another folder or name"):
-        case.engine(case.plan("foreign", ["first"]))
-    assert kept.exists()
-    for number, content in enumerate((b"", b"garbage", b"PK\x03\x04" + bytes(100))):
-        file = case.folder / f"torn{number}" / "first" / "checkpoint.pt"
-        file.parent.mkdir(parents=True)
-        file.write_bytes(content)
-        with pytest.raises(BadPlan, match=rf"^{file.parent}: its training cannot be read \(.+\); remove the folder$"):
-            case.engine(case.plan(f"torn{number}", ["first"]))
-
-
 def test_a_refused_plan_begins_and_changes_nothing(case: Case) -> None:
     """Not even the trainings before the refused one; a cancelled one remains so."""
     plan = case.plan("refused", ["first"])
@@ -490,6 +432,41 @@ def test_a_refused_plan_begins_and_changes_nothing(case: Case) -> None:
         assert on.status.state == "cancelled"
 
 
+def row(image: str) -> str:
+    return json.dumps({"question": "what ?", "answer": "w1", "image": image}) + "\n"
+
+
+OCCUPIED: dict[str, tuple[str, bytes, type[VLoraError], str]] = {  # by results, a file and its content
+    "occupied": ("occupied", b"no folder", BadConfig, "occupied/first cannot be created: .*; choose another folder"),
+    "foreign": (
+        "foreign/first/adapter/adapter_config.json",
+        b"{}",
+        BadPlan,
+        "is not of training 'first'; choose anoth",
+    ),
+    **{
+        f"torn {number}": (
+            f"torn {number}/first/checkpoint.pt",
+            content,
+            BadPlan,
+            r"cannot be read \(.+\); remove the fo",
+        )
+        for number, content in enumerate((b"", b"garbage", b"PK\x03\x04" + bytes(100)))
+    },
+}
+
+
+@pytest.mark.parametrize("results", OCCUPIED)
+def test_folders_that_hold_something_else_are_refused_at_the_start(case: Case, results: str) -> None:
+    name, content, kind, message = OCCUPIED[results]
+    file = case.folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)
+    with pytest.raises(kind, match=message):
+        case.engine(case.plan(results, ["first"]))
+    assert file.read_bytes() == content
+
+
 @pytest.mark.parametrize(
     ("changes", "settings", "message"),
     [
@@ -497,18 +474,58 @@ def test_a_refused_plan_begins_and_changes_nothing(case: Case) -> None:
         ({}, {"switching": "in_place"}, "start with --switching shadow"),
         ({}, {"quantize": "int8"}, "start without --quantize"),
         ({"data": "broken"}, {}, r"questions\.jsonl, line 1: .*/broken/a\.png is not a valid picture"),
+        *(
+            (numbers, {}, rf"field `trainings\[0\].{next(iter(numbers))}`")
+            for numbers in ({"steps": 10**7}, {"batch": 10**6}, {"micro_batch_tokens": 10**6}, {"learning_rate": 1e38})
+        ),
+        ({"alpha": 1e300}, {}, r"field `trainings\[0\].alpha`"),
     ],
-    ids=["targets", "in place", "quantized", "picture"],
+    ids=str,
 )
 def test_an_engine_that_cannot_train_does_not_start(
     case: Case, changes: dict[str, object], settings: dict[str, object], message: str
 ) -> None:
     (case.folder / "broken").mkdir(exist_ok=True)
     (case.folder / "broken" / "a.png").write_bytes(b"no picture")
-    row = '{"question": "what ?", "answer": "w1", "image": "a.png"}\n'
-    (case.folder / "broken" / "questions.jsonl").write_text(row)
-    with pytest.raises(BadPlan if "data" in changes else BadConfig, match=message):
+    (case.folder / "broken" / "questions.jsonl").write_text(row("a.png"))
+    with pytest.raises((BadPlan, BadConfig), match=message):
         case.engine(case.plan("unable", ["first"], **changes), **settings)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "large"])
+@pytest.mark.parametrize("what", ["plan", "data"])
+def test_only_files_of_a_limited_size_are_opened(
+    case: Case, tmp_path: Path, kind: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading /dev/zero would fill the memory; a pipe without a writer would block all checkpoints."""
+    file, reason = tmp_path / "file", "it is not a file"
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        file.write_text(" " * 2**20)
+        reason = "has 1048576 bytes; at most 1048575 are read"
+        monkeypatch.setattr("vlora.training.records.MAX_BYTES", 2**20 - 1)
+    with pytest.raises(BadPlan, match=f"{file}:? .*{reason}"):
+        read_plan(file if what == "plan" else case.plan(kind, ["first"], data=str(file)))
+
+
+def test_text_of_a_plan_that_is_not_unicode_is_refused_in_printable_text(case: Case) -> None:
+    """A message with it could not be sent, so the caller would wait for ever."""
+    for path in ("a\0b", "\ud800"):
+        with pytest.raises(BadPlan, match="is not a path") as found:
+            read_plan(path)
+        assert str(found.value).encode()
+    plan = case.plan("surrogates", ["second"])
+    lines = plan.read_text().splitlines()
+    for field in ("data", "question", "targets"):
+        value = '["\\ud800"]' if field == "targets" else '"\\ud800"'
+        kept = [line for line in lines if not line.strip().startswith((f"{field}:", "- o_", "- d"))]
+        plan.write_text("\n".join([*kept, f"  {field}: {value}"]))
+        with pytest.raises(BadPlan, match=r"\\ud800 cannot be read .*surrogates not allowed") as found:
+            read_plan(plan)
+        assert str(found.value).encode()
 
 
 def test_names_in_use_and_other_settings_are_refused(case: Case) -> None:
@@ -530,53 +547,6 @@ def test_names_in_use_and_other_settings_are_refused(case: Case) -> None:
         with pytest.raises(BadRequest, match="an adapter 'first' is registered already; unload it first"):
             on.submit(case.plan("other", ["first"]))
         on.submit(case.plan("names", ["first"]))  # it is finished
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device", "large"])
-@pytest.mark.parametrize("what", ["plan", "data"])
-def test_only_files_of_a_limited_size_are_opened(
-    case: Case, tmp_path: Path, kind: str, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Reading /dev/zero would fill the memory; a pipe without a writer would block all checkpoints."""
-    file = tmp_path / "file"
-    if kind == "pipe":
-        os.mkfifo(file)
-    elif kind == "device":
-        file.symlink_to("/dev/zero")
-    else:
-        file.write_text(" " * 2**20)
-        monkeypatch.setattr("vlora.training.records.MAX_BYTES", 2**20 - 1)
-    plan = file if what == "plan" else case.plan(f"{kind}", ["first"], data=str(file))
-    reason = "has 1048576 bytes; at most 1048575 are read" if kind == "large" else "it is not a file"
-    with pytest.raises(BadPlan, match=f"{file}:? .*{reason}"):
-        read_plan(plan)
-
-
-def test_text_of_a_plan_that_is_not_unicode_is_refused_in_printable_text(case: Case) -> None:
-    """A message with it could not be sent, so the caller would wait for ever."""
-    for path in ("a\0b", "\ud800"):
-        with pytest.raises(BadPlan, match="is not a path") as found:
-            read_plan(path)
-        assert str(found.value).encode()
-    plan = case.plan("surrogates", ["second"])
-    lines = plan.read_text().splitlines()
-    for field in ("data", "question", "targets"):
-        value = '["\\ud800"]' if field == "targets" else '"\\ud800"'
-        kept = [line for line in lines if not line.strip().startswith((f"{field}:", "- o_", "- d"))]
-        plan.write_text("\n".join([*kept, f"  {field}: {value}"]))
-        with pytest.raises(BadPlan, match=r"\\ud800 cannot be read .*surrogates not allowed") as found:
-            read_plan(plan)
-        assert str(found.value).encode()
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"steps": 10**7}, {"batch": 10**6}, {"micro_batch_tokens": 10**6}, {"learning_rate": 1e38}, {"alpha": 1e300}],
-    ids=str,
-)
-def test_numbers_without_a_use_are_refused(case: Case, changes: dict[str, Any]) -> None:
-    with pytest.raises(BadPlan, match=rf"field `trainings\[0\].{next(iter(changes))}`"):
-        read_plan(case.plan("numbers", ["first"], **changes))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
