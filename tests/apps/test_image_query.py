@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from apps.in_order import AT_ONCE
 from tests.apps.scripted import refuse_to_list
 from tests.server.running import Running, png, running_server
 from vlora.client import Client
-from vlora.errors import BadImage, BadRequest, Disconnected, UnknownAdapter, UnknownHead
+from vlora.errors import BadImage, BadRequest, Disconnected, UnknownAdapter, UnknownHead, VLoraError
 
 
 @pytest.fixture(scope="module")
@@ -35,50 +36,36 @@ def pictures(tmp_path: Path) -> Path:
     return folder
 
 
-def test_answers_come_in_order_and_a_bad_picture_ends_nothing(server: Running, pictures: Path) -> None:
+def test_answers_come_in_order_and_a_bad_picture_ends_nothing(client: Client, pictures: Path) -> None:
+    (pictures / "deep" / "last\udce9.png").write_bytes(png(230))  # a file name that is not UTF-8
     found = find_pictures([pictures])
-    with Client(port=server.port) as client:
-        answers = list(ask_all(client, found, head="night", adapter="cam"))
-        words = list(ask_all(client, found[:3], question="say:yes, it is", max_tokens=3))
-    assert [answer.image for answer in answers] == [str(path) for path in found] and len(found) == 31
-    expected = ["bright" if place % 3 else "dark" for place in range(30)] + ["bright"]
+    answers = list(ask_all(client, found, head="night", adapter="cam"))
+    names = [str(path).replace("\udce9", "\ufffd") for path in found]
+    assert [answer.image for answer in answers] == names and len(found) == 32
+    assert msgspec.json.decode(msgspec.json.encode(answers[-1]))["image"].endswith("last\ufffd.png")
+    expected = ["bright" if place % 3 else "dark" for place in range(30)] + ["bright"] * 2
     assert [answer.text for answer in answers] == [*expected[:7], "", *expected[8:]]
     assert answers[7].problem is not None and "image 1" in answers[7].problem and answers[7].answer is None
     assert all(answer.answer is not None for answer in answers if answer.problem is None)
+    words = ask_all(client, found[:3], question="say:yes, it is", max_tokens=3)
     assert [answer.text for answer in words] == ["yes"] * 3
+    stop = threading.Event()
+    asked = ask_all(client, found, head="night", adapter="cam", stop=stop)
+    assert next(asked).text == "dark"
+    stop.set()
+    assert len(list(asked)) == AT_ONCE - 1, "no more requests are sent"
 
 
-def test_a_file_name_that_is_not_utf8_can_be_written(server: Running, tmp_path: Path) -> None:
-    (tmp_path / "caf\udce9.png").write_bytes(png(230))
-    with Client(port=server.port) as client:
-        (answer,) = ask_all(client, find_pictures([tmp_path]), head="night", adapter="cam")
-    assert answer.text == "bright" and msgspec.json.decode(msgspec.json.encode(answer))["image"].endswith(
-        "caf\ufffd.png"
-    )
-
-
-def test_a_folder_that_cannot_be_read_does_not_end_the_others(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_that_cannot_be_sent_are_errors(
+    client: Client, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
     refuse_to_list(pictures / "deep", monkeypatch)
     errors: list[BadImage] = []
-    assert len(find_pictures([pictures], errors.append)) == 30
+    assert len(find_pictures([pictures], errors.append)) == 30, "it does not end the others"
     assert [str(error) for error in errors] == [f"cannot read folder '{pictures / 'deep'}': Permission denied"]
-    with pytest.raises(BadImage, match=r"cannot read folder '.*deep': Permission denied"):
-        find_pictures([pictures / "deep"])
-
-
-def test_after_stop_no_more_requests_are_sent(server: Running, pictures: Path) -> None:
-    stop = threading.Event()
-    with Client(port=server.port) as client:
-        answers = ask_all(client, find_pictures([pictures]), head="night", adapter="cam", stop=stop)
-        first = next(answers)
-        stop.set()
-        rest = list(answers)
-    assert first.text == "dark" and len(rest) == AT_ONCE - 1
-
-
-def test_queries_that_cannot_be_sent_are_errors(server: Running, pictures: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
     for path, message in (
+        (pictures / "deep", r"cannot read folder '.*deep': Permission denied"),
         (tmp_path / "empty", "contains no picture"),
         (tmp_path / "nowhere", "no file or folder"),
         (Path("/dev/null"), "no file or folder"),
@@ -86,13 +73,15 @@ def test_queries_that_cannot_be_sent_are_errors(server: Running, pictures: Path,
     ):
         with pytest.raises(BadImage, match=message):
             find_pictures([path])
-    for question, adapter, head in (("x", "cam", "night"), (None, None, None), (None, None, "night")):
-        with Client(port=server.port) as client, pytest.raises(BadRequest, match="give a question, or a head"):
-            next(ask_all(client, [], question=question, adapter=adapter, head=head))
-    with Client(port=1) as client, pytest.raises(Disconnected):
-        list(ask_all(client, find_pictures([pictures]), question="x"))
-    with Client(port=server.port) as client:
-        with pytest.raises(UnknownAdapter, match="registered: cam"):
-            list(ask_all(client, find_pictures([pictures]), question="x", adapter="zzz"))
-        with pytest.raises(UnknownHead, match="its heads: night"):
-            list(ask_all(client, find_pictures([pictures]), adapter="cam", head="day"))
+    wrong: tuple[tuple[dict[str, Any], type[VLoraError], str], ...] = (
+        ({"question": "x", "adapter": "cam", "head": "night"}, BadRequest, "give a question, or a head"),
+        ({}, BadRequest, "give a question, or a head"),
+        ({"head": "night"}, BadRequest, "give a question, or a head"),
+        ({"question": "x", "adapter": "zzz"}, UnknownAdapter, "registered: cam"),
+        ({"adapter": "cam", "head": "day"}, UnknownHead, "its heads: night"),
+    )
+    for asked, kind, message in wrong:
+        with pytest.raises(kind, match=message):
+            list(ask_all(client, [pictures / "00.png"], **asked))
+    with Client(port=1) as nobody, pytest.raises(Disconnected):
+        list(ask_all(nobody, [pictures / "00.png"], question="x"))

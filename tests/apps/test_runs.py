@@ -37,6 +37,7 @@ from vlora.opencv import quiet
 from vlora.run_folder import NotWritten
 
 CAMERA = Source("camera-0", "0", "live")
+FILES = ("jsonl", "csv", "webm")
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +67,6 @@ def table_of(path: Path) -> list[dict[str, str]]:
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
-
-
-def test_every_second_is_answered_once_and_in_order(client: Client, tmp_path: Path) -> None:
-    pairs = list(analyse(client, video(tmp_path, 9), "cam", "night"))
-    assert [result.label for _, result in pairs] == labels(9)
-    found = [(chunk.index, result.index, result.start_s) for chunk, result in pairs]
-    assert found == [(n, n, float(n)) for n in range(9)]
-    with pytest.raises(UnknownHead, match="has no head 'day'"):
-        next(analyse(client, video(tmp_path, 9), "cam", "day"))
 
 
 def test_pictures_that_cannot_be_decoded_are_skipped(client: Client, tmp_path: Path) -> None:
@@ -240,23 +232,6 @@ def test_seconds_of_a_camera_that_are_replaced_have_a_result(client: Client, mon
 # -- heads and questions ----------------------------------------------------------------------------------------------
 
 
-def test_two_heads_write_their_answers_into_separate_files(client: Client, tmp_path: Path) -> None:
-    results: list[ChunkResult] = []
-    out = tmp_path / "out"
-    counts = run(client, [video(tmp_path, 4)], "cam", ("night", "one"), fps=2, out=out, on_result=results.append)
-    assert counts == {"street.night": 4, "street.one": 8}
-    kinds = ("jsonl", "csv", "webm")
-    assert {name.name for name in out.iterdir()} == {f"street.{h}.{kind}" for h in ("night", "one") for kind in kinds}
-    for head, times in (("night", 1), ("one", 2)):
-        rows = rows_of(out / f"street.{head}.jsonl")
-        assert [row["label"] for row in rows] == [label for label in labels(4) for _ in range(times)]
-        assert [row["start_s"] for row in rows] == [index / times for index in range(4 * times)]
-        assert {row["head"] for row in rows} == {head} == {row["head"] for row in table_of(out / f"street.{head}.csv")}
-        capture = cv2.VideoCapture(str(out / f"street.{head}.webm"))
-        assert capture.get(cv2.CAP_PROP_FPS) == 10 and capture.get(cv2.CAP_PROP_FRAME_COUNT) == 40
-        assert [result.index for result in results if result.head == head] == list(range(4 * times))
-
-
 def test_heads_and_questions_about_one_frame_share_its_transfer(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,20 +384,24 @@ def test_messages_of_sources_appear_while_others_open_videos(
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_many_sources_write_their_files_in_parallel(client: Client, tmp_path: Path) -> None:
-    sources = [video(tmp_path, number + 2, name, size=(65, 49)) for number, name in enumerate(("v0", "v1", "=1+1"))]
-    out = tmp_path / "results"
-    assert run(client, sources, "cam", "night", out=out) == {"v0": 2, "v1": 3, "=1+1": 4}
-    for number, source in enumerate(sources):
-        rows, table = rows_of(out / f"{source.name}.jsonl"), table_of(out / f"{source.name}.csv")
-        assert [row["label"] for row in rows] == labels(number + 2) == [row["label"] for row in table]
-        assert all(row["answer"]["scores"] and row["problem"] is None for row in rows)
-        assert {row["source"] for row in table} == {"'=1+1" if number == 2 else source.name}, "no formula"
-        capture = cv2.VideoCapture(str(out / f"{source.name}.webm"))
+def test_each_source_and_head_has_its_rows_table_and_video(client: Client, tmp_path: Path) -> None:
+    sources = [video(tmp_path, number + 2, name, size=(65, 49)) for number, name in enumerate(("v0", "=1+1"))]
+    out, counts = tmp_path / "results", {"v0.night": 2, "v0.one": 4, "=1+1.night": 3, "=1+1.one": 6}
+    assert run(client, sources, "cam", ("night", "one"), fps=2, out=out) == counts
+    assert {file.name for file in out.iterdir()} == {f"{name}.{kind}" for name in counts for kind in FILES}
+    for name, count in counts.items():
+        (source, head), rows, table = name.split("."), rows_of(out / f"{name}.jsonl"), table_of(out / f"{name}.csv")
+        times = 2 if head == "one" else 1  # per second
+        assert [row["label"] for row in rows] == [label for label in labels(count // times) for _ in range(times)]
+        assert [row["start_s"] for row in rows] == [index / times for index in range(count)]
+        assert all(row["answer"]["scores"] and row["problem"] is None and row["head"] == head for row in rows)
+        assert [(row["label"], row["head"]) for row in table] == [(row["label"], head) for row in rows]
+        assert {row["source"] for row in table} == {"'=1+1" if source == "=1+1" else source}, "no formula"
+        capture = cv2.VideoCapture(str(out / f"{name}.webm"))
         frames = []
         while (read := capture.read())[0]:
             frames.append(read[1])
-        assert len(frames) == 10 * (number + 2) and capture.get(cv2.CAP_PROP_FPS) == 10
+        assert len(frames) == 10 * count // times and capture.get(cv2.CAP_PROP_FPS) == 10
         assert frames[5][:100].mean() > 200 > 60 > frames[15][:100].mean() and frames[5][-48:].max() > 200
 
 

@@ -5,15 +5,13 @@ In videos by time stamps, the grey level of each frame is its second; in ramps, 
 
 from __future__ import annotations
 
-import contextlib
-import http.server
 import io
 import itertools
 import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -264,10 +262,12 @@ class Capture:
         self.now = 100.0 + arrives
         return arrives >= 0
 
+    def retrieve(self) -> tuple[bool, np.ndarray]:
+        return True, np.full((48, 64, 3), 10 * int(self.now - 100 + 1e-6) + 5, np.uint8)
+
     def release(self) -> None: ...
 
 
-NOW = range(6)
 CAMERAS: dict[str, tuple[list[float], list[float], str, int, list[float]]] = {
     # arrival, time stamp, codec, declared number of frames, the right times
     "a file over HTTP": ([0.1, 0.1, 0.1, 93.2], [7, 8, 9, 10], "h264", 300, [0.1, 1.1, 2.1, 3.1]),
@@ -562,87 +562,33 @@ def test_a_camera_that_is_lost_or_not_there_yet_is_opened_again(monkeypatch: pyt
     assert len(opened) == 2 and next(clips_of(camera, 1, wait_s=60)).index == 0 and len(opened) == 4
 
 
-# -- cameras ----------------------------------------------------------------------------------------------------------
+def test_a_camera_that_stalls_and_ends_and_comes_back_keeps_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over HTTP, which has no time stamps: a stall of 10 s, fewer frames at night, and a second connection."""
+    evening, night = [place / 10 for place in range(20)], [12 + place / 5 for place in range(15)]
+    arrivals = [evening + night, [17 + place / 20 for place in range(41)]]
+    captures = iter([Capture([(at, 0.0) for at in own], 25.0, "MJPG", 0) for own in arrivals])
+    stop, lines, opened = threading.Event(), list[str](), list[Capture]()
 
-Frames = Callable[[float], Iterator[float]]
-"""For a connection that begins at this time of the camera's clock: how long to wait before each of its frames."""
+    def connect(*_: object) -> Capture:
+        opened.append(next(captures))
+        return opened[-1]
 
-
-@contextlib.contextmanager
-def camera(frames: Frames) -> Iterator[Source]:
-    """MJPEG over HTTP, for which OpenCV declares 25 frames per second. The grey level is 10 x its clock + 5."""
-    began = time.monotonic()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def log_message(self, *values: object) -> None: ...
-
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "multipart/x-mixed-replace; boundary=frame")
-            self.end_headers()
-            with contextlib.suppress(OSError):
-                for wait_s in frames(time.monotonic() - began):
-                    time.sleep(wait_s)
-                    data = picture((time.monotonic() - began) / 2)
-                    head = b"--frame\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n" % len(data)
-                    self.wfile.write(head + data + b"\r\n")
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        (source,) = find_sources([f"http://127.0.0.1:{server.server_port}/"])
-        yield source
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def watch(source: Source, shapes: Sequence[ClipShape], until_s: float) -> tuple[list[list[Chunk]], list[str]]:
-    """The clips by shape, and what is reported."""
-    stop, lines = threading.Event(), list[str]()
-    clips: list[list[Chunk]] = [[] for _ in shapes]
-    began = time.monotonic()
-    for head, clip in read_clips(source, shapes, stop=stop, shown=True, say=lines.append):
-        clips[head].append(clip)
-        if time.monotonic() - began > until_s:
+    def say(line: str) -> None:
+        lines.append(line)
+        if len(lines) == len(arrivals):
             stop.set()
-    return clips, lines
 
-
-@pytest.mark.slow
-def test_a_camera_is_answered_by_the_clock() -> None:
-    """Ten frames per second, after a second twenty."""
-
-    def frames(began_s: float) -> Iterator[float]:
-        yield from itertools.repeat(0.1, 10)
-        yield from itertools.repeat(0.05)
-
-    with camera(frames) as source:
-        (seconds_long, twice), lines = watch(source, [ClipShape(1), ClipShape(1, 2)], 2.8)
-    assert not lines and 2 <= len(seconds_long) <= 3 and 4 <= len(twice) <= 7
-    assert seconds_long[1].start_s - seconds_long[0].start_s == pytest.approx(1, abs=0.2)
-    assert [clip.start_s - twice[0].start_s for clip in twice] == pytest.approx([n / 2 for n in range(len(twice))])
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_camera_that_stalls_and_ends_and_comes_back_keeps_the_time(tmp_path: Path) -> None:
-    def frames(began_s: float) -> Iterator[float]:
-        if began_s > 5:
-            yield from itertools.repeat(0.05)
-        yield from itertools.repeat(0.1, 20)
-        yield 10.0
-        yield from itertools.repeat(0.2, 15)  # at night
-
-    with camera(frames) as source:
-        ((*clips,),), lines = watch(source, [ClipShape(1)], 18.5)
-    video = AnnotatedVideo(tmp_path / "camera")
-    for clip in clips:
-        video.add(clip, clip_result(None, clip.index, clip.start_s))
-        for encoded, since_s in zip(clip.shown, clip.shown_s, strict=True):
-            assert 2 * second_of(Image.open(io.BytesIO(encoded))) == pytest.approx(clip.start_s + since_s, abs=2.2)
-    video.close()
-    assert [round(clip.start_s) for clip in clips][:5] == [0, 1, 12, 13, 14] and clips[-1].start_s > 16.5
-    assert len(lines) == 1 and "the camera sends no more frames; retrying in 1 s" in lines[0]
-    capture = cv2.VideoCapture(str(tmp_path / "camera.webm"))
-    assert capture.get(cv2.CAP_PROP_FRAME_COUNT) == pytest.approx(10 * (clips[-1].start_s + 1), abs=10)
+    monkeypatch.setattr(cv2, "VideoCapture", connect)
+    for module in (opencv, sources_module):
+        monkeypatch.setattr(module, "clock", lambda: opened[-1].now if opened else 100.0)
+    monkeypatch.setattr(sources_module, "FIRST_PAUSE_S", 0.0)
+    source, shapes = Source("camera", "http://camera/", "live"), [ClipShape(1), ClipShape(1, 2)]
+    clips = list(read_clips(source, shapes, stop=stop, shown=True, say=say))
+    assert [round(clip.start_s, 1) for place, clip in clips if place == 0] == [0, 1, 12, 13, 14, 17, 18, 19]
+    twice = [round(clip.start_s, 1) for place, clip in clips if place == 1]
+    assert twice == [0, 0.5, 1, 1.5, 12, 12.5, 13, 13.5, 14, 14.5, 17, 17.5, 18, 18.5, 19]
+    for _, clip in clips:
+        levels = [float(np.asarray(Image.open(io.BytesIO(encoded))).mean()) for encoded in clip.shown]
+        times = [int(clip.start_s + since_s + 1e-6) for since_s in clip.shown_s]
+        assert levels == pytest.approx([10 * second + 5 for second in times], abs=1), "each picture has its time"
+    assert [line.partition(";")[0] for line in lines] == ["camera: the camera sends no more frames"] * 2
