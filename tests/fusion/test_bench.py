@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
-from benchmarks import adapters, retrieve
+from benchmarks import adapters
 from benchmarks.fusion import packing as packing_bench
 from benchmarks.fusion.domains import SUITE, BenchDomain, Sizes, suspected
 from benchmarks.fusion.packing import (
@@ -23,12 +21,10 @@ from benchmarks.fusion.packing import (
     PACKED,
     Meter,
 )
-from benchmarks.retrieve import Collection, Prepared
-from benchmarks.searched_videos import Query
 from fusion.packing.algorithm import History, Score, TrainingResult
 from fusion.plan.schema import LoraPlan
 from tests.fusion import small
-from vlora.bench.harness import Measured, Store
+from vlora.bench.harness import Measured
 
 EVERY = {made.name: made for made in SUITE}
 
@@ -163,21 +159,3 @@ def test_samples_are_encoded_before_a_training_is_timed(base: str) -> None:
     plan, splits = small.plan_of(base, ("colors",)), {"colors": small.color_splits()}
     trainer = adapters.trainer_of(plan, small.trainer_of(plan, splits).adapter.base, splits)
     assert vars(trainer.domains["colors"]).keys() >= {"train", "validation", "test"}
-
-
-def test_a_prepared_collection_is_read_as_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {"streets": [Query("a red car", (("a.mp4", 2),))]}
-    made = Prepared("adapters", [Collection("videos", 1, "?", "!", ["signs"], own)], {"x": 0.5}, 2.0)
-    found = Measured([], {"prepared": msgspec.to_builtins(made._asdict())})
-    asked: list[Any] = []
-
-    def measure(client: object, folder: Path, work: Path, queries: object, **_: object) -> list[dict[str, Any]]:
-        asked.extend((folder, queries))
-        return [{"method": "adapter"}]
-
-    monkeypatch.setattr(retrieve, "serving", lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr(retrieve, "measure_recall", measure)
-    Store(tmp_path, {}).write("prepared-0", found._asdict())
-    recall = retrieve.measure(("recall", True), Store(tmp_path, {}))
-    assert asked == [Path("videos"), own] and recall.rows == [{"method": "adapter"}]
-    assert recall.found == {"adapter": {"test scores": {"x": 0.5}, "training CPU s": 2.0}}

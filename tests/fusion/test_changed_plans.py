@@ -11,7 +11,6 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +75,10 @@ def trainings(out: Path) -> dict[str, str]:
     }
 
 
+def new_trainings(out: Path, before: dict[str, str]) -> set[str]:
+    return {what for key, what in trainings(out).items() if key not in before}
+
+
 def adapters(out: Path) -> list[bytes]:
     return [file.read_bytes() for file in sorted((out / "adapters").rglob("adapter_model.safetensors"))]
 
@@ -87,9 +90,8 @@ def relabel(folder: Path, source: str, part: str) -> None:
 
 
 class Change(NamedTuple):
-    """A changed plan, or an edit of its data. trained: what is trained for it. encoded: the domains whose samples are
-    encoded for it. said: which line gives the reason. measured: the number of values that are measured again, if the
-    adapters stay.
+    """A changed plan, or a changed label (`edit`: source and part). trained: what is trained for it. encoded: domains
+    whose samples are encoded. said: the reason. measured: how many values are measured again, if adapters stay.
     """
 
     domains: list[Plan]
@@ -98,16 +100,17 @@ class Change(NamedTuple):
     said: str = ""
     steps: int = 4
     confidence: str = "null"
-    edit: Callable[[Path], None] | None = None
+    edit: tuple[str, str] | None = None
     measured: int | None = None
 
 
-ALL_THREE = {"colors", "others", "new"}
+ALL_THREE, BOTH = {"colors", "others", "new"}, {"colors", "others"}
+TAKEN = {"together: colors, new; rehearsal 0.5: others into colors, new"}
 CHANGES = {
     "nothing": Change([ONE, OTHER], measured=0),
     "thresholds": Change([ONE | {"threshold": 0.01}, OTHER | {"threshold": 0.06}], measured=0),
     "order": Change([OTHER, ONE]),
-    "confidence": Change([ONE, OTHER], encoded={"colors", "others"}, confidence="0.6", measured=2),
+    "confidence": Change([ONE, OTHER], encoded=BOTH, confidence="0.6", measured=2),
     "removed": Change([OTHER]),
     "added": Change([ONE, OTHER, NEW], {JOINED}, ALL_THREE, "not new: it is new"),
     "added, unfit": Change([ONE, OTHER, NEW | {"threshold": 1.0}], {JOINED, "alone: new"}, ALL_THREE),
@@ -115,33 +118,16 @@ CHANGES = {
     "names exchanged": Change([ONE | {"name": "others"}, OTHER | {"name": "colors"}]),
     "renamed, its name taken": Change(
         [ONE, OTHER | {"name": "new"}, NEW | {"name": "others"}],
-        {"together: colors, new; rehearsal 0.5: others into colors, new"},
+        TAKEN,
         ALL_THREE,
         "not others: training data, question changed",
     ),
-    "question": Change(
-        [ONE, OTHER | {"question": "which is it ?"}],
-        {TOGETHER},
-        {"colors", "others"},
-        "not others: question changed",
-    ),
-    "setting": Change(
-        [ONE, OTHER],
-        {TOGETHER},
-        {"colors", "others"},
-        "no stored training is reused: training.steps changed",
-        steps=5,
-    ),
+    "question": Change([ONE, OTHER | {"question": "which is it ?"}], {TOGETHER}, BOTH, "not others: question changed"),
+    "setting": Change([ONE, OTHER], {TOGETHER}, BOTH, "no stored training is reused: training.steps changed", steps=5),
     "training label": Change(
-        [ONE, OTHER],
-        {TOGETHER},
-        {"colors", "others"},
-        "not others: training data changed",
-        edit=lambda folder: relabel(folder, "others", "train"),
+        [ONE, OTHER], {TOGETHER}, BOTH, "not others: training data changed", edit=("others", "train")
     ),
-    "validation label": Change(
-        [ONE, OTHER], encoded={"others"}, edit=lambda folder: relabel(folder, "others", "validation"), measured=3
-    ),
+    "validation label": Change([ONE, OTHER], encoded={"others"}, edit=("others", "validation"), measured=3),
 }
 SOON = ("thresholds", "renamed, its name taken", "added, unfit", "training label", "validation label")
 
@@ -155,7 +141,7 @@ def test_only_what_a_change_affects_is_done(
     domains, trained, encoded, reason, steps, confidence, edit, measured = CHANGES[change]
     shutil.copytree(made, folder := tmp_path / "made")
     if edit is not None:
-        edit(folder)
+        relabel(folder, *edit)
     out = folder / "out"
     before, weights, values = trainings(out), adapters(out), len([*out.glob("checkpoint/*/*.json")])
     used: set[str] = set()
@@ -175,7 +161,7 @@ def test_only_what_a_change_affects_is_done(
     monkeypatch.setattr(VisionEncoder, "encode", compute_features)
     stored = len([*out.glob("features/*")])
     said = run(folder, out, domains, steps, confidence)
-    assert {what for key, what in trainings(out).items() if key not in before} == trained, said
+    assert new_trainings(out, before) == trained, said
     assert reason in said and used == encoded
     assert len(computed) == (stored if NEW["source"] in [one["source"] for one in domains] else 0), "of new pictures"
     if measured is not None:
@@ -191,6 +177,12 @@ def test_features_of_removed_domains_and_of_killed_processes_are_removed(made: P
     (out / "features" / f"{0:064x}.safetensors").touch()
     assert len([*out.glob("features/*")]) == 2 * len(before) + 2
     run(made, out, [ONE, OTHER])
+    assert {file.name for file in out.glob("features/*")} == before
+    shutil.copytree(out, other := tmp_path / "other")
+    shutil.rmtree(out / "features")
+    for folder in (out, other):
+        run(made, folder, [ONE, OTHER], 5)
+    assert adapters(out) == adapters(other), "deleted features are computed again"
     assert {file.name for file in out.glob("features/*")} == before
 
 
@@ -220,28 +212,17 @@ def test_a_run_begins_without_features_that_it_will_not_use(
     assert len({*out.glob("features/*")}) == len(former)
 
 
-def test_deleted_features_are_computed_again(made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made / "out", out := tmp_path / "out")
-    shutil.rmtree(out / "features")
-    run(made, out, [ONE, OTHER], 5)
-    shutil.copytree(made / "out", other := tmp_path / "other")
-    run(made, other, [ONE, OTHER], 5)
-    assert adapters(out) == adapters(other)
-    assert {file.name for file in out.glob("features/*")} == {file.name for file in other.glob("features/*")}
-
-
 def test_a_domain_that_missed_its_threshold_is_not_tried_again(made: Path, tmp_path: Path) -> None:
     out, unfit = tmp_path / "out", NEW | {"threshold": 1.0}
     shutil.copytree(made / "out", out)
     run(made, out, [ONE, OTHER, unfit])
     before = trainings(out)
     run(made, out, [ONE | {"question": "which color ?"}, OTHER, unfit])
-    assert [what for key, what in trainings(out).items() if key not in before] == [TOGETHER]
+    assert new_trainings(out, before) == {TOGETHER}
 
 
-def test_a_domain_that_joins_no_adapter_is_packed_as_from_nothing(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def no_join_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     join = RunCache.join
 
     def unfit(self: RunCache, before: History, beside: Adapter, domain: str) -> TrainingResult:
@@ -249,12 +230,15 @@ def test_a_domain_that_joins_no_adapter_is_packed_as_from_nothing(
         return dataclasses.replace(trained, scores={**trained.scores, domain: Score(0.0, 0.0)})
 
     monkeypatch.setattr(RunCache, "join", unfit)
+
+
+@pytest.mark.usefixtures("no_join_fits")
+def test_a_domain_that_joins_no_adapter_is_packed_as_from_nothing(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "out", out := tmp_path / "out")
     before = trainings(out)
     said = run(made, out, [ONE, OTHER, NEW])
     assert "2 adapters, 1 more than before: packing from the beginning, which may need fewer" in said
-    new = {what for key, what in trainings(out).items() if key not in before}
-    assert new == {JOINED, "alone: new", "together: colors, new, others"}
+    assert new_trainings(out, before) == {JOINED, "alone: new", "together: colors, new, others"}
     run(made, whole := tmp_path / "whole", [ONE, OTHER, NEW])
     assert len(adapters(out)) == 1 and adapters(out) == adapters(whole)
     done = trainings(out)
@@ -262,23 +246,15 @@ def test_a_domain_that_joins_no_adapter_is_packed_as_from_nothing(
     assert trainings(out) == done and adapters(out) == adapters(whole)
 
 
-def test_a_replaced_domain_with_its_own_adapter_is_no_growth(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    join = RunCache.join
-
-    def unfit(self: RunCache, before: History, beside: Adapter, domain: str) -> TrainingResult:
-        trained = join(self, before, beside, domain)
-        return dataclasses.replace(trained, scores={**trained.scores, domain: Score(0.0, 0.0)})
-
-    monkeypatch.setattr(RunCache, "join", unfit)
+@pytest.mark.usefixtures("no_join_fits")
+def test_a_replaced_domain_with_its_own_adapter_is_no_growth(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "out", out := tmp_path / "out")
     run(made, out, [ONE, OTHER, NEW | {"threshold": 1.0}])  # in an adapter of its own, where it then suffices
     run(made, out, [ONE, OTHER, NEW])
     assert len(adapters(out)) == 2
     before = trainings(out)
     said = run(made, out, [ONE, OTHER, NEW | {"question": "which of them ?"}])
-    assert {what for key, what in trainings(out).items() if key not in before} == {JOINED, "alone: new"}
+    assert new_trainings(out, before) == {JOINED, "alone: new"}
     assert len(adapters(out)) == 2 and "from the beginning" not in said
 
 
@@ -325,10 +301,8 @@ def test_a_changed_run_that_is_killed_ends_with_the_same_adapters(
             run(made, killed, domains)
         lives.pop(0)
     assert adapters(killed) == adapters(whole) != adapters(made / "out")
-    assert (
-        json.loads((killed / "report.json").read_text())["adapters"]
-        == json.loads((whole / "report.json").read_text())["adapters"]
-    )
+    reports = [json.loads((out / "report.json").read_text())["adapters"] for out in (killed, whole)]
+    assert reports[0] == reports[1]
 
 
 PREVIEWS = {
@@ -348,10 +322,7 @@ PREVIEWS = {
     ),
     "alone": (
         [ONE, OTHER | {"threshold": "{relative_to: alone, minus: 0.9}"}],
-        [
-            "would run: training others into a new adapter, about 5 s",
-            "in all: then packing, at most 45 s",
-        ],
+        ["would run: training others into a new adapter, about 5 s", "in all: then packing, at most 45 s"],
     ),
 }
 
@@ -362,10 +333,12 @@ def test_a_dry_run_says_what_is_reused_and_how_long_the_rest_takes(made: Path, t
     shutil.copytree(made / "out", out := tmp_path / "out")
     for file in out.glob("checkpoint/*/trained.json"):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"seconds": 10}))  # of two domains
-    files = {file: file.read_bytes() for file in out.rglob("*") if file.is_file() and file.name != "in-use"}
-    said = dry_run(made, out, domains)
-    assert all(line in said for line in lines), said
-    assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file() and file.name != "in-use"} == files
+
+    def files() -> dict[Path, bytes]:
+        return {file: file.read_bytes() for file in out.rglob("*") if file.is_file() and file.name != "in-use"}
+
+    before, said = files(), dry_run(made, out, domains)
+    assert all(line in said for line in lines) and files() == before, said
 
 
 def test_without_stored_trainings_a_dry_run_measures_steps(

@@ -42,22 +42,9 @@ from vlora.types import FoundBox, HeadAnswer
 _AT_ONCE = 8
 
 
-def test_pictures_of_a_sample_come_back_together(tmp_path: Path) -> None:
-    cache = FeatureCache(tmp_path, "tower")
-    rows = [torch.randn(count, 4) for count in (3, 1, 2)]
-    samples = [["a", "b"], ["c"]]
-    for found in (cache.get(samples, lambda _: rows), cache.get([["c"], ["a", "b"]], lambda _: pytest.fail())[::-1]):
-        assert torch.equal(found[0].rows(), torch.cat(rows[:2])) and torch.equal(found[1].rows(), rows[2])
-    other = FeatureCache(tmp_path, "another tower").get(samples, lambda _: rows[::-1])
-    assert torch.equal(other[1].rows(), rows[0])
-    cut = cache.file("a")
-    cut.write_bytes(cut.read_bytes()[:-1])
-    again = cache.get(samples, lambda missing: [rows[index] for index in missing])
-    assert torch.equal(again[0].rows(), torch.cat(rows[:2])), "a cut file is written again"
-
-
-def test_a_stored_picture_is_not_computed_again(tmp_path: Path) -> None:
-    cache, computed = FeatureCache(tmp_path, "tower"), []
+def test_a_stored_picture_is_not_computed_again_unless_its_file_is_cut(tmp_path: Path) -> None:
+    """Pictures of a sample come back together, for each tower."""
+    cache, computed = FeatureCache(tmp_path, "tower"), list[list[int]]()
 
     def compute(missing: Sequence[int]) -> list[torch.Tensor]:
         computed.append([*missing])
@@ -66,6 +53,11 @@ def test_a_stored_picture_is_not_computed_again(tmp_path: Path) -> None:
     cache.get([["b"]], compute)
     found = cache.get([["a", "b"], ["a"], ["c"]], compute)
     assert computed == [[0], [2, 3]] and [one.rows()[:, 0].tolist() for one in found] == [[2, 1], [2], [2]]
+    cut = cache.file("a")
+    cut.write_bytes(cut.read_bytes()[:-1])
+    found = cache.get([["a", "b"]], compute)
+    assert found[0].rows()[:, 0].tolist() == [3, 1], "a cut file is written again"
+    assert FeatureCache(tmp_path, "another tower").get([["b"]], compute)[0].rows()[0, 0] == 4
 
 
 def change_epsilon(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

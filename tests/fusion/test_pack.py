@@ -45,56 +45,127 @@ from tests.fusion.small import COLORS, color_splits, inputs, plan_of, trainer_of
 THRESHOLDS = dict.fromkeys("abcdefgh", 0.8)
 
 
-def result(values: Mapping[str, float], slack: float = 0.0) -> TrainingResult:
-    return TrainingResult({name: Score(value, value - slack) for name, value in values.items()}, 1.0)
+class World:
+    """Simulated trainings. An adapter that holds a whole group of domains costs those that the group hurts accuracy.
+
+    skill: accuracies alone. hurt: by group, the domains that lose `loss`. forget: loss of each domain for each later
+    join. slack: of a score's bound. spent: in single-domain trainings. paid: all were trained alone already. misled:
+    draws the measured conflicts. sequences, sets: all trainings of one domain after the other, and at once.
+    """
+
+    conflict_cost = 0.04  # as in a training of a hundred steps
+
+    def __init__(
+        self,
+        skill: Mapping[str, float],
+        hurt: Mapping[str, Collection[str]],
+        *,
+        forget: float = 0.0,
+        slack: float = 0.0,
+        loss: float = 0.3,
+        paid: bool = False,
+        misled: random.Random | None = None,
+    ) -> None:
+        self.skill, self.hurt = dict(skill), {frozenset(group): hurt for group, hurt in hurt.items()}
+        self.names = tuple(skill)
+        self.forget, self.slack, self.loss, self.paid, self.misled = forget, slack, loss, paid, misled
+        self.spent = 0.0
+        self.trained: list[History] = []
+        self.sequences: list[Adapter] = []
+        self.sets: list[frozenset[str]] = []
+
+    def value(self, name: str, names: Collection[str], joins_since: int = 0) -> float:
+        lost = any(group <= set(names) and name in hurt for group, hurt in self.hurt.items())
+        return self.skill[name] - self.loss * lost - self.forget * joins_since
+
+    def keeps(self, names: Collection[str]) -> bool:
+        return all(self.value(name, names) - self.slack >= 0.8 for name in names)
+
+    def _result(self, values: Mapping[str, float]) -> TrainingResult:
+        return TrainingResult({name: Score(value, value - self.slack) for name, value in values.items()}, 1.0)
+
+    def train(self, adapter: Adapter) -> TrainingResult:
+        """One domain after the other."""
+        self.sequences.append(adapter)
+        later = {name: len(adapter) - 1 - place for place, name in enumerate(adapter)}
+        return self._result({name: self.value(name, adapter, later[name]) for name in adapter})
+
+    def together(self, domains: Collection[str]) -> TrainingResult:
+        self.sets.append(frozenset(domains))
+        history = History(tuple(sorted(domains)))
+        if history not in self.trained and not (self.paid and len(domains) == 1):
+            self.spent += len(domains)
+            self.trained.append(history)
+        return self._result({name: self.value(name, domains) for name in sorted(domains)})
+
+    def join(self, before: History, beside: Adapter, domain: str) -> TrainingResult:
+        history = before._replace(joins=(*before.joins, (beside, domain)))
+        assert history not in self.trained, "trained twice"
+        self.trained.append(history)
+        self.spent += 1
+        names, later = (*beside, domain), len(history.joins)
+        return self._result({name: self.value(name, names, 0 if name == domain else later) for name in names})
+
+    def conflicts(self, history: History, domains: Collection[str]) -> dict[frozenset[str], float]:
+        self.spent += self.conflict_cost * len(domains)
+        names = frozenset(history.together)
+        assert names.issuperset(domains)
+        pairs = map(frozenset, itertools.combinations(sorted(domains), 2))
+        if self.misled is not None:
+            return {pair: self.misled.uniform(-1, 1) for pair in pairs}
+        return {pair: 0.5 * any(pair <= group <= names for group in self.hurt) for pair in pairs}
 
 
-class Scripted:
-    """The accuracy of a domain depends on the other domains in its adapter, as given by `table`."""
-
-    def __init__(self, table: dict[str, float], default: float = 0.9, slack: float = 0.0) -> None:
-        """table: keys are a domain, a space, and the adapter's domains."""
-        self.table, self.default, self.slack = table, default, slack
-        self.trainings: list[Adapter] = []
-
-    def __call__(self, adapter: Adapter) -> TrainingResult:
-        self.trainings.append(adapter)
-        shared = "".join(sorted(adapter))
-        return result({name: self.table.get(f"{name} {shared}", self.default) for name in adapter}, self.slack)
+def conflicting(names: str, *groups: str, paid: bool = False, skill: Mapping[str, float] | None = None) -> World:
+    """Domains of which each group hurts all of its own."""
+    return World(dict.fromkeys(names, 0.9) | dict(skill or {}), {group: group for group in groups}, paid=paid)
 
 
-A_AND_B = {"a ab": 0.5, "a abc": 0.5}
-NEVER_B = dict.fromkeys(("b b", "b ab", "b bc", "b abc"), 0.3)
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    names = "abcdef"[: draw(st.integers(1, 6))]
+    skill = {name: draw(st.sampled_from([0.5, 0.79, 0.82, 0.9, 0.99])) for name in names}
+    groups = draw(st.lists(st.sets(st.sampled_from(names), min_size=min(2, len(names)), max_size=3), max_size=4))
+    hurt = {"".join(sorted(group)): draw(st.sampled_from([group, min(group)])) for group in groups if len(group) > 1}
+    return World(skill, hurt, forget=draw(st.sampled_from([0.0, 0.01, 0.05])), slack=0.02)
+
+
+# -- one domain after the other ----------------------------------------------------------------------------------------
+
+NEVER_B = {"a": 0.9, "b": 0.3, "c": 0.9}
+THREE, TWO = dict.fromkeys("abc", 0.9), dict.fromkeys("ab", 0.9)
 
 
 @pytest.mark.parametrize(
-    ("domains", "train", "adapters", "trainings", "broken"),
+    ("domains", "world", "adapters", "trainings", "broken"),
     [
-        ("abc", Scripted({}), ["abc"], "a ab abc", []),
+        ("abc", World(THREE, {}), ["abc"], "a ab abc", []),
         # Rolled back and trained again from scratch, not from the failed state.
-        ("abc", Scripted(A_AND_B), ["ac", "b"], "a ab b ac", [{"a": Score(0.5, 0.5)}]),
+        ("abc", World(THREE, {"ab": "a"}), ["ac", "b"], "a ab b ac", [{"a": 0.6}]),
         # A domain is offered to every open adapter in turn.
-        ("abc", Scripted({"a ab": 0.5, "a ac": 0.5}), ["a", "bc"], "a ab b ac bc", [{"a": Score(0.5, 0.5)}] * 2),
+        ("abc", World(THREE, {"ab": "a", "ac": "a"}), ["a", "bc"], "a ab b ac bc", [{"a": 0.6}] * 2),
         # One that is harmed itself is rolled back too.
-        ("ab", Scripted({"b ab": 0.79}), ["a", "b"], "a ab b", [{"b": Score(0.79, 0.79)}]),
+        ("ab", World(TWO, {"ab": "b"}), ["a", "b"], "a ab b", [{"b": 0.6}]),
         # One that fails alone affects no other, and no other is trained into its adapter.
-        ("abc", Scripted(NEVER_B), ["ac", "b"], "a ab b ac", [{"b": Score(0.3, 0.3)}]),
-        ("bac", Scripted(NEVER_B), ["b", "ac"], "b a ac", []),
+        ("abc", World(NEVER_B, {}), ["ac", "b"], "a ab b ac", [{"b": 0.3}]),
+        ("bac", World(NEVER_B, {}), ["b", "ac"], "b a ac", []),
         # The bound decides, not the value; exactly at the threshold is kept.
-        ("ab", Scripted({}, 0.875, 0.0625), ["ab"], "a ab", []),
-        ("ab", Scripted({"a ab": 0.8125}, 0.9, 0.0625), ["a", "b"], "a ab b", [{"a": Score(0.8125, 0.75)}]),
-        ("ab", Scripted({}, 0.8), ["ab"], "a ab", []),
+        ("ab", World(dict.fromkeys("ab", 0.875), {}, slack=0.0625), ["ab"], "a ab", []),
+        ("ab", World(TWO, {"ab": "a"}, slack=0.0625, loss=0.0875), ["a", "b"], "a ab b", [{"a": 0.8125}]),
+        ("ab", World(dict.fromkeys("ab", 0.8), {}), ["ab"], "a ab", []),
     ],
 )
 def test_each_domain_joins_the_first_adapter_that_keeps_every_threshold(
-    domains: str, train: Scripted, adapters: list[str], trainings: str, broken: list[object]
+    domains: str, world: World, adapters: list[str], trainings: str, broken: list[dict[str, float]]
 ) -> None:
-    packing = pack(domains, THRESHOLDS, train)
+    packing = pack(domains, THRESHOLDS, world.train)
     assert packing is not None and ["".join(adapter) for adapter in packing.adapters] == adapters
-    assert ["".join(adapter) for adapter in train.trainings] == trainings.split()
+    assert ["".join(adapter) for adapter in world.sequences] == trainings.split()
     assert ["".join((*step.into, *step.domains)) for step in packing.steps] == trainings.split()
-    assert [step.broken for step in packing.rollbacks] == broken and not any(step.kept for step in packing.rollbacks)
-    assert packing.missed == ({"b": Score(0.3, 0.3)} if train.table is NEVER_B else {})
+    found = [{name: score.value for name, score in step.broken.items()} for step in packing.rollbacks]
+    assert found == [pytest.approx(values) for values in broken]
+    assert not any(step.kept for step in packing.rollbacks)
+    assert packing.missed.keys() == {name for name in domains if world.skill[name] < 0.8}
 
 
 A, B, C = ("a", "x"), ("b",), ("c",)
@@ -113,51 +184,10 @@ def test_adapters_keep_their_names_when_the_packing_changes() -> None:
         assert names_of(adapters, "fused", former, reserved) == dict(zip(adapters, names, strict=True))
 
 
-# -- simulated forgetting ----------------------------------------------------------------------------------------------
-
-
-class Forgetting:
-    """A model of sequential training: shared capacity, pairwise conflicts, older domains forget more.
-
-    Accuracies depend only on the training order, as with the real trainer.
-    """
-
-    def __init__(self, skill: Sequence[float], conflict: Mapping[frozenset[str], float], forget: float) -> None:
-        self.names = "abcdef"[: len(skill)]
-        self.skill = dict(zip(self.names, skill, strict=True))
-        self.conflict = conflict
-        self.forget = forget
-
-    def accuracy(self, name: str, adapter: Sequence[str]) -> float:
-        later = len(adapter) - 1 - adapter.index(name)
-        harm = sum(self.conflict.get(frozenset((name, other)), 0.0) for other in adapter if other != name)
-        return max(0.0, self.skill[name] - harm - self.forget * later)
-
-    def train(self, adapter: Adapter) -> TrainingResult:
-        return result({name: self.accuracy(name, adapter) for name in adapter}, 0.02)
-
-    def together(self, domains: frozenset[str]) -> TrainingResult:
-        # Joint training forgets nothing, as if each domain were the last.
-        return result({name: self.accuracy(name, [*sorted(domains - {name}), name]) for name in domains})
-
-    def keeps(self, together: frozenset[str]) -> bool:
-        return all(score.lower >= 0.8 for score in self.together(together).scores.values())
-
-
-@st.composite
-def worlds(draw: st.DrawFn) -> Forgetting:
-    number = draw(st.integers(1, 6))
-    skill = draw(st.lists(st.sampled_from([0.5, 0.79, 0.82, 0.9, 0.99]), min_size=number, max_size=number))
-    pairs = list(itertools.combinations("abcdef"[:number], 2))
-    harms = draw(st.lists(st.sampled_from([0.0, 0.0, 0.02, 0.1, 0.4]), min_size=len(pairs), max_size=len(pairs)))
-    conflict = {frozenset(pair): harm for pair, harm in zip(pairs, harms, strict=True)}
-    return Forgetting(skill, conflict, draw(st.sampled_from([0.0, 0.01, 0.05])))
-
-
 @given(worlds(), st.integers(1, 5), st.randoms(use_true_random=False))
 @settings(max_examples=scaled(200))
 def test_thresholds_hold_and_the_best_of_several_orders_is_kept(
-    world: Forgetting, count: int, shuffler: random.Random
+    world: World, count: int, shuffler: random.Random
 ) -> None:
     packing = pack(world.names, THRESHOLDS, world.train)
     assert packing is not None
@@ -166,7 +196,7 @@ def test_thresholds_hold_and_the_best_of_several_orders_is_kept(
         assert trained == world.train(adapter)
         assert all((score.lower >= 0.8) == (name not in packing.missed) for name, score in trained.scores.items())
         assert len(adapter) == 1 or not set(adapter) & packing.missed.keys()
-    assert all(world.train((name,)).scores[name].lower < 0.8 for name in packing.missed), "they also miss alone"
+    assert not any(world.keeps(name) for name in packing.missed), "they also miss alone"
     every = list(itertools.permutations(world.names))
     orders = [every[zlib.crc32(bytes([place])) % len(every)] for place in range(count)]
     best = pack_best(orders, THRESHOLDS, world.train)
@@ -176,7 +206,7 @@ def test_thresholds_hold_and_the_best_of_several_orders_is_kept(
     assert pack_best(orders, THRESHOLDS, world.train) == best
 
 
-def papers_packing(world: Forgetting) -> list[list[str]]:
+def papers_packing(world: World) -> list[list[str]]:
     """Section 4.2.1 word for word, with weights that change in place: "It begins with a random dataset and sequentially
     uses each dataset to train the LoRA adapter until its accuracy on a specific task falls below the required
     threshold. If this occurs, the adapter's weights are rolled back, and a new adapter is initialized to learn from
@@ -185,7 +215,7 @@ def papers_packing(world: Forgetting) -> list[list[str]]:
     for dataset in world.names:
         saved = list(weights)
         weights.append(dataset)
-        if saved and any(world.accuracy(task, weights) < 0.8 for task in weights):
+        if saved and any(score.value < 0.8 for score in world.train(tuple(weights)).scores.values()):
             generated.append(saved)
             weights = [dataset]
     return [*generated, weights]
@@ -193,15 +223,18 @@ def papers_packing(world: Forgetting) -> list[list[str]]:
 
 @given(worlds())
 @settings(max_examples=scaled(200))
-def test_the_naive_variant_is_the_papers_algorithm(world: Forgetting) -> None:
+def test_the_naive_variant_is_the_papers_algorithm(world: World) -> None:
     packing = pack_in_sequence(world.names, THRESHOLDS, by_value(world.train))
     assert [list(adapter) for adapter in packing.adapters] == papers_packing(world)
-    below = {name for adapter in packing.adapters for name in adapter if world.accuracy(name, adapter) < 0.8}
-    assert packing.missed.keys() == below
+    scores = [world.train(adapter).scores for adapter in packing.adapters]
+    assert packing.missed.keys() == {name for own in scores for name, score in own.items() if score.value < 0.8}
+
+
+# -- the optimum, and at once ------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def every_partition(names: str) -> set[frozenset[frozenset[str]]]:
+def every_partition(names: Sequence[str]) -> set[frozenset[frozenset[str]]]:
     """All partitions, by assigning one of n colours to each name."""
     found = set()
     for colors in itertools.product(range(len(names)), repeat=len(names)):
@@ -212,16 +245,10 @@ def every_partition(names: str) -> set[frozenset[frozenset[str]]]:
 
 @given(worlds())
 @settings(max_examples=scaled(40))
-def test_the_optimum_is_what_trying_everything_finds_and_the_bound_is_below(world: Forgetting) -> None:
-    trained: list[frozenset[str]] = []
-
-    def train(together: frozenset[str]) -> TrainingResult:
-        trained.append(together)
-        return world.together(together)
-
-    optimum = Oracle(world.names, THRESHOLDS, train).optimum()
-    assert len(trained) == len(set(trained)) == optimum.num_trained
-    missing = {name for name in world.names if not world.keeps(frozenset(name))}
+def test_the_optimum_is_what_trying_everything_finds_and_the_bound_is_below(world: World) -> None:
+    optimum = Oracle(world.names, THRESHOLDS, world.together).optimum()
+    assert len(world.sets) == len(set(world.sets)) == optimum.num_trained
+    missing = {name for name in world.names if not world.keeps(name)}
     partitions = every_partition(world.names)
     fit = [one for one in partitions if all(world.keeps(g) or (len(g) == 1 and g <= missing) for g in one)]
     assert set(optimum.missed) == missing and len(optimum.adapters) == min(map(len, fit))
@@ -229,31 +256,14 @@ def test_the_optimum_is_what_trying_everything_finds_and_the_bound_is_below(worl
     # In this world conflicts only accumulate, as the bound assumes.
     bound = Oracle(world.names, THRESHOLDS, world.together).bound()
     assert bound.adapters <= len(optimum.adapters)
-    assert all(not world.keeps(frozenset(pair)) for pair in itertools.combinations(bound.clique, 2))
+    assert all(not world.keeps(pair) for pair in itertools.combinations(bound.clique, 2))
 
 
 def test_the_optimum_of_three_conflicting_domains_and_of_too_many() -> None:
-    conflict = {frozenset(pair): 0.4 for pair in ("ab", "ac", "bc")}
-    oracle = Oracle("abcd", THRESHOLDS, Forgetting([0.9] * 4, conflict, 0.0).together)
+    oracle = Oracle("abcd", THRESHOLDS, conflicting("abcd", "ab", "ac", "bc").together)
     assert oracle.bound().adapters == len(oracle.optimum().adapters) == 3
     with pytest.raises(ValueError, match=f"7 domains.*{MAX_DOMAINS} at most"):
-        Oracle("abcdefg", THRESHOLDS, lambda together: result(dict.fromkeys(together, 1.0))).optimum()
-
-
-# -- jointly -----------------------------------------------------------------------------------------------------------
-
-
-class Conflicts:
-    """A domain of a set scores 0.5 if the set contains a whole conflicting group, and 0.9 otherwise."""
-
-    def __init__(self, *groups: Collection[str]) -> None:
-        self.groups = [frozenset(group) for group in groups]
-        self.trained: list[frozenset[str]] = []
-
-    def __call__(self, together: frozenset[str]) -> TrainingResult:
-        self.trained.append(together)
-        hurt = frozenset[str]().union(*(group for group in self.groups if group <= together))
-        return result({name: 0.5 if name in hurt else 0.9 for name in together})
+        Oracle("abcdefg", THRESHOLDS, conflicting("abcdefg").together).optimum()
 
 
 @pytest.mark.parametrize(
@@ -268,20 +278,20 @@ class Conflicts:
     ],
 )
 def test_joint_sets_are_split_and_merged(domains: str, groups: list[str], adapters: list[str], trained: Any) -> None:
-    train = Conflicts(*groups)
-    packing = pack_jointly(tuple(domains), THRESHOLDS, train)
+    world = conflicting(domains, *groups)
+    packing = pack_jointly(tuple(domains), THRESHOLDS, world.together)
     assert ["".join(adapter) for adapter in packing.adapters] == adapters and packing.margin > 0
-    assert packing.missed == ({"b": Score(0.5, 0.5)} if groups == ["b"] else {})
+    assert list(packing.missed) == ["b"] * (groups == ["b"])
     if trained is not None:
-        assert ["".join(sorted(names)) for names in train.trained] == trained.split()
+        assert ["".join(sorted(names)) for names in world.sets] == trained.split()
 
 
 @settings(max_examples=scaled(60))
 @given(st.lists(st.sets(st.sampled_from("abcdef"), min_size=1, max_size=3), max_size=5))
 def test_every_reachable_threshold_is_met(groups: list[set[str]]) -> None:
-    train = Conflicts(*groups)
-    packing = pack_jointly(tuple("abcdef"), THRESHOLDS, train)
-    assert len(train.trained) == len(set(train.trained)) == len(packing.steps)
+    world = conflicting("abcdef", *map("".join, groups))
+    packing = pack_jointly(world.names, THRESHOLDS, world.together)
+    assert len(world.sets) == len(set(world.sets)) == len(packing.steps)
     assert sorted(name for adapter in packing.adapters for name in adapter) == list("abcdef")
     hopeless = {name for group in groups if len(group) == 1 for name in group}
     assert set(packing.missed) == hopeless
@@ -289,19 +299,19 @@ def test_every_reachable_threshold_is_met(groups: list[set[str]]) -> None:
         assert set(trained.scores) == set(adapter)
         assert len(adapter) == 1 or all(score.lower >= 0.8 for score in trained.scores.values())
     for one, other in itertools.combinations(packing.adapters, 2):  # no two of them could be merged
-        union = frozenset(one + other)
-        assert hopeless & union or any(group <= union for group in train.groups)
+        assert hopeless & {*one, *other} or not world.keeps((*one, *other))
 
 
-def more_than_needed(domains: str, *groups: Collection[str]) -> int:
+def more_than_needed(domains: str, *groups: str) -> int:
     """Adapters beyond the exhaustive optimum."""
-    best = Oracle(tuple(domains), THRESHOLDS, Conflicts(*groups)).optimum()
-    return len(pack_jointly(tuple(domains), THRESHOLDS, Conflicts(*groups)).adapters) - len(best.adapters)
+    best = Oracle(tuple(domains), THRESHOLDS, conflicting(domains, *groups).together).optimum()
+    found = pack_jointly(tuple(domains), THRESHOLDS, conflicting(domains, *groups).together)
+    return len(found.adapters) - len(best.adapters)
 
 
 def test_joint_packing_has_rarely_an_adapter_too_many() -> None:
     """Merging the smallest first can be suboptimal: by two in 18 of all 32,768 graphs on six domains."""
-    pairs = list(itertools.combinations("abcde", 2))
+    pairs = list(map("".join, itertools.combinations("abcde", 2)))
     graphs = [[pair for place, pair in enumerate(pairs) if bits >> place & 1] for bits in range(1 << len(pairs))]
     found = Counter(more_than_needed("abcde", *graph) for graph in graphs)
     assert found.keys() == {0, 1} and found[0] > 0.85 * len(graphs)
@@ -311,61 +321,7 @@ def test_joint_packing_has_rarely_an_adapter_too_many() -> None:
 # -- guided, within a budget -------------------------------------------------------------------------------------------
 
 
-class Guided:
-    """Domains that lose accuracy if their adapter holds a whole group of conflicting domains.
-
-    hurt: by group, the domains that lose accuracy. forget: loss of each domain for each later join. conflict_cost: as
-    in a training of a hundred steps. spent: in single-domain trainings. paid: all were trained alone already. misled:
-    draws the measured conflicts.
-    """
-
-    conflict_cost = 0.04
-
-    def __init__(
-        self,
-        skill: Mapping[str, float],
-        hurt: Mapping[frozenset[str], Collection[str]],
-        *,
-        forget: float = 0.0,
-        paid: bool = False,
-        misled: random.Random | None = None,
-    ) -> None:
-        self.skill, self.hurt, self.forget = dict(skill), hurt, forget
-        self.paid, self.misled = paid, misled
-        self.spent = 0.0
-        self.trained: list[History] = []
-
-    def _value(self, name: str, names: frozenset[str], joins_since: int = 0) -> float:
-        lost = any(group <= names and name in hurt for group, hurt in self.hurt.items())
-        return self.skill[name] - 0.3 * lost - self.forget * joins_since
-
-    def together(self, domains: Collection[str]) -> TrainingResult:
-        names = frozenset(domains)
-        history = History(tuple(sorted(names)))
-        if history not in self.trained and not (self.paid and len(names) == 1):
-            self.spent += len(names)
-            self.trained.append(history)
-        return result({name: self._value(name, names) for name in sorted(names)})
-
-    def join(self, before: History, beside: Adapter, domain: str) -> TrainingResult:
-        history = before._replace(joins=(*before.joins, (beside, domain)))
-        assert history not in self.trained, "trained twice"
-        self.trained.append(history)
-        self.spent += 1
-        names, later = frozenset((*beside, domain)), len(history.joins)
-        return result({name: self._value(name, names, 0 if name == domain else later) for name in names})
-
-    def conflicts(self, history: History, domains: Collection[str]) -> dict[frozenset[str], float]:
-        self.spent += self.conflict_cost * len(domains)
-        names = frozenset(history.together)
-        assert names.issuperset(domains)
-        pairs = map(frozenset, itertools.combinations(sorted(domains), 2))
-        if self.misled is not None:
-            return {pair: self.misled.uniform(-1, 1) for pair in pairs}
-        return {pair: 0.5 * any(pair <= group <= names for group in self.hurt) for pair in pairs}
-
-
-def packed(world: Guided) -> Packing:
+def packed(world: World) -> Packing:
     """Pack a world's domains and check what holds for every packing."""
     names, lines = tuple(world.skill), list[str]()
     packing = pack_guided(names, THRESHOLDS, world, trained_alone=names if world.paid else (), say=lines.append)
@@ -391,12 +347,6 @@ def packed(world: Guided) -> Packing:
     return packing
 
 
-def conflicting(names: str, *groups: str, paid: bool = False, skill: Mapping[str, float] | None = None) -> Guided:
-    """Domains of which each group hurts all of its own."""
-    hurt = {frozenset(group): group for group in groups}
-    return Guided(dict.fromkeys(names, 0.9) | dict(skill or {}), hurt, paid=paid)
-
-
 EVERY_PAIR = ["".join(pair) for pair in itertools.combinations("abcdef", 2)]
 
 
@@ -417,7 +367,7 @@ EVERY_PAIR = ["".join(pair) for pair in itertools.combinations("abcdef", 2)]
         (conflicting("abcd", paid=True, skill={"b": 0.5}), ["acd", "b"], 3),
     ],
 )
-def test_guided_packing_of_conflicting_groups(world: Guided, adapters: list[str] | int, spent: float | None) -> None:
+def test_guided_packing_of_conflicting_groups(world: World, adapters: list[str] | int, spent: float | None) -> None:
     found = ["".join(adapter) for adapter in packed(world).adapters]
     assert (len(found) if isinstance(adapters, int) else found) == adapters
     assert spent is None or world.spent == pytest.approx(spent)
@@ -431,7 +381,7 @@ def test_a_joint_training_of_which_a_part_stays_is_a_rollback_that_is_printed() 
     alone = packed(conflicting("a", skill={"a": 0.7}))
     assert not alone.rollbacks and alone.missed.keys() == {"a"}
     lines: list[str] = []
-    world = Guided(dict.fromkeys("abc", 0.9), {frozenset("ab"): "a", frozenset("ac"): "c"}, paid=True)
+    world = World(dict.fromkeys("abc", 0.9), {"ab": "a", "ac": "c"}, paid=True)
     pack_guided(tuple("abc"), THRESHOLDS, world, trained_alone="abc", say=lines.append)
     assert lines[0] == (
         "a, b, c do not fit into one adapter, below threshold: a 0.600 (threshold 0.800), c 0.600 (threshold 0.800); "
@@ -456,17 +406,17 @@ def test_both_halves_may_be_trained_in_parallel(paid: bool, ahead: list[list[Ada
     assert found == ahead
 
 
-def random_world(seed: int, num_domains: int, *, paid: bool, misled: bool) -> Guided:
+def random_world(seed: int, num_domains: int, *, paid: bool, misled: bool) -> World:
     """Up to five conflicting groups of two to four domains, which hurt all of the group or one of it."""
     rng = random.Random(f"{seed} {num_domains}")
     names = "abcdefgh"[:num_domains]
     skill = {name: rng.choice([0.5, *[0.9] * 15]) for name in names}
-    hurt = {}
+    hurt: dict[str, str] = {}
     for _ in range(rng.randint(0, 5)):
         group = rng.sample(names, min(num_domains, rng.choice([2, 2, 3, 3, 4])))
-        hurt[frozenset(group)] = group if rng.random() < 0.5 else group[:1]
+        hurt["".join(sorted(group))] = "".join(group if rng.random() < 0.5 else group[:1])
     misleading = random.Random(seed) if misled else None
-    return Guided(skill, hurt, forget=rng.choice([0.0, 0.01, 0.02]), paid=paid, misled=misleading)
+    return World(skill, hurt, forget=rng.choice([0.0, 0.01, 0.02]), paid=paid, misled=misleading)
 
 
 def test_a_merge_that_fails_after_some_of_its_joins_leaves_them_rolled_back() -> None:
@@ -530,7 +480,8 @@ DOMAINS: Any = {name: Shown(turn) for name, turn in {"a": 0.0, "b": 150.0, "c": 
 def train(adapter: Adapter) -> TrainingResult:
     """Each domain loses six points next to others, and `c` another ten next to `a`."""
     lost = {name: 0.06 * (len(adapter) > 1) + 0.1 * (name == "c" and "a" in adapter) for name in adapter}
-    return result({name: ALONE[name] - lost[name] for name in adapter}, 0.02)
+    values = {name: ALONE[name] - lost[name] for name in adapter}
+    return TrainingResult({name: Score(value, value - 0.02) for name, value in values.items()}, 1.0)
 
 
 def plan_by(*order: str, minus: float = 0.1, **more: Any) -> Plan:

@@ -32,12 +32,6 @@ def write(folder: Path, text: str) -> Path:
     return file
 
 
-def test_a_good_plan(tmp_path: Path) -> None:
-    plan = read_plan(write(tmp_path, GOOD))
-    assert [domain.name for domain in plan.domains] == ["digits", "photos"]
-    assert plan.training.steps == 10 and plan.lora.rank == 8
-
-
 def test_the_demo_has_real_pixels_heads_and_words() -> None:
     plans = Path(fusion.__file__).parent / "plans"
     own, full = (read_plan(plans / f"{name}.yaml").domains for name in ("demo", "demo-full"))
@@ -46,66 +40,46 @@ def test_the_demo_has_real_pixels_heads_and_words() -> None:
     assert {"digits", "readings"} <= {domain.name for domain in own}  # in words; the others have heads
 
 
+DIGITS, PHOTOS, BASE = "threshold: 0.8", "source: library-photos", "base: embedded"
+BY_SIMILARITY = "packing: first_fit\norder: [given, similarity]\nlora: {vision: true}"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "line", "field", "text"),
     [
-        ("threshold: 0.8", "threshold: 80", 8, "domains[0].threshold", "is 80; it must be at most 1"),
-        ("threshold: 0.8", "threshold: {relative_to: luck}", 8, "domains[0].threshold.relative_to", "'luck'"),
-        ("threshold: 0.8", "threshold: {relative_to: alone, minus: 1.5}", 8, "domains[0].threshold.minus", "1.5"),
-        ("steps: 10", "steps: 10\nlora:\n  targets: []", 5, "lora.targets", "at least 1"),
-        ("base: embedded", "order: [given, backwards]", 1, "order[1]", "'backwards'"),
-        ("base: embedded", "confidence: 1", 1, "confidence", "is 1; it must be below 1"),
-        ("source: library-photos", "source: library-photos\n    metric: luck", 11, "domains[1].metric", "'luck'"),
-        ("source: library-photos", "data: {format: tar, path: x}", 10, "domains[1].data", "has format 'tar'; choose"),
-        ("source: library-photos", "data: {path: x}", 10, "domains[1].data", "has no format"),
-        ("source: library-photos", "data: {format: coco}", 10, "domains[1].data.path", "is missing"),
-        ("source: library-photos", "data: {format: unlabelled, path: x}", 9, "domains[1]", "needs a `teacher`"),
-        ("source: library-photos", "task: vqa", 9, "domains[1]", "one of `source`"),
-        ("threshold: 0.8", "threshold: high", 8, "domains[0].threshold", "'high'"),
+        (DIGITS, "threshold: 80", 8, "domains[0].threshold", "is 80; it must be at most 1"),
+        (DIGITS, "threshold: {relative_to: luck}", 8, "domains[0].threshold.relative_to", "'luck'"),
+        (DIGITS, "threshold: {relative_to: alone, minus: 1.5}", 8, "domains[0].threshold.minus", "1.5"),
+        (DIGITS, "threshold: high", 8, "domains[0].threshold", "'high'"),
+        (DIGITS, "threshold: true", 8, "domains[0].threshold", "is true; it must be a number"),
         ("    threshold: 0.7\n", "", 9, "domains[1].threshold", "is missing"),
+        ("steps: 10", "steps: 10\nlora:\n  targets: []", 5, "lora.targets", "at least 1"),
         ("steps: 10", "stepps: 10", 3, "training.stepps", "spelling"),
         ("steps: 10", "steps: -3", 3, "training.steps", "-3"),
         ("steps: 10", "steps: yes", 3, "training.steps", "is true; it must be a number"),
         ("steps: 10", "learning_rate: 1.0e+300", 3, "training.learning_rate", "is 1e+300; it must be at most 1"),
-        ("threshold: 0.8", "threshold: true", 8, "domains[0].threshold", "is true; it must be a number"),
-        ("base: embedded", f"order: [{'random, ' * 64}given]", 1, "order", "has 65 items; at most 64 are allowed"),
-        ("base: embedded", "base: embedded\ncolour: red", 2, "colour", "spelling"),
+        ("steps: 10", "learning_rate: .inf", 3, "training.learning_rate", "finite"),
+        ("steps: 10", "batch_size: 8\n  rehearsal: 0.95", 2, "training", "leaves no sample for the new domain"),
+        ("steps: 10", "batch_size: 1", 2, "training", "leaves no sample for the domains before it"),
+        (BASE, "order: [given, backwards]", 1, "order[1]", "'backwards'"),
+        (BASE, f"order: [{'random, ' * 64}given]", 1, "order", "has 65 items; at most 64 are allowed"),
+        (BASE, "confidence: 1", 1, "confidence", "is 1; it must be below 1"),
+        (BASE, "base: embedded\ncolour: red", 2, "colour", "spelling"),
+        (BASE, "packing: jointly\norder: random", 2, "order", "without an order"),
+        (BASE, BY_SIMILARITY, 2, "order", "`similarity` compares image features, which trainings change with `lora.v"),
+        (BASE + "\ntraining:", "packing: jointly\ntraining:\n  rehearsal: 0.3", 2, "training", "without rehearsal"),
+        (PHOTOS, f"{PHOTOS}\n    metric: luck", 11, "domains[1].metric", "'luck'"),
+        (PHOTOS, "data: {format: tar, path: x}", 10, "domains[1].data", "has format 'tar'; choose"),
+        (PHOTOS, "data: {path: x}", 10, "domains[1].data", "has no format"),
+        (PHOTOS, "data: {format: coco}", 10, "domains[1].data.path", "is missing"),
+        (PHOTOS, "data: {format: unlabelled, path: x}", 9, "domains[1]", "needs a `teacher`"),
+        (PHOTOS, "task: vqa", 9, "domains[1]", "one of `source`"),
+        (PHOTOS, f"{PHOTOS}\n    labels: [a, '']", 11, "domains[1].labels[1]", "at least 1"),
+        (PHOTOS, f"{PHOTOS}\n    labels: [a, a]", 9, "domains[1]", "labels must be unique"),
         ("name: photos", "name: digits", 1, "plan", "two domains are named 'digits'"),
         ("name: photos", "name: my photos", 9, "domains[1].name", "pattern"),
         ("name: photos", f"name: {'p' * 120}", 9, "domains[1].name", "has 120 characters; at most 100"),
         ("what digit is shown ?", "' '", 7, "domains[0].question", "pattern"),
-        (
-            "source: library-photos",
-            "source: library-photos\n    labels: [a, '']",
-            11,
-            "domains[1].labels[1]",
-            "at least 1",
-        ),
-        (
-            "source: library-photos",
-            "source: library-photos\n    labels: [a, a]",
-            9,
-            "domains[1]",
-            "labels must be unique",
-        ),
-        ("steps: 10", "learning_rate: .inf", 3, "training.learning_rate", "finite"),
-        ("steps: 10", "batch_size: 8\n  rehearsal: 0.95", 2, "training", "leaves no sample for the new domain"),
-        ("steps: 10", "batch_size: 1", 2, "training", "leaves no sample for the domains before it"),
-        ("base: embedded", "packing: jointly\norder: random", 2, "order", "without an order"),
-        (
-            "base: embedded",
-            "packing: first_fit\norder: [given, similarity]\nlora: {vision: true}",
-            2,
-            "order",
-            "`similarity` compares image features, which trainings change with `lora.vision: true`; choose",
-        ),
-        (
-            "base: embedded\ntraining:",
-            "packing: jointly\ntraining:\n  rehearsal: 0.3",
-            2,
-            "training",
-            "without rehearsal",
-        ),
     ],
 )
 def test_errors_are_located(tmp_path: Path, old: str, new: str, line: int, field: str, text: str) -> None:
@@ -123,28 +97,23 @@ def test_integers_of_more_than_63_bits_are_refused(tmp_path: Path, number: objec
     assert read_plan(write(tmp_path, f"seed: {2**63 - 1}\n{GOOD}")).seed == 2**63 - 1
 
 
-def test_joint_packing_takes_no_order_and_no_rehearsal(tmp_path: Path) -> None:
-    plan = read_plan(write(tmp_path, GOOD.replace("base: embedded", "packing: jointly")))
-    assert plan.packing == "jointly" and plan.training.steps == 10
-
-
-def test_all_errors_are_reported_together(tmp_path: Path) -> None:
-    text = GOOD.replace("steps: 10", "steps: 0").replace("threshold: 0.8", "threshold: 2").replace("0.7", "-1")
+@pytest.mark.parametrize(
+    ("changes", "fields", "last"),
+    [
+        ({"steps: 10": "steps: 0", DIGITS: "threshold: 2", "0.7": "-1"}, 3, "`domains[1].threshold`"),
+        ({BASE: "\n".join(f"field{number}: 1" for number in range(30))}, 21, "and 10 more"),
+    ],
+)
+def test_all_errors_are_reported_together_up_to_twenty(
+    tmp_path: Path, changes: dict[str, str], fields: int, last: str
+) -> None:
+    text = GOOD
+    for old, new in changes.items():
+        text = text.replace(old, new)
     with pytest.raises(BadPlan) as caught:
         read_plan(write(tmp_path, text))
-    assert [line.split("`")[1] for line in str(caught.value).splitlines()] == [
-        "training.steps",
-        "domains[0].threshold",
-        "domains[1].threshold",
-    ]
-
-
-def test_at_most_twenty_errors_are_listed(tmp_path: Path) -> None:
-    file = write(tmp_path, "\n".join(f"field{number}: 1" for number in range(30)) + "\n" + GOOD)
-    with pytest.raises(BadPlan) as caught:
-        read_plan(file)
     lines = str(caught.value).splitlines()
-    assert len(lines) == 21 and lines[-1] == "and 10 more"
+    assert len(lines) == fields and last in lines[-1]
 
 
 def test_paths_are_relative_to_the_plan(tmp_path: Path) -> None:
@@ -180,12 +149,10 @@ def test_files_that_are_no_plan_are_refused(tmp_path: Path, text: str, want: str
         read_plan(write(tmp_path, text))
 
 
-def test_yaml_merge_keys_may_be_overridden(tmp_path: Path) -> None:
-    text = GOOD.replace("  - name: digits\n", "  - &first\n    name: digits\n")
-    text += "  - {<<: *first, name: again, threshold: 0.6}\n"
-    assert [domain.threshold for domain in read_plan(write(tmp_path, text)).domains] == [0.8, 0.7, 0.6]
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_a_plan_may_merge_keys_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    text = GOOD.replace("  - name: digits\n", "  - &first\n    name: digits\n").replace(BASE, "packing: jointly")
+    plan = read_plan(write(tmp_path, text + "  - {<<: *first, name: again, threshold: 0.6}\n"))
+    assert [domain.threshold for domain in plan.domains] == [0.8, 0.7, 0.6] and plan.packing == "jointly"
+    assert plan.training.steps == 10 and plan.lora.rank == 8
     with pytest.raises(BadPlan, match="cannot be read"):
         read_plan(tmp_path / "nothing.yaml")

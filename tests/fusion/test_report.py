@@ -22,7 +22,7 @@ from fusion.packing.algorithm import Score, TrainingResult, format_scores, pack
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan
 from fusion.report.build import timeline
 from fusion.report.examples import Example, confusion_of, examples_of
-from fusion.report.page import capacity_points, curves_of, lanes_of, page
+from fusion.report.page import capacity_points, lanes_of, page
 from fusion.report.report import (
     AdapterReport,
     BrokenReport,
@@ -66,16 +66,16 @@ def report(lora: LoraPlan | None = None, planned: tuple[str, ...] = ()) -> Fusio
 
 def test_the_timeline_lists_every_training_in_order(tmp_path: Path) -> None:
     report().write(tmp_path / "report.json")
-    format_scores = json.loads((tmp_path / "report.json").read_text())
-    assert [(*step["domains"], step["into"], step["kept"], step["begin"]) for step in format_scores["timeline"]] == [
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert [(*step["domains"], step["into"], step["kept"], step["begin"]) for step in written["timeline"]] == [
         ("signs", [], True, 0.0),
         ("digits", ["signs"], False, 2.0),
         ("digits", [], True, 4.0),
     ]
-    assert format_scores["timeline"][1]["values"] == {"signs": 0.9, "digits": 0.9}
-    assert format_scores["timeline"][1]["bounds"] == {"signs": 0.75, "digits": 0.75}
-    assert format_scores["timeline"][1]["losses"] == [1.0, 0.5]
-    assert format_scores["plan"]["training"]["patience"] is None
+    rolled_back = written["timeline"][1]
+    assert rolled_back["values"] == dict.fromkeys(("signs", "digits"), 0.9) and rolled_back["losses"] == [1.0, 0.5]
+    assert rolled_back["bounds"] == dict.fromkeys(("signs", "digits"), 0.75)
+    assert written["plan"]["training"]["patience"] is None
 
 
 def test_an_adapters_card_has_its_scores_and_thresholds() -> None:
@@ -95,35 +95,24 @@ JOINTLY = replace(BOTH, together=("digits", "signs"), joined=())
 GUIDED = replace(BOTH, together=("photos", "signs"), joined=("digits",))
 THREE = replace(BOTH, domains=("signs", "digits", "photos"), together=("signs", "digits", "photos"), joined=())
 ALONE, AT_ONCE = "Trained for at most 300 steps of 32 samples.\n", "at once, for at most 300 steps of 32 samples each."
-BY_THEMSELVES = "Heads that were trained by themselves"
+HEADS = "Heads that were trained by themselves"
+IN_TURN = "per domain, one after the other: signs, digits;\n50% of each batch"
+LEFT = "Of these, photos did not stay in the adapter.\nThen trained for at most"
+HEAD_ALONE = "by themselves, for at most 1500 steps of 128 samples each: digits.\nThe LoRA was not"
 
 
 @pytest.mark.parametrize(
     ("adapter", "task", "shown", "absent"),
     [
         (0, "classification", [ALONE], ["of each batch", "by themselves"]),
-        (BOTH, "classification", ["per domain, one after the other: signs, digits;\n50% of each batch"], []),
+        (BOTH, "classification", [IN_TURN], []),
         (JOINTLY, "classification", [f"Trained on all of its domains {AT_ONCE}"], ["of each batch"]),
-        (
-            GUIDED,
-            "classification",
-            [
-                f"Trained on photos, signs {AT_ONCE}",
-                "Of these, photos did not stay in the adapter.\nThen trained for at most",
-                "per domain: digits;\n50% of each batch",
-            ],
-            [],
-        ),
+        (GUIDED, "classification", [f"Trained on photos, signs {AT_ONCE}", LEFT, "digits;\n50% of each batch"], []),
         # Heads that train by themselves.
         (0, "detection", [ALONE], ["by themselves"]),
-        (
-            1,
-            "detection",
-            ["by themselves, for at most 1500 steps of 128 samples each: digits.\nThe LoRA was not"],
-            ["300 steps"],
-        ),
-        (replace(BOTH, together=("signs", "digits"), joined=()), "detection", [f"{ALONE}{BY_THEMSELVES}"], []),
-        (replace(BOTH, together=("digits",), joined=("signs",)), "detection", [f"{ALONE}{BY_THEMSELVES}"], []),
+        (1, "detection", [HEAD_ALONE], ["300 steps"]),
+        (replace(BOTH, together=("signs", "digits"), joined=()), "detection", [f"{ALONE}{HEADS}"], []),
+        (replace(BOTH, together=("digits",), joined=("signs",)), "detection", [f"{ALONE}{HEADS}"], []),
         (THREE, "detection", [f"Trained on signs, photos {AT_ONCE}\nHeads"], []),
     ],
 )
@@ -349,9 +338,3 @@ def test_the_timeline_shows_what_became_of_each_training() -> None:
     ]
     missed = replace(made, domains=tuple(replace(domain, met=domain.name != "digits") for domain in made.domains))
     assert [row[2] for row in Page(page(missed, {})).rows if "model card" in row[0]] == ["met", "missed: digits"]
-
-
-def test_curves_of_many_domains_differ() -> None:
-    steps = [step(f"domain{place}", (), True, **{f"domain{place}": 0.9}) for place in range(14)]
-    styles = [(color, dash) for _, color, dash in curves_of(capacity_points(steps))]
-    assert len(set(styles)) == 14

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,18 +125,10 @@ def test_an_earlier_run_is_deleted_only_with_restart(tmp_path: Path, monkeypatch
         fuse(plan, other)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "checkpoint/model.safetensors",
-        "features/own.npy",
-        "adapters/own/adapter_config.json",
-        "test/red/0.png",
-        "report.html",
-        "report.json",
-        "adapters",
-    ],
-)
+OWN = ("checkpoint/model.safetensors", "features/own.npy", "adapters/own/adapter_config.json", "test/red/0.png")
+
+
+@pytest.mark.parametrize("name", [*OWN, "report.html", "report.json", "adapters"])
 def test_files_that_no_run_wrote_are_never_deleted(tmp_path: Path, name: str) -> None:
     plan, file = tmp_path / "plan.yaml", tmp_path / name
     plan.write_text(PLAN)
@@ -149,19 +141,20 @@ def test_files_that_no_run_wrote_are_never_deleted(tmp_path: Path, name: str) ->
         assert file.read_text() == '["mine"]'
 
 
-@pytest.mark.parametrize("name", ["adapters/own", "test/own", "checkpoint/own", "features/own"])
-def test_files_beside_those_of_a_run_are_never_deleted(tmp_path: Path, name: str) -> None:
+def test_files_beside_those_of_a_run_are_never_deleted(tmp_path: Path) -> None:
     write(tmp_path, "first")
     finish(tmp_path, ONE)
     (tmp_path / "features").mkdir()
     (tmp_path / "features" / f"{1:064x}.safetensors").touch()
-    refuse_foreign(tmp_path)
-    (tmp_path / name).touch()
-    with pytest.raises(BadConfig, match=rf" contains {name.replace('/', '/ .')}\), which"):
+    for name in ("adapters", "test", "checkpoint", "features"):
         refuse_foreign(tmp_path)
-    with pytest.raises(BadConfig, match="did not write"), replace_results(tmp_path):
-        pass
-    assert (tmp_path / name).exists() and (tmp_path / "adapters" / "signs" / "file").exists()
+        (tmp_path / name / "own").touch()
+        with pytest.raises(BadConfig, match=rf" contains {name}/ .own\), which"):
+            refuse_foreign(tmp_path)
+        with pytest.raises(BadConfig, match="did not write"), replace_results(tmp_path):
+            pass
+        assert (tmp_path / "adapters" / "signs" / "file").exists()
+        (tmp_path / name / "own").unlink()
 
 
 def test_a_second_process_is_refused_until_the_first_ends(tmp_path: Path) -> None:
@@ -223,23 +216,6 @@ def test_a_stored_training_is_found_by_the_next_process_that_resumes(tmp_path: P
     assert empty.trained(KEY) is None and empty.packing(list[Score]) is None
 
 
-def test_a_process_that_dies_while_writing_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed before the last rename: for the next process the training does not exist."""
-    checkpoint = Checkpoint(tmp_path, resume=False)
-
-    def die(part: Path, target: Path) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr("os.replace", die)
-        patched.setattr("vlora.run_folder.remove", lambda path: None)
-        for keep in (lambda: checkpoint.keep(KEY, 1.5, LOSSES, STATE), lambda: checkpoint.keep_packing(SCORE)):
-            with pytest.raises(KeyboardInterrupt):
-                keep()
-    assert len(list(tmp_path.iterdir())) == 2
-    assert Checkpoint(tmp_path, resume=True).trained(KEY) is None and not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("name", ["trained.json", "state.safetensors", "packing.json", "score"])
 def test_files_damaged_by_other_programs_are_refused_by_name(tmp_path: Path, name: str) -> None:
     for place, text in enumerate(("", "[1]", "{", '{"losses": [1]}')):
@@ -268,16 +244,12 @@ def test_a_training_depends_on_what_it_learns_with_and_from_and_on_nothing_else(
     plan = Plan(domains=(domain,))
 
     def made(
-        *,
-        data: tuple[int, int, int] = (0, 0, 0),
-        base: str = "w",
-        processing: str = "p",
-        device: str = "cpu",
-        **plans: Any,
+        *, data: Sequence[int] = (0, 0, 0), base: tuple[str, str, str] = ("w", "p", "cpu"), **plans: Any
     ) -> Inputs:
+        """base: its weights, its processing, and the device."""
         one = plans.pop("domain", {})
         changed = plan.model_copy(update={**plans, "domains": (domain.model_copy(update=one),)})
-        return inputs_of(changed, {"signs": splits(*data)}, base, processing, device)
+        return inputs_of(changed, {"signs": splits(*data)}, *base)
 
     before = made()
     for changed, where, names in (
@@ -288,9 +260,9 @@ def test_a_training_depends_on_what_it_learns_with_and_from_and_on_nothing_else(
         (made(lora=plan.lora.model_copy(update={"blocks": 2})), ALL, ["lora.blocks"]),
         (made(seed=1), ALL, ["seed"]),
         (made(quantize="int8"), ALL, ["quantize"]),
-        (made(base="other"), ALL, ["weights of the base"]),
-        (made(processing="other"), ALL, ["processing of the base"]),
-        (made(device="cuda"), ALL, ["device"]),
+        (made(base=("other", "p", "cpu")), ALL, ["weights of the base"]),
+        (made(base=("w", "other", "cpu")), ALL, ["processing of the base"]),
+        (made(base=("w", "p", "cuda")), ALL, ["device"]),
     ):
         assert changed.changes([before.training]) == {where: names}
         assert changed.of_training(["signs"]) != before.of_training(["signs"])

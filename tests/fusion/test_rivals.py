@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.rival_networks import AnchorFreeDetector, generalised_iou, loss, targets
+from benchmarks.rival_networks import AnchorFreeDetector, loss, targets
 from benchmarks.rivals import RIVALS, SmallModel, export, pixels
 from fusion.data.samples import Sample, Splits
 from fusion.embedded.object_names import NUMBERS
@@ -18,7 +18,6 @@ from fusion.synthetic.road_signs import ACTIONS, SIGNS, draw_action, draw_sign
 from fusion.synthetic.streets import KINDS, count_vehicles, find_things
 from fusion.training.objectives import objective_of
 from heads import Box
-from heads.boxes import iou
 from tests.fusion.test_teachers import dots
 
 pytest.importorskip("onnxruntime")
@@ -49,19 +48,6 @@ def test_cells_predict_the_nearest_box_around_them() -> None:
             assert edges[cell].tolist() == pytest.approx([96 * edge for edge in boxes[best][1:5]], abs=1e-3)
     assert (labels >= 0).sum() > 6
     assert (targets([], middles())[0] == -1).all()
-
-
-def test_generalised_iou_is_as_published() -> None:
-    rng = np.random.default_rng(1)
-    corners = np.sort(rng.uniform(0, 10, (40, 2, 2, 2)), 2)  # pair, box, low and high, x and y
-    pairs = torch.tensor(corners.reshape(40, 2, 4), dtype=torch.float64)
-    found = generalised_iou(pairs[:, 0], pairs[:, 1])
-    for (one, other), value in zip(pairs.tolist(), found.tolist(), strict=True):
-        around = (max(one[2], other[2]) - min(one[0], other[0])) * (max(one[3], other[3]) - min(one[1], other[1]))
-        areas = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (one, other))
-        shared = iou(Box(0, *one), Box(0, *other))
-        union = areas / (1 + shared)
-        assert value == pytest.approx(shared - (around - union) / around, abs=1e-9)
 
 
 def test_the_loss_is_least_at_the_targets() -> None:
@@ -147,11 +133,3 @@ def test_small_models_learn_from_the_training_part(tmp_path: Path, task: str, so
     assert objective_of(splits).metric(answers, wanted) > 0.9
     shuffled = [answers[-1], *answers[:-1]]  # negative control: answers to other pictures
     assert objective_of(splits).metric(shuffled, wanted) < 0.7
-
-
-def test_a_clip_in_reverse_is_another_input() -> None:
-    clip = drawn_clip(np.random.default_rng(0))
-    reverse = Sample(list(clip.frames)[::-1], clip.target)
-    planes = pixels([clip, reverse])
-    assert torch.equal(planes[0, :3], planes[1, 3:]) and torch.equal(planes[0, 3:], planes[1, :3])
-    assert planes.shape == (2, 6, 96, 96) and 0 <= planes.min() <= planes.max() <= 1

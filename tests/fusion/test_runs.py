@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -12,9 +11,8 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +23,7 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from transformers import AutoModelForImageTextToText
 
 from fusion.packing.algorithm import Packing, Score
 from fusion.plan.schema import Plan
@@ -40,8 +39,8 @@ from heads import Answer, load_heads
 from tests.fusion.made import load_plan, picture, video, write_plan
 from tests.fusion.mixed_plan import served_scores, write_mixed_plan
 from tests.fusion.small import COLORS, inputs, plan_of, value_of, write_folders
+from tests.processes import KillingItself, in_child, until
 from tests.server.served import ROOT, served
-from vlora.cli import main
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.errors import BadConfig, BadPlan
@@ -52,7 +51,6 @@ from vlora.types import Request
 # -- killed at any file operation, with a trainer that only counts -----------------------------------------------------
 
 NAMES = ("a", "b", "c", "d")
-FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree"}
 
 
 class Counting:
@@ -96,19 +94,6 @@ def plan_seed(plan: Plan) -> int:
     return zlib.crc32(str(plan.seed).encode())
 
 
-def in_child(work: Callable[..., object], *given: Any) -> int:
-    """Run in a forked process. Returns its wait status."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work(*given)
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitpid(child, 0)[1]
-
-
 def plan_for(packing: str, **first_fit: object) -> Plan:
     """A plan of four domains; first_fit: its fields for that way of packing."""
     fields = first_fit if packing == "first_fit" else {}
@@ -124,22 +109,12 @@ def pack(folder: Path, plan: Plan, die_at: int | None = None, places: Path | Non
         die_at: The number of the file operation at which the process kills itself.
         places: A file for the number of all of them.
     """
-    count = 0
-
-    def on_event(event: str, args: tuple[object, ...]) -> None:
-        nonlocal count
-        if event in FILE_EVENTS and str(args[0]).startswith(str(folder)):
-            count += 1
-            if count == die_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    if die_at is not None or places is not None:
-        sys.addaudithook(on_event)
+    killing = KillingItself(folder, die_at) if die_at is not None or places is not None else None
     trainer: Any = Counting(plan)
     cache = RunCache(trainer, Checkpoint(folder, resume=True), inputs(*NAMES), rehearsal=0.5)
     found = packing_of(plan, trainer.domains, dict.fromkeys(NAMES, 0.5), cache, lambda line: None)
-    if places is not None:
-        places.write_text(str(count))
+    if places is not None and killing is not None:
+        places.write_text(str(killing.count))
     return found
 
 
@@ -161,7 +136,7 @@ def test_a_packing_killed_at_any_file_operation_gives_the_same_adapters(tmp_path
     wanted, num_places = stored(tmp_path / "whole"), int((tmp_path / "places").read_text())
     result = pack(tmp_path / "whole", plan)
     assert list(result.missed) == ["d"] and len(wanted) >= 4 and num_places > 30
-    for die_at in range(1 + len(packing) % 7, num_places + 1, 7):
+    for die_at in range(1 + len(packing) % 11, num_places + 1, 11):
         folder = tmp_path / str(die_at)
         assert os.WIFSIGNALED(in_child(pack, folder, plan, die_at))
         again = pack(folder, plan)
@@ -223,32 +198,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     forkserver._forkserver._stop()  # type: ignore[attr-defined]  # noqa: SLF001  # it would outlive these tests
 
 
-def command(told: Path, *arguments: str) -> None:
-    """Run the command line in a process of its own, with its output in a file."""
+def fuse_to_the_end(plan: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    sys.argv = ["vlora", *arguments]
-    with told.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        main()
-
-
-@contextlib.contextmanager
-def started(plan: Path, out: Path, *flags: str) -> Iterator[tuple[BaseProcess, Path]]:
-    """A running process and its output file. It is forked from a server that has imported everything."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    told = out.with_suffix(".txt")
-    process = context.Process(target=command, args=(told, "fuse", str(plan), "--out", str(out), *flags))
-    process.start()
-    yield process, told
-    process.join()
-
-
-def finished(plan: Path, out: Path, *flags: str) -> str:
-    """The output of a run that is not killed."""
-    with started(plan, out, *flags) as (process, told):
-        process.join()
-    assert process.exitcode == 0, told.read_text()
-    return told.read_text()
+    fuse(plan, out, resume=True, oracle=True, console=Console(quiet=True))
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -273,17 +225,20 @@ def num_trained(out: Path) -> int:
 @pytest.mark.timeout(600)
 def test_a_killed_run_gives_the_same_adapters(made: Path, base: str) -> None:
     plan, whole, out = write_killed_plan(made, base), made / "whole", made / "killed"
-    finished(plan, whole, "--oracle")
+    fuse_to_the_end(plan, whole)
     assert num_trained(whole) == 6  # four to pack; one more alone and one together for the oracle
-    with started(plan, out, "--oracle", "--resume") as (process, _):
-        while process.is_alive() and num_trained(out) < 2:
-            time.sleep(0.002)
-        time.sleep(random.Random(0).random() * 0.2)  # at a random point of the next work
-        process.kill()
-    assert process.exitcode in (-signal.SIGKILL, 0) and (before := num_trained(out)) >= 2
-    told = finished(plan, out, "--oracle", "--resume")
-    assert num_trained(out) == 6
-    assert told.count("training ") <= 2 * (6 - before) + 1, "a first and a last line for each that was left"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=fuse_to_the_end, args=(plan, out))
+    process.start()
+    until(lambda: num_trained(out) >= 2 or not process.is_alive())
+    time.sleep(random.Random(0).random() * 0.2)  # at a random point of the next work
+    process.kill()
+    process.join()
+    assert process.exitcode in (-signal.SIGKILL, 0) and num_trained(out) >= 2
+    kept = {file: file.stat().st_mtime_ns for file in out.glob("checkpoint/*/trained.json")}
+    fuse_to_the_end(plan, out)
+    assert num_trained(out) == 6 and all(file.stat().st_mtime_ns == written for file, written in kept.items())
     assert files(out / "adapters") == files(whole / "adapters") and report_of(out) == report_of(whole)
     optimum = {"optimum": [["colors", "others"], ["chance"]], "lower_bound": 2}
     assert report_of(out)["oracle"] == {"missed": ["chance"], "conflicts": [], **optimum}
@@ -309,8 +264,15 @@ def half(frames: list[object]) -> tuple[str, float]:
     return "a red thing", 0.5
 
 
-def test_from_files_to_adapters(base: str, tmp_path: Path) -> None:
-    """Pictures decoded on demand, videos, and a teacher's labels."""
+def test_from_files_to_adapters(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures decoded on demand, videos, and a teacher's labels; one base model in memory."""
+    load, loaded = AutoModelForImageTextToText.from_pretrained, list[str]()
+
+    def counted(name: str, **settings: Any) -> object:
+        loaded.append(name)
+        return load(name, **settings)
+
+    monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", counted)
     for number in range(8):
         for place, label in enumerate(("left", "right")):
             video(tmp_path / "videos" / label / f"{number}.avi", 2 * number + place)
@@ -325,6 +287,7 @@ def test_from_files_to_adapters(base: str, tmp_path: Path) -> None:
     with lock_folder(tmp_path / "out"), pytest.raises(BadConfig, match="in use by process"):
         fuse(plan, tmp_path / "out", console=Console(quiet=True))
     report = fuse(plan, tmp_path / "out", console=Console(quiet=True))
+    assert loaded == [base]
     assert [(domain.task, domain.num_test) for domain in report.domains] == [("action", 2), ("captioning", 1)]
     action, captioning = report.domains
     assert action.words is not None and 0 <= action.words <= 1 and captioning.words is None, "heads only"

@@ -384,20 +384,15 @@ def test_labels_outside_the_plans_are_dropped(tmp_path: Path) -> None:
     three = function("by_three")
     assert teach(tmp_path, three).splits.labels == ("bright", "dark", "grey")
     restricted = teach(tmp_path, three, more="\nlabels: [dark, bright]")
+    result = restricted.teacher_result
     assert restricted.splits.labels == ("dark", "bright") and all_right(restricted, 16)
-    assert restricted.teacher_result is not None and (
-        restricted.teacher_result.dropped,
-        restricted.teacher_result.beyond,
-    ) == (0, 4)
+    assert result is not None and (result.dropped, result.beyond) == (0, 4)
     found = teach(tmp_path, function("things"), "detection", "\nlabels: [car]")
     counts = [len(sample.target) for part in found.splits.parts.values() for sample in part]  # type: ignore[arg-type]
     assert found.splits.labels == ("car",) and sorted(counts) == [0] * 10 + [1] * 10
     assert found.teacher_result is not None and found.teacher_result.beyond == 20
-    message = refused(tmp_path, f"{three}\nlabels: [black, bright]")
-    assert (
-        "domains[0].teacher`: tests.fusion.test_teachers:by_three: it answers dark, grey and has no label for black"
-        in message
-    )
+    answers = f"{HERE}:by_three: it answers dark, grey and has no label for black"
+    assert f"domains[0].teacher`: {answers}" in refused(tmp_path, f"{three}\nlabels: [black, bright]")
 
 
 def test_answers_outside_the_labels_count_as_wrong_in_comparisons(tmp_path: Path) -> None:

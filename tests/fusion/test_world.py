@@ -33,10 +33,9 @@ from fusion.embedded import checkpoint_path, object_names, world
 from fusion.embedded.drawing import SIZE
 from fusion.embedded.object_names import NUMBERS
 from fusion.embedded.questions import Question
-from fusion.embedded.world import texture
-from fusion.synthetic.road_signs import ACTIONS, render_stream
+from fusion.synthetic.road_signs import ACTIONS
 from fusion.synthetic.sources import BUILT_IN, COLUMNS, STREAMS, load_source
-from fusion.synthetic.streets import SIDES, Street, Thing, draw_street, look_for_person
+from fusion.synthetic.streets import draw_street, look_for_person
 from tools.embedded_model import unlearned_words
 from tools.embedded_model.conversations import Conversations
 from tools.embedded_model.model import IMAGE_TOKENS
@@ -138,49 +137,19 @@ def test_questions_of_a_row_do_not_attend_to_each_other() -> None:
     assert bool((rows.meant[named] >= 0).all()) and bool((rows.turns[named] > 0).all())
 
 
-PATCH = 16
-
-
-def plain_spectra(frame: np.ndarray) -> np.ndarray:
-    """Patch by patch and frequency by frequency, as documented. float64 [36, PATCH_FEATURES]."""
-    grey = (frame.astype(np.float64).mean(-1) / 127.5 - 1) / 2
+def test_spectra_tell_scale_direction_and_brightness() -> None:
+    """Of a wave in each patch: its cell has the most energy, and a lighter picture a larger mean."""
+    down, across = np.mgrid[:SIZE, :SIZE]
     edges = np.geomspace(0.05, 0.75, SCALES + 1)
-    window = np.array([0.5 - 0.5 * math.cos(2 * math.pi * (i + 1) / (PATCH + 1)) for i in range(PATCH)])
-    rows = []
-    for top in range(0, SIZE, PATCH):
-        for left in range(0, SIZE, PATCH):
-            patch = grey[top : top + PATCH, left : left + PATCH]
-            seen = (patch - patch.mean()) * np.outer(window, window)
-            energies = np.zeros((SCALES, DIRECTIONS))
-            for v in range(-PATCH // 2, PATCH // 2):
-                for u in range(PATCH // 2 + 1):
-                    radius, angle = math.hypot(u, v) / PATCH, math.atan2(v, u)
-                    scale = np.searchsorted(edges, radius, side="right") - 1
-                    if not 0 <= scale < SCALES:
-                        continue
-                    waves = np.exp(-2j * math.pi * (np.arange(PATCH)[:, None] * v + np.arange(PATCH) * u) / PATCH)
-                    energy = abs((seen * waves).sum()) ** 2
-                    for direction in range(DIRECTIONS):
-                        angle_difference = (angle - math.pi * direction / DIRECTIONS) % math.pi
-                        angle_difference = min(angle_difference, math.pi - angle_difference)
-                        energies[scale, direction] += energy * max(0.0, 1 - angle_difference * DIRECTIONS / math.pi)
-            rows.append([*(np.log(energies.flatten() + 1e-3) / 2), 4 * patch.mean()])
-    return np.array(rows)
-
-
-def test_spectra_are_the_sums_they_claim_to_be() -> None:
-    frame = texture(np.random.default_rng(3), 120, 40)
-    np.testing.assert_allclose(patch_spectra(as_pixels(frame[None]))[0], plain_spectra(frame), atol=2e-4)
-
-
-def test_gist_is_the_whole_picture() -> None:
-    rng = np.random.default_rng(0)
-    spectra = patch_spectra(as_pixels(np.stack([texture(rng, 60, 30), texture(rng, 180, 30)])))
-    assert spectra.shape == (2, 36, PATCH_FEATURES)
-    whole = gist(spectra).view(2, 4, PATCH_FEATURES)
-    assert whole.numel() == 2 * GIST_FEATURES
-    assert whole[0, 0, -1] < 0 < whole[1, 0, -1], "brightness"
-    assert torch.all(whole[:, 3] <= whole[:, 0]) and torch.all(whole[:, 0] <= whole[:, 2])
+    for scale, direction in itertools.product(range(1, SCALES - 1), range(DIRECTIONS)):
+        angle, frequency = math.pi * direction / DIRECTIONS, math.sqrt(edges[scale] * edges[scale + 1])
+        wave = np.cos(2 * math.pi * frequency * (across * math.cos(angle) + down * math.sin(angle)))
+        frames = [np.repeat((mean + 60 * wave)[..., None], 3, -1).astype(np.uint8) for mean in (80, 160)]
+        spectra = patch_spectra(as_pixels(np.stack(frames)))
+        assert spectra.shape == (2, 36, PATCH_FEATURES) and (spectra[1, :, -1] > spectra[0, :, -1]).all()
+        cells = spectra[0, :, :-1].mean(0).argmax()
+        assert divmod(int(cells), DIRECTIONS) == (scale, direction)
+    assert gist(spectra).numel() == 2 * GIST_FEATURES
 
 
 # Words of adapters' labels.
@@ -253,13 +222,10 @@ def test_parts_share_no_picture_and_a_seed_gives_the_same_pictures(name: str) ->
     if splits.task in ("classification", "action", "binary", "counting"):
         assert {sample.target for sample in splits.train} == set(range(len(splits.labels)))
     assert splits.real == (not name.startswith("drawn"))
+    spans = sorted(COLUMNS.values())  # crops of photographs in different parts come from different regions
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(spans))
     for a, b in zip(splits.test, load_source(name, 0).test, strict=True):
         assert a.target == b.target and np.array_equal(a.frames[0], b.frames[0])
-
-
-def test_photo_crops_of_different_parts_come_from_different_regions() -> None:
-    spans = sorted(COLUMNS.values())
-    assert all(before[1] < after[0] for before, after in itertools.pairwise(spans))
 
 
 @pytest.mark.parametrize("name", sorted(STREAMS))
@@ -283,31 +249,12 @@ def test_labels_of_persons_and_vehicles_match_the_drawing() -> None:
     assert 0.35 < np.mean(persons) < 0.65
 
 
-def test_a_rendered_stream_can_be_read_back(tmp_path: Path) -> None:
-    labels = render_stream(tmp_path / "s.mp4", seed=0, seconds=3)
-    assert len(labels) == 3 and set(labels) <= set(ACTIONS)
-    video = cv2.VideoCapture(str(tmp_path / "s.mp4"))
-    count = 0
-    while video.read()[0]:
-        count += 1
-    assert count == 90
-
-
 _STREET = np.zeros((96, 96, 3), np.uint8)
 
 
 def asked_about(question: str) -> str:
     before, after = QUESTION.split("{}")
     return question.removeprefix(before).removesuffix(after)
-
-
-def test_descriptions_name_color_kind_and_side() -> None:
-    things = (
-        Thing("car", "orange", 1, SIDES.index("left"), (0, 0, 1, 1)),
-        Thing("bus", "red", 0, SIDES.index("middle"), (0, 0, 1, 1)),
-    )
-    words = ["an orange car on the left", "a red bus in the middle"]
-    assert describe_street(Street(_STREET, things, night=False)) == (words, " and ".join(words))
 
 
 @pytest.mark.parametrize(("kind", "count", "least"), [("street", 150, 0.4), ("clip", 40, 0.25)])
