@@ -23,7 +23,7 @@ from tests import conftest, touched
         ("vlora/routing/router.py", "tests/routing", "tests/cluster"),
         ("vlora/config.py", "tests/wire", "tests/server"),
         ("apps/streams.py", "tests/apps", "tests/cli"),
-        ("tests/cluster/nodes/test_joining.py", "tests/cluster", "tests/server"),
+        ("tests/cluster/test_user_ray.py", "tests/cluster", "tests/server"),
         ("tests/docs/test_guides.py", "tests/docs", None),
         ("tests/test_gpu_tests.py", "tests/test_gpu_tests.py", None),
         ("tests/full_run.json", None, None),

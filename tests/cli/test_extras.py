@@ -95,16 +95,14 @@ def test_client_commands_and_help_need_no_extra_and_the_others_name_theirs(serve
         assert code == 0 and len(out.splitlines()) == 4, err
 
 
-CLUSTER = ("cluster up plan.yaml", "cluster join h:1 --token-file t", "cluster down", "serve --cluster plan.yaml")
-
-
-def test_several_replicas_and_machines_need_ray() -> None:
-    replicas = [["serve", "--replicas", "2"], ["serve", "--max-replicas", "2"]]
-    *serve, up, join, down, cluster = run("serve", *replicas, *map(str.split, CLUSTER))
-    message = "error: --replicas 2 needs Ray: pip install 'vlora[cluster]'; without it one engine serves\n"
-    assert serve == [(2, "", message)] * 2
-    for code, out, err in (up, join, down, cluster):
-        assert (code, out) == (2, "") and re.fullmatch(missing("cluster", "ray.*"), err), err
+def test_several_replicas_need_ray() -> None:
+    commands = {
+        "--replicas 2": [["serve", "--replicas", "2"], ["serve", "--max-replicas", "2"]],
+        "--ray auto": [["serve", "--ray", "auto"]],
+    }
+    for what, lines in commands.items():
+        message = f"error: {what} needs Ray: pip install 'vlora[cluster]'; without it one engine serves\n"
+        assert run("serve", *lines) == [(2, "", message)] * len(lines)
 
 
 @pytest.mark.exhaustive

@@ -9,8 +9,6 @@ import asyncio
 import contextlib
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -35,11 +33,8 @@ from tests.processes import PATIENCE_S
 from tests.server.running import png
 from tests.server.scripted import write_adapter
 from vlora.client import Client, FrameResult
-from vlora.cluster import process_lock
 from vlora.cluster.connection import connect
 from vlora.cluster.journal_file import JournalFile
-from vlora.cluster.process_lock import RunningReplica
-from vlora.errors import BadConfig
 from vlora.routing import RecordedRouter, replay_file
 from vlora.wire.address import Address
 
@@ -237,48 +232,14 @@ async def test_a_frame_stream_loses_no_frame_when_a_replica_is_killed(tmp_path: 
         assert found.is_idle
 
 
-# -- the lock of a replica's process -----------------------------------------------------------------------------------
+# -- the end of a replica's process ------------------------------------------------------------------------------------
 
 ALONE_S = 1.5
-HOLDER = """
-import sys; from vlora.cluster import process_lock
-file = process_lock.hold(sys.argv[1]); print(flush=True); sys.stdin.readline()
-process_lock.publish(file, process_lock.RunningReplica('h', 1, 2, 3)); print(flush=True); sys.stdin.read()
-"""
-
-
-def test_a_claim_lasts_until_its_process_is_killed(tmp_path: Path) -> None:
-    path = str(tmp_path / "lock")
-    assert process_lock.clear(path)
-    command = [sys.executable, "-c", HOLDER, path]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdout.readline()
-        assert not process_lock.clear(path) and process_lock.find(path) is None
-        process.stdin.write(b"\n")
-        process.stdout.readline()
-        assert not process_lock.clear(path) and process_lock.find(path) == RunningReplica("h", 1, 2, 3)
-        with pytest.raises(BadConfig, match=f"^another process is the replica of {path}; end it first$"):
-            process_lock.hold(path)
-        waiting = threading.Thread(target=process_lock.wait_released, args=(path,))
-        waiting.start()
-        time.sleep(0.1)
-        assert waiting.is_alive()
-        process.kill()
-        waiting.join(PATIENCE_S)
-        assert not waiting.is_alive()
-    assert process_lock.find(path) == RunningReplica("h", 1, 2, 3)  # of a process that has ended
-    assert process_lock.clear(path) and process_lock.find(path) is None
 
 
 @real
-async def test_a_replica_with_a_claim_ends_after_a_time_without_a_front_end(tmp_path: Path) -> None:
-    path = str(tmp_path / "lock")
-    replica = await ReplicaProcess.start(lock_file=path, alone_s=ALONE_S)
-    found = process_lock.find(path)
-    assert found is not None and (found.port, found.engine_pid) == (replica.address.port, replica.engine_pid)
-    assert replica.process.stdin is not None
-    replica.process.stdin.close()  # the process that has started it ends
+async def test_a_replica_ends_after_a_time_without_a_front_end() -> None:
+    replica = await ReplicaProcess.start(alone_s=ALONE_S)
     client = await connect(replica.address, SECRET, tls=False, beat_s=0.1)
 
     async def ping() -> None:
@@ -286,14 +247,11 @@ async def test_a_replica_with_a_claim_ends_after_a_time_without_a_front_end(tmp_
             client.ping()
             await asyncio.sleep(0.1)
 
-    pinging = asyncio.create_task(ping())  # it keeps the line
-    with pytest.raises(AssertionError, match="another process is the replica of"):
-        await ReplicaProcess.start(lock_file=path)
+    pinging = asyncio.create_task(ping())  # it keeps the connection
     await asyncio.sleep(1.5 * ALONE_S)
     pinging.cancel()
-    assert replica.process.returncode is None and client.cause is None and not process_lock.clear(path)
+    assert replica.process.returncode is None and client.cause is None
     began_s = time.monotonic()
     await client.disconnect("the front end ends")
     assert await replica.wait_ended() == 0
     assert time.monotonic() - began_s >= ALONE_S * 0.9
-    assert process_lock.clear(path)

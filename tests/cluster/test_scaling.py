@@ -1,6 +1,6 @@
 """Replicas that follow the load: decisions with a fake clock, then live clusters in virtual time, which lose nothing.
 
-Also the router's placement on a live cluster, and calls of `LocalCluster.scale` at once, without Ray.
+Also the router's placement on a live cluster, and calls of `RayCluster.scale` at once, without Ray.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from tests.cluster.running import SLEEPING, asked, check, outputs_of
 from vlora.cluster.autoscaler import Autoscaler
 from vlora.cluster.cluster import COSTS, REBALANCE_S, REPLAN_S, Cluster, LivePlacement
 from vlora.cluster.members import clients
-from vlora.cluster.on_ray.cluster import LocalCluster
-from vlora.cluster.on_ray.settings import Folder
+from vlora.cluster.on_ray.cluster import RayCluster
 from vlora.errors import BadRequest
 from vlora.routing import MoveCosts, Need, Room, Router
 from vlora.routing.placement import proactive
 from vlora.routing.router import Advice
 from vlora.routing.scaling import ScalingSettings
-from vlora.types.replicas import DRAINING, SERVING
+from vlora.types.replicas import DOWN, DRAINING, SERVING
 
 CALM, LIGHT, TWO = Advice(0, (), ()), Advice(0, ("idle",), ()), Advice(2, (), ())
 
@@ -348,7 +347,8 @@ async def two_of_three(cluster: Maker) -> AsyncIterator[Any]:
 
     def made(router: Router, secret: bytes, **_: Any) -> Any:
         scaling = ScalingSettings(1, 3, 2.0, 60.0)
-        found: Any = LocalCluster(SLEEPING, "placed", Folder.create(), None, 60.0, 2, scaling, False, None, None)
+        found: Any = RayCluster(SLEEPING, "placed", None, 60.0, scaling, False, None, None)
+        found.number = found.num_replicas = 2
         found.numbers = list[int]()
         found.ray = SimpleNamespace(scale=found.numbers.append, close=close)
         return found
@@ -365,12 +365,12 @@ async def join(cluster: Any, place: int) -> None:
     await cluster.add(f"replica-{place}", at("abc"[place]))
 
 
-def states(cluster: LocalCluster) -> list[str]:
+def states(cluster: RayCluster) -> list[str]:
     return [each.state for each in cluster.status().replicas]
 
 
 @contextlib.asynccontextmanager
-async def busy(cluster: LocalCluster) -> AsyncIterator[None]:
+async def busy(cluster: RayCluster) -> AsyncIterator[None]:
     """During requests of some seconds, as many as both replicas take, which are answered."""
     asking = [asyncio.create_task(outputs_of(cluster, asked(f"r{number}", 300))) for number in range(24)]
     await asyncio.sleep(0.1)
@@ -427,7 +427,7 @@ async def test_a_replica_that_ends_without_a_line_serves_when_it_is_added_again(
         assert await found.drain("replica-1", 1.0)
         with pytest.raises(KeyError):
             await found.replace("replica-1", at("z"))
-        assert states(found) == [SERVING]
+        assert states(found) == [SERVING, DOWN]
         assert await found.scale(1, 5.0)
         adding = asyncio.create_task(found.scale(2, 5.0))
         await asyncio.sleep(0.1)

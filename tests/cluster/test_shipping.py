@@ -303,12 +303,12 @@ def test_a_hostile_front_end_writes_nothing_but_an_adapters_files(store: Adapter
 
 def test_limits_of_one_adapter_and_of_all(tmp_path: Path, store: AdapterStore) -> None:
     sources = [written(tmp_path / str(seed), seed) for seed in range(5)]
-    with pytest.raises(BadAdapter, match=r"over the limit of 10003 .*`shipped_adapter_gib`"):
+    with pytest.raises(BadAdapter, match=r"over the limit of 10003 .*`--shipped-adapter-gib`"):
         received(store, sources[0], adapter_bytes=SIZE + 3)
     assert contents(store) == set()
     room = 2 * (SIZE + 600)
     first, second = (received(store, source, total_bytes=room) for source in sources[:2])
-    with pytest.raises(OverCapacity, match=r"no room for .*`shipped_gib`"):
+    with pytest.raises(OverCapacity, match=r"no room for .*`--shipped-gib`"):
         received(store, sources[2], total_bytes=room)
     assert {Path(first).name, Path(second).name} == {name for name in contents(store) if "." not in name}
     store.hold([Path(first).name])

@@ -40,7 +40,6 @@ from vlora import logging_format
 from vlora.cli.serve import named_adapters
 from vlora.client.values import Answer
 from vlora.cluster.adapter_state import AdapterState
-from vlora.cluster.nodes.plan import ClusterPlan
 from vlora.cluster.summary import failed_status, merged_stats
 from vlora.config import EngineConfig, ServerConfig, Token
 from vlora.engine import LocalEngine
@@ -418,8 +417,8 @@ def test_each_name_is_accepted_or_refused_with_its_reason() -> None:
 
 
 def in_plans(name: str, folder: Path) -> None:
-    plans: list[tuple[type[PlanModel], dict[str, Any]]] = [(ClusterPlan, {"adapters": {name: "folder"}})]
-    plans += [(plan, {"name": name}) for plan in (DomainPlan, TrainingPlan, LearningSettings)]
+    plans: list[tuple[type[PlanModel], dict[str, Any]]]
+    plans = [(plan, {"name": name}) for plan in (DomainPlan, TrainingPlan, LearningSettings)]
     reasons = []
     for plan, fields in plans:
         with pytest.raises(ValidationError) as caught:  # of this and of the missing fields

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib.util
 import json
@@ -244,16 +245,22 @@ def folder() -> Iterator[Path]:
 
 
 def left(folder: Path) -> list[psutil.Process]:
-    """The processes of a Ray in this folder, replicas and engines included."""
+    """The processes of a server with this folder for temporary files, Ray, replicas and engines included."""
     found = []
     for process in psutil.process_iter():
         try:
-            environ = process.environ()
-            paths = [environ.get(name, "") for name in ("RAY_AUTH_TOKEN_PATH", "VLORA_REPLICAS_OF")]
-            if any(path.startswith(f"{folder}/") for path in paths):
+            if process.environ().get("TMPDIR") == str(folder):
                 found.append(process)
         except psutil.Error:
             continue
+    return found
+
+
+def num_engines(folder: Path) -> int:
+    found = 0
+    for process in left(folder):
+        with contextlib.suppress(psutil.Error):
+            found += "tests.server.scripted_process" in process.cmdline()
     return found
 
 
@@ -274,8 +281,8 @@ def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
     journal = str(folder / "routing.jsonl")
     settings = ("--routing-rule", "least_loaded", "--max-replicas", "3", "--routing-journal", journal)
     with replicas(folder, *settings) as on:
-        ray, ports, *lines, _ = on.lines
-        assert ray == "starting Ray\n" and re.match(r"Ray listens on ports 2\d{4}-2\d{4} of all addresses", ports)
+        ray, *lines, _ = on.lines
+        assert ray == "starting Ray\n"
         assert [line.partition(" serves ")[2] for line in lines] == ["(1 of 2)\n", "(2 of 2)\n"]
         cluster, at = ("cluster", "scale"), ("--server", on.address)
         with ThreadPoolExecutor(8) as threads:
@@ -303,8 +310,8 @@ def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
             'scaling_decisions_total{reason="waiting"} 0',
         ):
             assert f"\nvlora_{row}.0\n" in metrics
-        engines = ["tests.server.scripted_process" in each.cmdline() for each in left(folder)]
-        assert engines.count(True) == 2 and len(engines) > 8
+        until(lambda: num_engines(folder) == 2)  # the driver ends the released one
+        assert len(left(folder)) > 8
         on.process.send_signal(signal.SIGINT)
         on.end()
     assert on.log == "" and not left(folder) and not list(folder.glob("vlora-ray-*"))

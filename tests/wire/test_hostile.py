@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import datetime
 import gc
 import logging
 import secrets
@@ -25,9 +24,6 @@ import trustme
 from tests.processes import PATIENCE_S, until
 from tests.split.running import serving
 from vlora.cluster import connection as replica
-from vlora.cluster.nodes.certificates import Authority
-from vlora.cluster.nodes.join import Admitted, Facts, HeadListener, ask_head
-from vlora.cluster.nodes.token import derived
 from vlora.config import Token
 from vlora.engine.ipc import messages
 from vlora.errors import BadConfig, Disconnected, Unauthorized, VLoraError
@@ -44,19 +40,6 @@ FORGED = "1.0\n\x1b[31mERROR a forged line " + 1000 * "x"
 LIMIT_S = 2.5  # of a handshake
 SHORT_S = 0.4  # where nothing completes one
 LOOPBACK = Address("127.0.0.1", 0)
-FACTS = Facts(
-    run="r",
-    plan="p",
-    ray="2",
-    python="3",
-    control="",
-    ray_ports=(1, 2),
-    door_ports=(3, 4),
-    most=1,
-    model="m",
-    model_digest="",
-    adapters={},
-)
 
 
 class Wire(NamedTuple):
@@ -97,7 +80,7 @@ def event_loop() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
         loop.close()
 
 
-async def _closed(found: connection.Listener | HeadListener) -> None:
+async def _closed(found: connection.Listener) -> None:
     found.close()
     await asyncio.sleep(0)
 
@@ -119,21 +102,6 @@ def a_replica(certificate: Certificate | None) -> Iterator[Wire]:
         found = run(opened)
         address = Address("127.0.0.1", found.port)
         yield Wire(protocol, SECRET.encode(), tls, address, lambda at: asyncio.run(ask(at)))
-        run(_closed(found))
-
-
-@contextlib.contextmanager
-def a_head(certificate: Certificate) -> Iterator[Wire]:
-    token = SECRET.encode()
-
-    async def ask(address: Address) -> None:
-        (await ask_head(address, token, ""))[1].close()
-
-    protocol = replica.protocol("head")
-    with event_loop() as run:
-        found = run(HeadListener.open(LOOPBACK, token, certificate, Authority(), lambda: FACTS, lambda line: None))
-        address = Address("127.0.0.1", found.port)
-        yield Wire(protocol, derived(token, "head").encode(), True, address, lambda at: asyncio.run(ask(at)))
         run(_closed(found))
 
 
@@ -167,16 +135,13 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
     return Certificate(str(folder / "cert.pem"), str(folder / "key.pem"))
 
 
-@pytest.fixture(params=["replica", "replica tls", "head tls", "base unix", "base tcp", "base tls"])
+@pytest.fixture(params=["replica", "replica tls", "base unix", "base tcp", "base tls"])
 def wire(
     request: pytest.FixtureRequest, certificate: Certificate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Wire]:
     monkeypatch.setattr(connection, "HANDSHAKE_S", LIMIT_S)
     server, _, kind = request.param.partition(" ")
-    if server == "replica":
-        making = a_replica(certificate if kind else None)
-    else:
-        making = a_head(certificate) if server == "head" else a_base(tmp_path, kind)
+    making = a_replica(certificate if kind else None) if server == "replica" else a_base(tmp_path, kind)
     with making as found:
         yield found
 
@@ -374,85 +339,41 @@ def test_hostile_servers(name: str, certificate: Certificate, monkeypatch: pytes
     monkeypatch.setattr(connection, "HANDSHAKE_S", limit_s)
     answer, reason = IMPOSTORS[name]
 
-    async def ask_replica(address: Address) -> None:
-        await replica.connect(address, SECRET.encode(), tls=False, beat_s=1.0)
+    async def ask_replica(address: Address, tls: bool) -> None:
+        await replica.connect(address, SECRET.encode(), tls=tls, beat_s=1.0)
 
     for kind, ask in {
-        "replica": lambda address: asyncio.run(ask_replica(address)),
-        "head": lambda address: asyncio.run(ask_head(address, SECRET.encode(), "")),
+        "replica": lambda address: asyncio.run(ask_replica(address, False)),
+        "replica tls": lambda address: asyncio.run(ask_replica(address, True)),
         "base": lambda address: connect(str(address), token=SECRET, patience_s=limit_s),
     }.items():
-        protocol = {"replica": replica.protocol(), "head": replica.protocol("head")}.get(kind, frames.PROTOCOL)
-        wire = Wire(protocol, SECRET.encode(), kind == "head", LOOPBACK, ask)
+        protocol = frames.PROTOCOL if kind == "base" else replica.protocol()
+        wire = Wire(protocol, SECRET.encode(), kind.endswith("tls"), LOOPBACK, ask)
         with impostor(wire, certificate, answer) as (address, received), pytest.raises(VLoraError) as caught:
             ask(address)
         message = str(caught.value)
-        assert message.isprintable() and len(message) < 900, kind
-        if kind != "head" or not isinstance(caught.value, Unauthorized):  # it names the file of any wrong token
-            assert reason in message, (kind, message)
-        assert ("starts a head" in message) == (kind == "head" and limit_s == SHORT_S), message
-        assert SECRET.encode() not in received and derived(SECRET.encode(), "head").encode() not in received
+        assert message.isprintable() and len(message) < 900 and reason in message, (kind, message)
+        assert SECRET.encode() not in received
 
 
 @pytest.mark.parametrize("about", [b"", NESTED, msgspec.msgpack.encode({"type": "Ready", "pid": 1})])
 def test_a_server_with_the_secret_whose_welcome_cannot_be_read(about: bytes, certificate: Certificate) -> None:
     """A typed error, and no connection stays open."""
-    token = SECRET.encode()
-
-    async def ask_replica(address: Address) -> None:
-        await replica.connect(address, token, tls=True, beat_s=1.0)
-
-    with event_loop() as run:
-        for server, secret, ask in (
-            ("replica", token, ask_replica),
-            ("head", derived(token, "head").encode(), lambda address: ask_head(address, token, "")),
-        ):
-            admitted: list[framing.MessageTransport] = []
-
-            def admit(sock: framing.MessageTransport, *_: object, to: list[Any] = admitted) -> bytes:
-                to.append(sock)
-                return about
-
-            opened = connection.Listener.open(
-                LOOPBACK, replica.protocol(server), secret, admit, certificate=certificate
-            )
-            found = run(opened)
-            reason = (
-                f"has another protocol than a {server}, {OTHER_VERSION}: .*; check the address, and install the same"
-            )
-            with pytest.raises(Disconnected, match=reason):
-                run(ask(Address("127.0.0.1", found.port)))
-            until(admitted[0].closed.done)
-            run(_closed(found))
-
-
-def test_nothing_follows_the_welcome_of_a_head(certificate: Certificate) -> None:
-    """A message of a machine, or of the head, closes the connection: it is not stored."""
-    token = SECRET.encode()
-    answer = msgspec.msgpack.encode(Admitted("h", FACTS, Authority().issue("h"), datetime.datetime.now(datetime.UTC)))
-    heads: list[framing.MessageTransport] = []
+    admitted: list[framing.MessageTransport] = []
 
     def admit(sock: framing.MessageTransport, *_: object) -> bytes:
-        heads.append(sock)
-        return answer
+        admitted.append(sock)
+        return about
 
-    async def main() -> None:
-        machines = await HeadListener.open(LOOPBACK, token, certificate, Authority(), lambda: FACTS, lambda line: None)
-        secret = derived(token, "head").encode()
-        other = await connection.Listener.open(
-            LOOPBACK, replica.protocol("head"), secret, admit, certificate=certificate
+    with event_loop() as run:
+        found = run(
+            connection.Listener.open(LOOPBACK, replica.protocol(), SECRET.encode(), admit, certificate=certificate)
         )
-        for message in (b"", b"more"):
-            _, machine = await ask_head(Address("127.0.0.1", machines.port), token, "")
-            machine.send(message)
-            _, asking = await ask_head(Address("127.0.0.1", other.port), token, "")
-            heads[-1].send(message)
-            for each in (machine, asking):
-                await asyncio.wait_for(asyncio.wait({each.closed}), PATIENCE_S)
-        machines.close()
-        other.close()
-
-    asyncio.run(main())
+        reason = f"has another protocol than a replica, {OTHER_VERSION}: .*; check the address, and install the same"
+        with pytest.raises(Disconnected, match=reason):
+            run(replica.connect(Address("127.0.0.1", found.port), SECRET.encode(), tls=True, beat_s=1.0))
+        until(admitted[0].closed.done)
+        run(_closed(found))
 
 
 def test_an_error_of_the_server_itself_is_one_line(caplog: pytest.LogCaptureFixture) -> None:

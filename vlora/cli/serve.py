@@ -6,14 +6,13 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
 from vlora.adapter_files import CONFIG_FILE
-from vlora.cli.cluster import read_cluster
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.options import headed
@@ -25,7 +24,7 @@ from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configur
 from vlora.types.composition import name_problem
 
 if TYPE_CHECKING:
-    from vlora.cluster.nodes.plan import ClusterPlan
+    from vlora.cluster.on_ray.settings import RayOptions
 
 _MOST_SECONDS = 1e9
 
@@ -41,21 +40,39 @@ class ReplicaOptions:
     scale_down_s: float = 60.0
     routing_rule: str = "placed"
     routing_journal: str | None = None
-    ship_adapters: bool = False
+    ray: str | None = None
+    ray_namespace: str = "vlora"
+    ray_wait_s: float = 30.0
+    replica_cpus: float = 1.0
+    replica_memory_gib: float = 0.0
+    replica_resource: tuple[str, ...] = ()
+    replica_label: tuple[str, ...] = ()
+    placement: Literal["spread", "pack"] = "spread"
+    runtime_env: str | None = None
+    shipped_gib: float = 20.0
+    shipped_adapter_gib: float = 4.0
+
+
+class Replicas(NamedTuple):
+    """What the options of replicas come to. ray: None for one engine without Ray. more: of `server.launch.serve`."""
+
+    replicas: int
+    ray: RayOptions | None
+    more: dict[str, Any]
 
 
 def take_replica_options(
     settings: dict[str, Any],
-    cluster: ClusterPlan | None = None,
+    environ: Mapping[str, str] = os.environ,
     *,
     learn: str | None = None,
     serve_base: Sequence[str] = (),
-) -> ReplicaOptions:
+) -> Replicas:
     """Remove the values of these options from all settings of the command, and return them, checked.
 
     Args:
         settings: By name.
-        cluster: The plan of several machines, which has the number of replicas.
+        environ: Several replicas use the Ray of RAY_ADDRESS, if it is set, as in a job of Ray.
         learn: Plan of learning adapters, which are trained.
         serve_base: Addresses at which the engine serves its weights.
 
@@ -71,36 +88,121 @@ def take_replica_options(
     if most is not None and most < number:
         raise BadConfig(f"--max-replicas is {most}, below --replicas {number}; set it to {number} or more")
     most = most or number
-    for name in ("scale_up_s", "scale_down_s"):
+    for name in _SECONDS:
         if not 0 < getattr(given, name) <= _MOST_SECONDS:
-            raise BadConfig(f"--{name.replace('_', '-')} is {getattr(given, name):g}; set seconds from above 0 to 1e9")
-    if cluster is not None:
-        if given.autoscale and cluster.replicas.limit == cluster.replicas.number:
-            raise BadConfig("--autoscale needs `replicas.most` of the plan above `replicas.number`")
-    elif given.autoscale and most == number:
+            raise BadConfig(f"{_flag(name)} is {getattr(given, name):g}; set seconds from above 0 to 1e9")
+    if given.autoscale and most == number:
         raise BadConfig(f"--autoscale needs a --max-replicas above --replicas {number}")
+    address = given.ray or (environ.get("RAY_ADDRESS") if most > 1 else None)
+    several = f"--ray {address}" if given.ray else str(most)
     for option, plan in (("--train", settings.get("train")), ("--learn", learn)):
-        if plan is not None and (most > 1 or cluster is not None):
-            now = "--cluster" if cluster is not None else most
-            raise BadConfig(f"{option} {plan} needs --replicas 1 (now {now}): one engine trains; serve it separately")
-    if serve_base and (most > 1 or cluster is not None):
-        now = "--cluster" if cluster is not None else most
+        if plan is not None and (most > 1 or address):
+            raise BadConfig(
+                f"{option} {plan} needs --replicas 1 (now {several}): one engine trains; serve it separately"
+            )
+    if serve_base and (most > 1 or address):
         raise BadConfig(
-            f"--serve-base {serve_base[0]} needs --replicas 1 (now {now}): one engine listens at an address; start "
+            f"--serve-base {serve_base[0]} needs --replicas 1 (now {several}): one engine listens at an address; start "
             "`vlora base serve` as well"
         )
-    if given.ship_adapters and cluster is None:
-        raise BadConfig("--ship-adapters needs --cluster: replicas of one machine read the same files")
-    if given.routing_journal is not None:
-        if most == 1 and cluster is None:
-            raise BadConfig("--routing-journal needs --replicas 2 or more: one engine has no router")
-        path = os.path.abspath(os.path.expanduser(given.routing_journal))
-        given = dataclasses.replace(given, routing_journal=path)
-    if most > 1:
-        from vlora.cluster.on_ray.settings import check_ray
+    if most == 1 and not address:
+        defaults = ReplicaOptions()
+        for name in _ONLY_ON_RAY:
+            if getattr(given, name) != getattr(defaults, name):
+                raise BadConfig(
+                    f"{_flag(name)} needs --replicas 2 or more, or --ray: one engine has no {_ONLY_ON_RAY[name]}"
+                )
+        return Replicas(1, None, {})
+    from vlora.cluster.adapter_sender import ShippingLimits
+    from vlora.cluster.on_ray.settings import check_ray
 
-        check_ray(f"--replicas {most}")
-    return given
+    check_ray(several if given.ray else f"--replicas {most}")
+    more: dict[str, Any] = {
+        name: getattr(given, name) for name in ("autoscale", "scale_up_s", "scale_down_s", "routing_rule")
+    }
+    more["max_replicas"] = most
+    if given.routing_journal is not None:
+        more["routing_journal"] = os.path.abspath(os.path.expanduser(given.routing_journal))
+    more["shipping"] = ShippingLimits(_bytes(given, "shipped_adapter_gib"), _bytes(given, "shipped_gib"))
+    return Replicas(number, ray_options(given, address or None), more)
+
+
+_SECONDS = ("scale_up_s", "scale_down_s", "ray_wait_s")
+_ONLY_ON_RAY = {
+    "routing_journal": "router",
+    "ray_namespace": "actors",
+    "replica_cpus": "share of a node",
+    "replica_memory_gib": "share of a node",
+    "replica_resource": "share of a node",
+    "replica_label": "node of Ray",
+    "placement": "node of Ray",
+    "runtime_env": "environment of Ray",
+}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _bytes(given: ReplicaOptions, name: str) -> int:
+    if (gib := getattr(given, name)) <= 0:
+        raise BadConfig(f"{_flag(name)} is {gib:g}; it must be above 0")
+    return int(gib * 2**30)
+
+
+def ray_options(given: ReplicaOptions, address: str | None) -> RayOptions:
+    """Raises BadConfig."""
+    from vlora.cluster.on_ray.settings import RayOptions
+
+    if given.replica_cpus < 0 or given.replica_memory_gib < 0:
+        raise BadConfig("--replica-cpus and --replica-memory-gib must not be negative")
+    if not given.ray_namespace.strip():
+        raise BadConfig("--ray-namespace is empty; give the name of this service")
+    resources = {}
+    for name, text in _pairs("replica_resource", given.replica_resource):
+        try:
+            resources[name] = float(text)
+        except ValueError:
+            raise BadConfig(f"--replica-resource {name}={text}: {text!r} is no number") from None
+        if resources[name] <= 0 or name in ("CPU", "GPU", "memory"):
+            raise BadConfig(
+                f"--replica-resource {name}={text}: custom resources above 0 only; see --replica-cpus, "
+                "--replica-memory-gib and --tensor-parallel for others"
+            )
+    return RayOptions(
+        address=address,
+        namespace=given.ray_namespace,
+        cpus=given.replica_cpus,
+        memory_gib=given.replica_memory_gib,
+        resources=resources,
+        labels=dict(_pairs("replica_label", given.replica_label)),
+        placement=given.placement,
+        runtime_env={} if given.runtime_env is None else _runtime_env(given.runtime_env),
+        wait_s=given.ray_wait_s,
+    )
+
+
+def _pairs(name: str, texts: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals and value):
+            raise BadConfig(f"{_flag(name)} is {text!r}; write NAME=VALUE")
+        yield key, value
+
+
+def _runtime_env(text: str) -> dict[str, Any]:
+    """JSON, or the path of a file with YAML, as Ray's own commands take them."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(text if text.lstrip().startswith("{") else Path(text).expanduser().read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadConfig(f"--runtime-env {text}: the file cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise BadConfig(f"--runtime-env {text}: neither JSON nor a file with YAML: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("env_vars", {}), dict):
+        raise BadConfig(f"--runtime-env {text}: write fields of a runtime environment of Ray, as in {{'pip': [...]}}")
+    return found
 
 
 @cli.command()
@@ -130,13 +232,6 @@ def take_replica_options(
     help="Serve every adapter folder in this folder.",
 )
 @config_flags(ReplicaOptions)
-@headed(
-    "Replicas",
-    "--cluster",
-    "cluster_file",
-    type=click.Path(path_type=Path),
-    help="Plan of several machines (YAML, see docs/cluster.md), with model, adapters and replicas.",
-)
 @headed(
     "Adapters",
     "--adapter-state",
@@ -181,7 +276,6 @@ def serve(
     served_model_name: str | None,
     adapters: tuple[str, ...],
     folder: Path | None,
-    cluster_file: Path | None,
     learn: str | None,
     serve_base: tuple[str, ...],
     adapter_state: str | None,
@@ -195,18 +289,14 @@ def serve(
     \b
         vlora serve --adapters out/adapters
         vlora serve --model Qwen/Qwen2-VL-2B-Instruct --adapter signs=adapters/signs
+        vlora serve --ray auto --replicas 2
     """
     from vlora.server.security.access import read_tokens
 
     os.environ |= {LEVEL_VARIABLE: log_level, JSON_VARIABLE: "1" if log_json else ""}
     configure(os.environ)
-    plan: ClusterPlan | None = None
-    if cluster_file is None:
-        replicas = take_replica_options(settings, learn=learn, serve_base=serve_base)
-        named = named_adapters(adapters, folder)
-    else:
-        plan, model, named = read_cluster(cluster_file)
-        replicas = take_replica_options(settings, plan, learn=learn, serve_base=serve_base)
+    replicas = take_replica_options(settings, learn=learn, serve_base=serve_base)
+    named = named_adapters(adapters, folder)
     model_name = served_name(model) if served_model_name is None else served_model_name
     if not model_name.strip():
         raise BadConfig("the base model's name is empty; give a --served-model-name")
@@ -248,10 +338,11 @@ def serve(
                 announce=announce,
                 model_name=model_name,
                 read_tokens=None if token_file is None else all_tokens,
-                cluster=plan,
+                replicas=replicas.replicas,
+                ray=replicas.ray,
                 learn=learning,
                 adapter_state=adapter_state,
-                **dataclasses.asdict(replicas),
+                **replicas.more,
             )
         )
     # Skip torch's teardown, which only delays the exit.

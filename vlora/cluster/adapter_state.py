@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from vlora.cluster.process_lock import locked
+from vlora.cluster.adapter_store import locked
 from vlora.errors import BadConfig, VLoraError, listed
 from vlora.run_folder import NotWritten, remove_unfinished, write_whole
 from vlora.types import ErrorValue

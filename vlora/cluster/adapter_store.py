@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import shutil
+import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,6 @@ import msgspec
 from vlora.adapter_files import ADAPTER_FILES, CONFIG_FILE, content_hash
 from vlora.cluster.adapter_incoming import IncomingFiles, digest_of
 from vlora.cluster.adapter_messages import Offer, ShippedFile
-from vlora.cluster.process_lock import locked
 from vlora.errors import BadAdapter, BadRequest, OverCapacity
 
 DIGESTS = "digests.json"  # in each folder, so that a content with some of its files is not received in full
@@ -30,6 +30,7 @@ PART, LOCK, COMMON_LOCK = ".part", ".lock", "store.lock"
 MAX_INCOMING = 4  # contents that a process receives at a time
 _PLACE = "the folder of received adapters"  # in errors, which users of the adapter get too
 _VERSION = re.compile(r"[0-9a-f]{32}")
+_LOOK_S = 0.02
 _WAIT_S = 10.0  # for the common lock, which is held while folders are counted and removed
 
 
@@ -96,7 +97,7 @@ class AdapterStore:
         if needed > offer.adapter_bytes:
             raise BadAdapter(
                 f"its files have {needed} bytes, over the limit of {offer.adapter_bytes} for an adapter that is sent "
-                "(`shipped_adapter_gib` of the plan); copy them to this machine"
+                "(`--shipped-adapter-gib`); copy them to this machine"
             )
         if len(self._incoming) >= MAX_INCOMING:
             raise Busy
@@ -215,7 +216,7 @@ class AdapterStore:
             if not unused:
                 raise OverCapacity(
                     f"{_PLACE} has no room for {needed} bytes: adapters in use take {used} of at most {total_bytes} "
-                    f"(`shipped_gib` of the plan), and {free} are free on the disk"
+                    f"(`--shipped-gib`), and {free} are free on the disk"
                 )
             folder = unused.popleft()
             if self._remove_unused(folder):
@@ -324,3 +325,34 @@ def _synchronize(path: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def locked(path: Path, *, shared: bool = False, wait_s: float = 0.0) -> int | None:
+    """Lock a file, which is created if it is missing; None if another process has locked it otherwise.
+
+    The system releases a lock when the process ends, in any way. Whoever has the exclusive lock may remove the file.
+
+    Args:
+        wait_s: How long to try.
+
+    Returns:
+        Its descriptor, which is to be closed.
+    """
+    ends_s = time.monotonic() + wait_s
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file), os.stat(path)):
+                return file
+            os.close(file)
+        except BlockingIOError:
+            os.close(file)
+            if time.monotonic() >= ends_s:
+                return None
+            time.sleep(_LOOK_S)
+        except FileNotFoundError:  # removed meanwhile
+            os.close(file)
+        except BaseException:
+            os.close(file)
+            raise

@@ -1,9 +1,14 @@
-"""A front end's connection to a replica's engine."""
+"""A front end's connection to a replica's engine, and the replica's certificate."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import datetime
 import importlib.metadata
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -15,8 +20,10 @@ from vlora.wire.address import Address
 from vlora.wire.framing import MessageTransport
 from vlora.wire.handshake import Protocol, read_about
 from vlora.wire.heartbeat import Silence
+from vlora.wire.tls import Certificate
 
 MIN_BEAT_S, MAX_BEAT_S = 0.01, 60.0
+_VALID = datetime.timedelta(days=3650)  # peers compare a certificate, not its dates
 
 
 def protocol(server: str = "replica", version: str | None = None) -> Protocol:
@@ -91,3 +98,24 @@ async def watch_beats(client: EngineClient, beat_s: float, num_missed: int, step
         pong = client.pong
         if pong is not None and pong.step_s > step_s:
             return f"its step has been running for {pong.step_s:.0f} s, over the limit of {step_s:g} s"
+
+
+@contextlib.contextmanager
+def own_certificate() -> Iterator[Certificate]:
+    """A new certificate, signed by itself, whose files exist until the end of the block."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "vlora replica")])
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    cert = builder.not_valid_before(now - _VALID).not_valid_after(now + _VALID).sign(key, hashes.SHA256())
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    with tempfile.TemporaryDirectory(prefix="vlora-") as folder:  # only this user can use it
+        made = Certificate(f"{folder}/cert.pem", f"{folder}/key.pem")
+        Path(made.cert_file).write_bytes(cert.public_bytes(serialization.Encoding.PEM))
+        Path(made.key_file).write_bytes(private)
+        yield made

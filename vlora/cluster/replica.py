@@ -1,8 +1,8 @@
 """A replica: an engine process, and the listener through which a front end reaches it. Both end together.
 
 Run as `python -m vlora.cluster.replica`, with a `ReplicaSettings` on stdin. It prints its port and the id of its
-engine's process, or an `ErrorValue` as JSON if it cannot start. It ends when stdin is closed; with a lock file it
-outlives the process that started it, and ends after a time without a front end. It loads no torch.
+engine's process, or an `ErrorValue` as JSON if it cannot start. It ends when stdin is closed, or after a time without a
+front end. It loads no torch.
 
 One front end is served at a time. A later one that knows the secret replaces it, as after a restart; the requests of
 the former one are cancelled.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 import os
@@ -24,15 +25,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from vlora.cluster import adapter_messages, process_lock
+from vlora.cluster import adapter_messages
 from vlora.cluster.adapter_messages import Files, FilesOperation, Finish, Hold, Offer, Piece
 from vlora.cluster.adapter_store import AdapterStore, Busy, check_versions, default_root
-from vlora.cluster.connection import beat_of, protocol
-from vlora.cluster.process_lock import RunningReplica
+from vlora.cluster.connection import beat_of, own_certificate, protocol
+from vlora.cluster.model_files import model_digest, own_path
 from vlora.config import EngineConfig
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.client import ENGINE_COMMAND, start_process
-from vlora.errors import Aborted, OverCapacity, VLoraError
+from vlora.errors import Aborted, BadConfig, OverCapacity, VLoraError
 from vlora.logging_format import configure
 from vlora.types import ErrorValue, RequestOutput
 from vlora.wire.address import Address
@@ -161,21 +162,17 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         secret: See `vlora.wire.handshake`.
-        port: 0 chooses one.
-        cert_file, key_file: Of the listener; empty for one on loopback without TLS.
-        command: Starts the engine process.
-        lock_file: The process locks it, and does not end with stdin; empty: it does.
-        alone_s: With a lock file, it ends after so many seconds without a front end.
+        host: Where it listens: with a certificate of its own, except on loopback.
+        model_digest: See `model_digest`, of the front end; empty to use any model.
+        command: Starts the engine process; where the first word is empty, with the Python of this machine.
+        alone_s: It ends after so many seconds without a front end.
     """
 
     config: EngineConfig
     secret: bytes
     host: str = "127.0.0.1"
-    port: int = 0
-    cert_file: str = ""
-    key_file: str = ""
+    model_digest: str = ""
     command: tuple[str, ...] = ENGINE_COMMAND
-    lock_file: str = ""
     alone_s: float = ALONE_S
 
 
@@ -373,21 +370,32 @@ class _Peer:
 
 async def serve(settings: ReplicaSettings) -> int:
     """Run a replica until its engine ends, or until it is not needed any more; returns the exit code."""
-    held = process_lock.hold(settings.lock_file) if settings.lock_file else None
-    certificate = Certificate(settings.cert_file, settings.key_file) if settings.cert_file else None
-    address = Address(settings.host, settings.port)
-    replica = await Replica.start(
-        settings.config, settings.secret, address, certificate=certificate, command=settings.command
-    )
-    if held is not None:
-        digest = process_lock.digest(settings.config, settings.command)
-        process_lock.publish(held, RunningReplica(settings.host, replica.port, os.getpid(), replica.engine_pid, digest))
+    config = dataclasses.replace(settings.config, model=own_path(settings.config.model))
+    if settings.model_digest not in ("", model_digest(config.model)):
+        raise BadConfig(
+            f"the model {config.model!r} is missing on {settings.host}, or differs from that of the front end; copy "
+            "the same files to all nodes"
+        )
+    first, *others = settings.command
+    command = (first or sys.executable, *others)
+    unneeded = asyncio.create_task(_wait_stdin())
+    with contextlib.nullcontext() if Address(settings.host, 0).is_local else own_certificate() as certificate:
+        starting = asyncio.create_task(
+            Replica.start(config, settings.secret, Address(settings.host, 0), certificate=certificate, command=command)
+        )
+        await asyncio.wait({starting, unneeded}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting})
+            return 0
+    replica = starting.result()
     _print(f"{replica.port} {replica.engine_pid}")
     ended = asyncio.create_task(replica.wait_ended())
-    unneeded = asyncio.create_task(_wait_stdin() if held is None else replica.wait_alone(settings.alone_s))
-    await asyncio.wait({ended, unneeded}, return_when=asyncio.FIRST_COMPLETED)
+    alone = asyncio.create_task(replica.wait_alone(settings.alone_s))
+    await asyncio.wait({ended, unneeded, alone}, return_when=asyncio.FIRST_COMPLETED)
+    code = 1 if ended.done() else 0
     await replica.close()
-    return 0 if unneeded.done() else 1
+    return code
 
 
 async def _wait_stdin() -> None:

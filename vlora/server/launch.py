@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from vlora.cluster.adapter_state import AdapterState, default_folder
 from vlora.cluster.journal_file import JournalFile
-from vlora.cluster.on_ray.cluster import LocalCluster
+from vlora.cluster.on_ray.cluster import RayCluster
+from vlora.cluster.on_ray.settings import RayOptions
 from vlora.config import EngineConfig, ServerConfig, Token
 from vlora.engine.ipc.client import ENGINE_COMMAND
 from vlora.engine.ipc.supervisor import RestartedEngine, SupervisedEngine
@@ -30,7 +31,6 @@ from vlora.wire.tls import server_context
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vlora.cluster.nodes.plan import ClusterPlan
     from vlora.learning.plan import LearningEntry
     from vlora.models.processing import InputProcessor
     from vlora.server.http.server import HttpServer
@@ -51,7 +51,7 @@ async def serve(
     load_processor: Callable[[str], InputProcessor] | None = None,
     read_tokens: Callable[[], tuple[Token, ...]] | None = None,
     replicas: int = 1,
-    cluster: ClusterPlan | None = None,
+    ray: RayOptions | None = None,
     learn: tuple[Path, list[LearningEntry]] | None = None,
     adapter_state: str | None = None,
     **replica_settings: Any,
@@ -64,7 +64,7 @@ async def serve(
         announce: Called with the "ready" line, with lines about replicas before it, and with the token names after a
             reload.
         read_tokens: Reads the tokens again on SIGHUP; None where they cannot change.
-        cluster: The plan of several machines, which has the number of engines; None: this machine alone.
+        ray: Where several engines run; None: one in a process of this machine, without Ray.
         learn: The folder and the adapters of a learning plan.
         adapter_state: The folder that keeps the adapters, as changed while it serves; "none" keeps them in memory, None
             in a folder of the address and model.
@@ -107,7 +107,8 @@ async def serve(
             engine_config,
             engine_command,
             replicas=replicas,
-            plan=cluster,
+            ray=ray,
+            model_name=model,
             adapters=state,
             announce=announce,
             **replica_settings,
@@ -202,30 +203,23 @@ async def _start_engine(
     command: Sequence[str],
     *,
     replicas: int,
-    plan: ClusterPlan | None,
+    ray: RayOptions | None,
+    model_name: str,
     adapters: AdapterState | None,
     announce: Callable[[str], None],
-    max_replicas: int | None = None,
     routing_rule: str = "placed",
     routing_journal: str | None = None,
-    ship_adapters: bool = False,
-    **scaling: Any,
+    **cluster: Any,
 ) -> RestartedEngine:
-    """Start one engine, several on a Ray of this machine, or those of several machines.
+    """Start one engine in a process of this machine, or replicas on Ray.
 
-    adapters: see `Cluster`. ship_adapters: send files to other machines that lack them. scaling: see
-    `LocalCluster.start`.
+    adapters: see `Cluster`. cluster: see `RayCluster.start`.
     """
-    if plan is None and max(replicas, max_replicas or 1) == 1:
+    if ray is None:
         return await SupervisedEngine.start(config, log=log.warning, command=command)
     journal = None if routing_journal is None else JournalFile(routing_journal)
-    settings = {"journal": journal, "adapters": adapters, "rule": routing_rule, "announce": announce, **scaling}
-    if plan is not None:
-        from vlora.cluster.nodes.cluster import NodesCluster
-
-        own = command if tuple(command) != ENGINE_COMMAND else ("", *ENGINE_COMMAND[1:])
-        return await NodesCluster.join(config, plan, ship_adapters=ship_adapters, command=own, **settings)
-    return await LocalCluster.start(config, replicas, max_replicas=max_replicas, command=command, **settings)
+    settings = {"journal": journal, "adapters": adapters, "rule": routing_rule, "announce": announce, **cluster}
+    return await RayCluster.start(config, replicas, ray, command=command, model_name=model_name, **settings)
 
 
 def _open_state(folder: str | None, model: str, bound: RpycServer, config: ServerConfig) -> AdapterState | None:

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from vlora.cluster.cluster import Cluster
-from vlora.cluster.on_ray.cluster import LocalCluster
+from vlora.cluster.on_ray.cluster import RayCluster
 from vlora.errors import BadRequest, UnknownReplica
 from vlora.types.replicas import SERVING, STATES, AdapterPlace, ClusterStatus, ReplicaStatus, ScalingStatus
 
@@ -61,10 +61,10 @@ class Replicas:
     async def scale(self, number: int | Literal["auto"], wait_s: float) -> bool:
         """Have another number of replicas, or let the load decide. Returns whether that is so by now.
 
-        See `LocalCluster.scale`.
+        See `RayCluster.scale`.
         """
         cluster = self._several()
-        if not isinstance(cluster, LocalCluster):
+        if not isinstance(cluster, RayCluster):
             raise BadRequest("the replicas of this server were not started by it; their number cannot be changed here")
         return await cluster.scale(number, wait_s)
 

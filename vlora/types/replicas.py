@@ -25,9 +25,9 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         state: One of `STATES`.
         cause: Why it is down; empty otherwise.
-        num_requests: Unfinished requests there.
-        num_failed_adapters: Adapters that it cannot serve.
-        num_shipped_bytes: Of adapters' files that were sent to it since its line was opened.
+        num_requests, num_failed_adapters: Unfinished requests there; adapters that it cannot serve.
+        num_shipped_bytes: Of adapters' files that were sent to it since its connection was opened.
+        node, actor, address, pid: Ray's ids, where it listens, and its process there; empty if it is not on Ray.
     """
 
     name: str
@@ -36,6 +36,10 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     num_failed_adapters: int = 0
     num_shipped_bytes: int = 0
+    node: Annotated[str, admin_only("")] = ""
+    address: Annotated[str, admin_only("")] = ""
+    actor: Annotated[str, admin_only("")] = ""
+    pid: Annotated[int, admin_only(0)] = 0
 
 
 class ScalingStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,8 +93,7 @@ class AdapterPlace(msgspec.Struct, frozen=True, kw_only=True):
             while the replica is down.
         version: The hash of the content there; empty until it is read.
         pinned: Whether it stays on the device.
-        cause: Why it has failed, is not pinned as desired, or is not known, or how far its files are that are being
-            sent; empty otherwise.
+        cause: Why it has failed, is not pinned or not known, or how much of its files was sent; empty otherwise.
     """
 
     adapter: str

@@ -1,212 +1,205 @@
-"""The actor of a replica: starts the replica's process, or finds it running, and ends after it.
+"""The actor of a replica: starts the replica's process on its node, and ends it.
 
-The process outlives the actor and all of Ray: it is in a session of its own, and listens itself. The next actor
-of the same name finds it by its lock.
+The process reads a pipe of which this process has the only other end. Whatever ends the actor, even SIGKILL, closes the
+pipe, and the replica ends. A replica that ends, or does not start, is reported: the actor stays, so that Ray does not
+start it again and again without a reason that anybody sees.
 
-Ray pickles this class by its name, and of its arguments only bytes. The process loads no torch, and no event loop:
-with uvloop installed, Ray runs asynchronous actors on it, which the connections of this project do not support.
+Ray loads this class by its name. The process loads no torch, and no event loop: with uvloop installed, Ray runs
+asynchronous actors on it, which the connections of this project do not support.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections import deque
+from collections.abc import Callable
+from typing import IO
 
 import msgspec
-import psutil
 
-from vlora.cluster import process_lock
-from vlora.cluster.on_ray.log_pipe import open_pipe
-from vlora.cluster.on_ray.node_settings import NodeSettings, taken_slot
-from vlora.cluster.on_ray.own_processes import kill_replica
-from vlora.cluster.on_ray.settings import Folder
-from vlora.cluster.process_lock import RunningReplica
+from vlora.cluster.on_ray.reports import ActorReport, Ended, Opened
 from vlora.cluster.replica import ReplicaSettings
-from vlora.config import EngineConfig
-from vlora.errors import BadConfig
+from vlora.errors import BadConfig, EngineDead, VLoraError
 from vlora.types import ErrorValue
+from vlora.wire.address import Address
 from vlora.wire.framing import pack_value
 
-_LOOK_S = 0.05  # between two looks for what a starting replica publishes
-
-
-class ActorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a replica. On one of several machines, its `NodeSettings` has the files, the variables and the model.
-
-    Attributes:
-        secret_file: Has the secret of the replicas, which is not passed through Ray.
-        command: Starts the engine process; where the first word is empty, with the Python of the machine.
-        environ: Variables of the replica that differ from those of Ray's workers; None: not set.
-        alone_s: The replica ends after so many seconds without a front end.
-        num_gpus: Of the replica, on one of several machines.
-    """
-
-    config: EngineConfig
-    name: str = ""
-    secret_file: str = ""
-    lock_file: str = ""
-    log_pipe: str = ""
-    command: tuple[str, ...]
-    environ: dict[str, str | None] = {}
-    alone_s: float
-    num_gpus: int = 0
-
-
-class Opened(msgspec.Struct, frozen=True, tag=True):
-    """A replica serves.
-
-    Attributes:
-        node: The key of its machine (`NodeSettings`); empty on a Ray of one machine.
-    """
-
-    pid: int
-    replica: RunningReplica
-    node: str = ""
-
-
-class NotOpened(msgspec.Struct, frozen=True, tag=True):
-    """A replica's process has ended before it served."""
-
-    error: ErrorValue
+MAX_LINES = 1000  # of a log that no driver has read; the first ones are dropped
+RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+STORAGE_VARIABLES = ("RAY_REDIS_ADDRESS", "RAY_gcs_storage")
 
 
 class ReplicaActor:
-    """Follows one replica's process. settings: an `ActorSettings` as msgpack."""
+    """One replica at a time. Its methods may be called by several threads.
 
-    def __init__(self, settings: bytes) -> None:
-        self._node = NodeSettings.read(os.environ)
-        found = msgspec.msgpack.decode(settings, type=ActorSettings)
-        self._settings = found if self._node is None else _on(self._node, found)
-        self._opening = threading.Lock()
-        self._opened: Opened | None = None
-        self._starting: int | None = None  # the id of a replica's process before it serves
+    Attributes:
+        process: Of the replica; None while there is none.
+    """
 
-    def open(self) -> bytes:
-        """Start or find the process with the first call. Returns an `Opened` or a `NotOpened` as msgpack."""
-        with self._opening:
-            if self._opened is not None:
-                return msgspec.msgpack.encode(self._opened)
-            try:
-                found: RunningReplica | NotOpened = self._find() or self._start()
-            except BadConfig as error:
-                found = NotOpened(ErrorValue.of(error))
-            if isinstance(found, NotOpened):
-                return msgspec.msgpack.encode(found)
-            threading.Thread(target=self.end_after_replica, daemon=True).start()
-            self._opened = Opened(os.getpid(), found, "" if self._node is None else self._node.key)
-            return msgspec.msgpack.encode(self._opened)
+    def __init__(self, alone_s: float, *, host: str = "", end: Callable[[], object] | None = None) -> None:
+        """Start nothing yet.
 
-    def watch(self, timeout_s: float) -> None:
-        """Return after a time. The call fails earlier if the actor ends."""
-        threading.Event().wait(timeout_s)
-
-    def end_replica(self) -> None:
-        """Kill the replica's processes. The actor ends with them."""
-        if self._opened is not None:
-            self._kill(self._opened.replica.pid, self._opened.replica.engine_pid)
-        elif (pid := self._starting) is not None:
-            # An engine that loads a model does not notice the end of its replica.
-            with contextlib.suppress(psutil.Error):
-                self._kill(pid, *(each.pid for each in psutil.Process(pid).children(recursive=True)))
-
-    def _kill(self, *pids: int) -> None:
-        if self._node is not None:
-            kill_replica(Folder(self._node.folder), pids)
-
-    def _find(self) -> RunningReplica | None:
-        """The replica that an earlier actor has started; None if it does not run. Waits while it starts.
-
-        On one of several machines one of an earlier front end may run, with other settings. It is ended.
+        Args:
+            alone_s: The actor ends after so many seconds with neither a replica nor a driver.
+            host: Other machines reach this node there; empty: as Ray says.
+            end: Ends the actor for good; None: through Ray.
         """
-        own = process_lock.digest(self._settings.config, self._settings.command)
-        while not process_lock.clear(self._settings.lock_file):
-            if (found := process_lock.find(self._settings.lock_file)) is not None:
-                if self._node is None or found.settings == own:
-                    return found
-                self._kill(found.pid, found.engine_pid)
-            time.sleep(_LOOK_S)
-        return None
+        self._host = host or _own_address()
+        self._end = end or _end_for_good
+        self._changed = threading.Condition()
+        self._lines: deque[str] = deque(maxlen=MAX_LINES)
+        self._number = 0
+        self._state: Opened | Ended | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self._num_watching = 0
+        self._heard_s = time.monotonic()
+        threading.Thread(target=self._wait_forgotten, args=(alone_s,), daemon=True).start()
 
-    def _start(self) -> RunningReplica | NotOpened:
-        if self._node is None:
-            return self._run(self._settings.environ, self._replica_settings())
-        with taken_slot(self._node, self._settings.num_gpus) as slot:
-            settings = msgspec.structs.replace(
-                self._replica_settings(),
-                host=self._node.host,
-                port=slot.port,
-                cert_file=self._node.cert_file,
-                key_file=self._node.key_file,
-            )
-            return self._run(self._node.environ(slot.place, self._settings.num_gpus), settings, (slot.file,))
+    def start(self, settings: bytes) -> None:
+        """Start the process, unless one runs. settings: `ReplicaSettings` as msgpack."""
+        with self._changed:
+            self._heard_s = time.monotonic()
+            if self.process is not None:
+                return
+            self._set(None)
+            try:
+                found = msgspec.msgpack.decode(settings, type=ReplicaSettings)
+                self.process = self._started(msgspec.structs.replace(found, host=self._host))
+            except (OSError, VLoraError, msgspec.MsgspecError) as error:
+                why = BadConfig(
+                    f"the front end's settings cannot be used on {self._host}: {error}; install one version"
+                )
+                self._set(Ended(ErrorValue.of(why), served=False))
+                return
+        for target in (self._read_log, self._follow):
+            threading.Thread(target=target, args=(self.process,), daemon=True).start()
 
-    def _replica_settings(self) -> ReplicaSettings:
-        return ReplicaSettings(
-            config=self._settings.config,
-            secret=Path(self._settings.secret_file).read_bytes(),
-            command=self._settings.command,
-            lock_file=self._settings.lock_file,
-            alone_s=self._settings.alone_s,
-        )
+    def watch(self, number: int, timeout_s: float) -> bytes:
+        """Wait until the state has another number, or the log has lines. Returns an `ActorReport` as msgpack."""
+        with self._changed:
+            self._num_watching += 1
+            self._changed.wait_for(lambda: self._lines or self._number != number, timeout_s)
+            self._num_watching -= 1
+            self._heard_s = time.monotonic()
+            lines = tuple(self._lines)
+            self._lines.clear()
+            return msgspec.msgpack.encode(ActorReport(self._number, self._state, lines))
 
-    def _run(
-        self, environ: Mapping[str, str | None], settings: ReplicaSettings, files: tuple[int, ...] = ()
-    ) -> RunningReplica | NotOpened:
-        """Start the process. files: descriptors that it inherits."""
-        log = open_pipe(self._settings.log_pipe)
+    def end_replica(self, pid: int) -> None:
+        """Kill the replica and its engine, if this is its process. The driver starts it again."""
+        with self._changed:
+            if self.process is not None and self.process.pid == pid:
+                _kill_group(self.process.pid)
+
+    def about_node(self) -> tuple[str, str, float]:
+        """Ray's ids of the node and of this actor, and how long the node waits for Ray's head."""
+        import ray
+
+        context = ray.get_runtime_context()
+        return context.get_node_id(), context.get_actor_id() or "", reconnect_s()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _set(self, state: Opened | Ended | None) -> None:
+        self._state = state
+        self._number += 1
+        self._changed.notify_all()
+
+    def _started(self, settings: ReplicaSettings) -> subprocess.Popen[bytes]:
+        # Without Ray's settings, as its token: a replica is none of its processes.
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         process = subprocess.Popen(
             [sys.executable, "-m", "vlora.cluster.replica"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log,
-            env=_changed(environ),
+            stderr=subprocess.PIPE,
+            env=environ,
             start_new_session=True,
-            pass_fds=files,
         )
-        self._starting = process.pid
-        if log is not None:
-            os.close(log)
-        assert process.stdin is not None and process.stdout is not None
-        with process.stdin, process.stdout:
-            process.stdin.write(pack_value(settings))
-            process.stdin.flush()
-            line = process.stdout.readline()
+        assert process.stdin is not None
+        process.stdin.write(pack_value(settings))
+        process.stdin.flush()  # and it stays open
+        return process
+
+    def _follow(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None and process.stdin is not None
+        line = process.stdout.readline()
+        served, error = False, None
         if line.startswith(b"{"):
-            process.wait()
-            return NotOpened(msgspec.json.decode(line, type=ErrorValue))
-        if not line:
-            code = process.wait()
-            return NotOpened(ErrorValue("engine_dead", f"the replica's process ended with code {code} while starting"))
-        found = process_lock.find(self._settings.lock_file)
-        assert found is not None
-        return found
+            error = msgspec.json.decode(line, type=ErrorValue)
+        elif line:
+            served = True
+            port, engine_pid = map(int, line.split())
+            with self._changed:
+                self._set(
+                    Opened(
+                        host=self._host,
+                        port=port,
+                        tls=not Address(self._host, port).is_local,
+                        pid=os.getpid(),
+                        replica_pid=process.pid,
+                        engine_pid=engine_pid,
+                    )
+                )
+        code = process.wait()
+        _kill_group(process.pid)  # an engine that hangs, or loads a model, does not notice the end of its replica
+        process.stdin.close()
+        process.stdout.close()
+        if error is None:
+            when = "" if served else " while starting"
+            error = ErrorValue.of(EngineDead(f"the replica's process ended with code {code}{when}"))
+        with self._changed:
+            self.process = None
+            self._set(Ended(error, served))
 
-    def end_after_replica(self) -> None:
-        process_lock.wait_released(self._settings.lock_file)
-        os._exit(1)  # Ray starts the actor again
+    def _read_log(self, process: subprocess.Popen[bytes]) -> None:
+        log: IO[bytes] | None = process.stderr
+        assert log is not None
+        with log:
+            for line in log:
+                with self._changed:
+                    self._lines.append(line.decode(errors="replace").rstrip("\n"))
+                    self._changed.notify_all()
+
+    def _wait_forgotten(self, alone_s: float) -> None:
+        """End for good if there is neither a replica, which ends without a front end, nor a driver for a time."""
+        while True:
+            time.sleep(alone_s / 10)
+            with self._changed:
+                is_needed = self.process is not None or self._num_watching
+                if not is_needed and time.monotonic() - self._heard_s > alone_s:
+                    break
+        self._end()
 
 
-def _changed(changes: Mapping[str, str | None]) -> dict[str, str]:
-    """This process's variables with changes, and without Ray's settings: a replica is none of its processes."""
-    kept = {name: value for name, value in os.environ.items() if name not in changes and not name.startswith("RAY_")}
-    return kept | {name: value for name, value in changes.items() if value is not None}
+def keeps_state() -> bool:
+    """Run on the node of Ray's head, whose environment this process has."""
+    return any(os.environ.get(name, "memory") != "memory" for name in STORAGE_VARIABLES)
 
 
-def _on(node: NodeSettings, settings: ActorSettings) -> ActorSettings:
-    folder = Folder(node.folder)
-    first, *others = settings.command
-    return msgspec.structs.replace(
-        settings,
-        config=dataclasses.replace(settings.config, model=node.model),
-        secret_file=folder.secret_file,
-        lock_file=folder.lock_file(settings.name),
-        log_pipe=folder.log_pipe,
-        command=(first or sys.executable, *others),
-    )
+def reconnect_s() -> float:
+    return float(os.environ.get(RECONNECT_VARIABLE, 60))
+
+
+def _own_address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def _end_for_good() -> None:
+    import ray
+
+    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def _kill_group(pid: int) -> None:
+    """Kill what is left of a process that began a session, and of those that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)

@@ -1,13 +1,15 @@
-"""`LocalCluster`: replicas on a Ray of this machine, which starts and ends with the cluster."""
+"""`RayCluster`: replicas that are actors on a Ray, the user's or one that starts and ends with the cluster."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import logging
-import os
+import math
+import secrets
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -17,64 +19,52 @@ from vlora.cluster.autoscaler import Autoscaler
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.journal_file import JournalFile
 from vlora.cluster.members import Health, Member, alive, clients
-from vlora.cluster.on_ray import settings as ray_settings
-from vlora.cluster.on_ray.actor import ActorSettings
-from vlora.cluster.on_ray.log_pipe import LogPipe
-from vlora.cluster.on_ray.own_processes import end_all, kill_replica
-from vlora.cluster.on_ray.processes import RayProcesses, RayStart
-from vlora.cluster.on_ray.reports import Failed, Located, replica_names
-from vlora.cluster.on_ray.settings import Folder, replica_environment
-from vlora.cluster.replica import ALONE_S
+from vlora.cluster.model_files import model_digest, portable
+from vlora.cluster.on_ray.processes import LocalRay, RayProcesses, driver_settings
+from vlora.cluster.on_ray.reports import (
+    Connected,
+    Failed,
+    HeadFacts,
+    Located,
+    Logged,
+    Lost,
+    NoRoom,
+    Restart,
+    replica_names,
+)
+from vlora.cluster.on_ray.settings import Folder, RayOptions, with_own_cores, with_shared_cores
+from vlora.cluster.replica import ALONE_S, ReplicaSettings
 from vlora.config import EngineConfig
-from vlora.engine.host_resources import default_threads
 from vlora.engine.ipc.client import ENGINE_COMMAND
-from vlora.errors import BadRequest, EngineDead, VLoraError
+from vlora.errors import BadConfig, BadRequest, EngineDead, VLoraError
 from vlora.routing import Advice, RecordedRouter, Router
 from vlora.routing.scaling import DOWN_AFTER_S, UP_AFTER_S, ScalingSettings
 from vlora.types import EngineStats
-from vlora.types.replicas import DRAINING, SERVING, ClusterStatus
+from vlora.types.replicas import DOWN, DRAINING, SERVING, ClusterStatus, ReplicaStatus
 from vlora.wire.address import Address
 
 log = logging.getLogger("vlora.cluster")
 
 HUNG_S = 60.0
 _PAUSE_S = 0.2
+_SECRET_BYTES = 32
 
 
-class Pids(NamedTuple):
-    """The processes of one replica. Only the replica and its engine are needed to serve."""
-
-    actor: int
-    replica: int
-    engine: int
-
-
-def with_shared_cores(config: EngineConfig, num_replicas: int) -> EngineConfig:
-    """The configuration of each of several engines on this machine: without `threads`, they divide the cores."""
-    if config.threads is not None:
-        return config
-    return dataclasses.replace(config, threads=default_threads(config.tensor_parallel * num_replicas))
-
-
-class LocalCluster(Cluster):
-    """`EngineInterface` over replicas of this machine. Created by `start`.
+class RayCluster(Cluster):
+    """`EngineInterface` over replicas that are actors on Ray. Created by `start`.
 
     A replica that ends is started again. Without any, requests wait for a minute, then fail with the causes.
 
     Attributes:
-        tls: Whether the replicas have certificates.
+        located: Where each replica is, as last reported, by name.
     """
-
-    tls = False
 
     def __init__(
         self,
         config: EngineConfig,
         rule: str,
-        folder: Folder,
         health: Health | None,
         hung_s: float,
-        num_replicas: int,
         scaling: ScalingSettings,
         automatic: bool,
         journal: JournalFile | None,
@@ -83,13 +73,14 @@ class LocalCluster(Cluster):
     ) -> None:
         settings: dict[str, Any] = {"rule": rule, "weights": config.weights, "tenant_weights": config.tenant_weights}
         router = Router(**settings) if journal is None else RecordedRouter(journal.write, **settings).as_router
-        super().__init__(router, folder.secret(), health=health, adapters=adapters, shipping=shipping)
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        super().__init__(router, secret, health=health, adapters=adapters, shipping=shipping)
+        self.secret = secret
         self._journal = journal
-        self.folder = folder
-        self._log = LogPipe(folder.log_pipe)
+        self.folder = Folder.create()
         self.ray: RayProcesses
-        self.num_replicas, self.max_replicas = num_replicas, scaling.most
-        self.number = num_replicas
+        self.number = self.num_replicas = scaling.least
+        self.max_replicas = scaling.most
         self._closed = False
         self._hung_s = hung_s
         self._scaling = asyncio.Lock()
@@ -97,12 +88,12 @@ class LocalCluster(Cluster):
         self._failures: dict[str, str] = {}  # of the latest starts
         self._leaving: set[str] = set()  # drained by `scale`
         self._hung: dict[str, asyncio.TimerHandle] = {}  # by the names of lost replicas
-        self.pids: dict[str, Pids] = {}
         self.on_change: list[Callable[[], object]] = []
-        self._addresses: dict[str, Address] = {}
+        self.located: dict[str, Located] = {}
         self._changed: dict[str, asyncio.Event] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
-        self._starting: asyncio.Queue[str | VLoraError] | None = asyncio.Queue()  # names and errors of the start
+        self._starting: asyncio.Queue[str | NoRoom | VLoraError] | None = asyncio.Queue()  # of the start
+        self._problem = ""  # of the driver, as last logged
         self._autoscaler = Autoscaler(self, scaling, self._loop.time, automatic=automatic)
         self._autoscaling: asyncio.Task[None] | None = None
 
@@ -111,6 +102,7 @@ class LocalCluster(Cluster):
         cls,
         config: EngineConfig,
         num_replicas: int,
+        options: RayOptions = RayOptions(),  # noqa: B008
         *,
         max_replicas: int | None = None,
         autoscale: bool = False,
@@ -119,63 +111,52 @@ class LocalCluster(Cluster):
         journal: JournalFile | None = None,
         rule: str = "placed",
         adapters: AdapterState | None = None,
+        shipping: ShippingLimits | None = None,
+        model_name: str = "",
         announce: Callable[[str], None] = lambda line: None,
         command: Sequence[str] = ENGINE_COMMAND,
         health: Health | None = None,
         alone_s: float = ALONE_S,
         hung_s: float = HUNG_S,
-    ) -> LocalCluster:
-        """Start Ray and the replicas, and wait until all serve.
+    ) -> RayCluster:
+        """Start the replicas, on a new Ray of this machine unless the options have an address; wait until all serve.
 
         Args:
-            config: Of each replica. Without `threads`, as many as there may be share the cores.
+            config: Of each replica.
             max_replicas: The limit of `scale`; None: `num_replicas`.
             autoscale: Whether the load decides on their number, until an operator does.
             scale_up_s, scale_down_s: See `ScalingSettings`.
             journal: Records the router's calls; closed with the cluster.
+            shipping: Limits of adapters' files, which are sent to nodes of the user's Ray that lack them.
+            model_name: What others are told that uses the namespace.
+            command: Starts an engine process.
             alone_s: A replica ends after so many seconds without a front end, if nothing has ended it before.
             hung_s: A lost replica is killed, and so started again, if it has not joined after so many seconds.
 
         Raises:
-            VLoraError: Ray or the first replica cannot be started; nothing is left running.
+            VLoraError: Ray cannot be used, or the first replica cannot be started; nothing is left running.
         """
         max_replicas = max(num_replicas, max_replicas or 0)
-        config = with_shared_cores(config, max_replicas)
-        folder = Folder.create()
+        is_local = options.address is None
+        config = with_shared_cores(config, max_replicas) if is_local else with_own_cores(config, options.cpus)
+        digest = "" if is_local else await asyncio.to_thread(model_digest, config.model)
+        scaling = ScalingSettings(num_replicas, max_replicas, scale_up_s, scale_down_s)
+        self = cls(config, rule, health, hung_s, scaling, autoscale, journal, adapters, None if is_local else shipping)
+        local = LocalRay(self.folder, math.ceil(max_replicas * options.cpus)) if is_local else None
+        replica = ReplicaSettings(
+            config=dataclasses.replace(config, model=portable(config.model)),
+            secret=self.secret,
+            model_digest=digest,
+            # Empty for the Python of each node.
+            command=("" if command[0] == sys.executable else command[0], *command[1:]),
+            alone_s=alone_s,
+        )
+        settings = driver_settings(options, replica, num_replicas, self.folder, model_name)
+        self.ray = RayProcesses(settings, local, self._hear)
         try:
-            scaling = ScalingSettings(num_replicas, max_replicas, scale_up_s, scale_down_s)
-            self = cls(config, rule, folder, health, hung_s, num_replicas, scaling, autoscale, journal, adapters)
-        except BaseException:
-            folder.remove()
-            raise
-        num_gpus = 0 if config.device == "cpu" else config.tensor_parallel
-        actors = {
-            name: ActorSettings(
-                config=config,
-                secret_file=folder.secret_file,
-                lock_file=folder.lock_file(name),
-                log_pipe=folder.log_pipe,
-                command=tuple(command),
-                environ=replica_environment(folder, os.environ, place=place, num_gpus=num_gpus),
-                alone_s=alone_s,
-            )
-            for place, name in enumerate(replica_names(max_replicas))
-        }
-
-        async def prepare() -> RayStart:
-            ports = ray_settings.find_ports(max_replicas)
-            environ = ray_settings.environment(folder, os.environ)
-            command = ray_settings.start_command(folder, ports)
-            connection = ray_settings.connection(folder, f"{ray_settings.LOOPBACK}:{ports.control}")
-            return RayStart(ports, command, environ, connection)
-
-        self.ray = RayProcesses(folder, prepare, actors, num_replicas, self._hear, num_gpus=num_gpus)
-        try:
-            announce("starting Ray")
+            announce("starting Ray" if is_local else f"connecting to Ray at {options.address}")
             await self.ray.start()
-            ports = self.ray.ports
-            announce(f"Ray listens on ports {ports} of all addresses of this machine, with a token of its own")
-            await self._wait_joined(num_replicas, announce)
+            await self._wait_joined(num_replicas, announce, options.wait_s)
             self._autoscaling = asyncio.create_task(self._autoscaler.run(), name="vlora-autoscaler")
         except BaseException:
             await self.close()
@@ -267,7 +248,27 @@ class LocalCluster(Cluster):
         return True
 
     def status(self) -> ClusterStatus:
-        return msgspec.structs.replace(super().status(), scaling=self._autoscaler.status)
+        """See `Cluster`, with the place of each replica, and why one does not start."""
+        found = super().status()
+        known = {each.name: each for each in found.replicas}
+        absent = replica_names(self.num_replicas)
+        for name in absent:
+            known.setdefault(name, ReplicaStatus(name=name, state=DOWN, cause="it starts", num_requests=0))
+        replicas = tuple(self._with_place(each) for _, each in sorted(known.items()))
+        return msgspec.structs.replace(found, replicas=replicas, scaling=self._autoscaler.status)
+
+    def _with_place(self, status: ReplicaStatus) -> ReplicaStatus:
+        if status.state == DOWN:
+            status = msgspec.structs.replace(status, cause=self._failures.get(status.name, status.cause))
+        if (found := self.located.get(status.name)) is None:
+            return status
+        return msgspec.structs.replace(
+            status,
+            node=found.node,
+            address=str(Address(found.at.host, found.at.port)),
+            actor=found.actor,
+            pid=found.at.replica_pid,
+        )
 
     # -- of `Scaled` --------------------------------------------------------------------------------------------------
 
@@ -300,7 +301,7 @@ class LocalCluster(Cluster):
         return msgspec.structs.replace(await super().stats(), num_restarts=self.events.num_deaths)
 
     async def close(self) -> None:
-        """See EngineInterface. Ends the replicas and Ray."""
+        """See EngineInterface. Ends the replicas, and a Ray that was started here."""
         for timer in self._hung.values():
             timer.cancel()
         tasks = [*self._following.values(), *([self._autoscaling] if self._autoscaling else [])]
@@ -312,65 +313,92 @@ class LocalCluster(Cluster):
         if not self._closed:
             self._closed = True
             await self.ray.close()
-            # Without a head, as between two of them, nothing else has ended the replicas.
-            await asyncio.to_thread(end_all, self.folder)
-            self._log.close()
             self.folder.remove()
             if self._journal is not None:
                 self._journal.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    async def _wait_joined(self, number: int, announce: Callable[[str], None]) -> None:
-        names: set[str] = set()
+    async def _wait_joined(self, number: int, announce: Callable[[str], None], wait_s: float) -> None:
+        names, waiting = set[str](), dict[str, str]()
+        ends_s: float | None = None  # once a replica has no room
         assert self._starting is not None
         while len(names) < number:
-            found = await self._starting.get()
-            if isinstance(found, VLoraError):
-                raise found
-            names.add(found)
-            announce(f"{found} serves ({len(names)} of {number})")
+            try:
+                async with asyncio.timeout_at(ends_s):
+                    found = await self._starting.get()
+            except TimeoutError:
+                raise BadConfig(f"{next(iter(waiting.values()))}; nothing has changed for {wait_s:g} s") from None
+            match found:
+                case VLoraError():
+                    raise found
+                case NoRoom(name, ""):
+                    waiting.pop(name, None)
+                    ends_s = ends_s if waiting else None
+                case NoRoom(name, what):
+                    if not waiting:
+                        announce(what)
+                    waiting[name] = what
+                    ends_s = ends_s or self._loop.time() + wait_s
+                case name:
+                    names.add(name)
+                    announce(f"{name} serves ({len(names)} of {number}){self._place(name)}")
         self._starting = None
 
+    def _place(self, name: str) -> str:
+        """Where a replica is, unless all are on this machine."""
+        return "" if self.ray.local is not None else f" on {self.located[name].at.host}"
+
     async def _release(self, name: str) -> None:
-        """End the process of a replica that has no requests."""
+        """Forget a replica that has no requests, and that the driver ends."""
         if (following := self._following.pop(name, None)) is not None:
             following.cancel()
             await asyncio.wait({following})
         await self.remove(name)
         self._cancel_kill(name)
         self._leaving.discard(name)
-        self._failures.pop(name, None)
-        self._changed.pop(name, None)
-        if (pids := self.pids.pop(name, None)) is not None:
-            self._end_processes(name, pids)
-
-    def _end_processes(self, name: str, pids: Pids) -> None:
-        """Kill a replica's processes. It is started again, if it is still one of those that there are."""
-        kill_replica(self.folder, (pids.replica, pids.engine))
+        for known in (self._failures, self._changed, self.located):
+            known.pop(name, None)
 
     def _hear(self, event: Any) -> None:
+        name = getattr(event, "name", "")
+        if name and name not in replica_names(self.num_replicas):
+            return  # it was on its way when the number was reduced
         match event:
-            case Located(name=name) | Failed(name=name) if name and name not in replica_names(self.num_replicas):
-                pass  # it was on its way when the number was reduced
-            case Located(name=name, at=at):
-                replica = at.replica
+            case Connected():
+                self._problem = ""
+            case Located():
                 self._failures.pop(name, None)
-                self.pids[name] = Pids(at.pid, replica.pid, replica.engine_pid)
-                self._addresses[name] = Address(replica.host, replica.port)
+                self.located[name] = event
                 if name not in self._changed:
                     self._changed[name] = asyncio.Event()
                     self._following[name] = asyncio.create_task(self._follow(name), name=f"vlora-follow-{name}")
                 self._changed[name].set()
-            case Failed(name=name, error=error):
+            case Logged(lines=lines):
+                for line in lines:
+                    print(line if self.ray.local is not None else f"{name}: {line}", file=sys.stderr)
+            case NoRoom(what=what):
+                if self._starting is not None:
+                    self._starting.put_nowait(event)
+                if not what:
+                    self._failures.pop(name, None)
+                else:
+                    self._failures[name] = what
+                    log.log(logging.WARNING if self._starting is None else logging.INFO, "%s", what)
+            case Failed(error=error):
                 if self._starting is not None:
                     self._starting.put_nowait(error.to_exception())
-                else:
-                    if self._failures.get(name) != error.message:
-                        log.warning("%s does not start: %s; retrying", name or "no replica", error.message)
+                elif name:
                     self._failures[name] = error.message
-            case lost:
-                log.warning("the actor of %s has ended: %s; it is started again", lost.name, lost.cause)
+                    log.warning("%s does not start: %s; retrying", name, error.message)
+                elif self._problem != error.message:
+                    self._problem = error.message
+                    log.warning("%s; serving goes on, and it is tried again", error.message)
+            case Lost(cause=cause):
+                self._cancel_kill(name)
+                log.warning("%s has ended: %s; it is started again", name, cause)
+            case HeadFacts() if event.warning:
+                log.warning("%s", event.warning)
 
     async def _follow(self, name: str) -> None:
         """Connect a replica, wherever its latest process listens."""
@@ -378,12 +406,13 @@ class LocalCluster(Cluster):
         while True:
             await changed.wait()
             changed.clear()
-            address = self._addresses[name]
+            at = self.located[name].at
+            address = Address(at.host, at.port)
             member = self.members.get(name)
             if member is not None and member.address == address:
-                continue  # found by another driver or actor
+                continue  # found by another driver
             try:
-                await self.replace(name, address, tls=self.tls)
+                await self.replace(name, address, tls=at.tls)
             except VLoraError as error:
                 log.warning("%s at %s cannot be used: %s; retrying", name, address, error)
                 await asyncio.sleep(_PAUSE_S)
@@ -391,15 +420,16 @@ class LocalCluster(Cluster):
 
     def _left(self, member: Member, *, died: bool = True) -> None:
         super()._left(member, died=died)
-        if died and (pids := self.pids.get(member.name)) is not None:
+        if died:
             self._cancel_kill(member.name)
-            self._hung[member.name] = self._loop.call_later(self._hung_s, self._kill, member, pids)
+            self._hung[member.name] = self._loop.call_later(self._hung_s, self._kill, member)
 
-    def _kill(self, member: Member, pids: Pids) -> None:
+    def _kill(self, member: Member) -> None:
         """End a replica that was lost and has not joined again, unless it was replaced."""
         if self.members.get(member.name) is member and member.client is None:
             log.warning("%s has not joined again for %g s; it is started again", member.name, self._hung_s)
-            self._end_processes(member.name, pids)
+            self.ray.send(Restart(member.name, self.located[member.name].at.replica_pid))
+            self._hung[member.name] = self._loop.call_later(self._hung_s, self._kill, member)
 
     def _cancel_kill(self, name: str) -> None:
         if (timer := self._hung.pop(name, None)) is not None:

@@ -1,217 +1,415 @@
 """The only driver of Ray, in a process of its own. It creates the replicas' actors and reports on them.
 
 Run as `python -m vlora.cluster.on_ray.driver`, with a `DriverSettings` and later `Order`s on stdin. It writes events
-(`reports.py`) to stdout, and ends the actors when stdin ends. The actors outlive a driver that is killed; the next one
-finds them by their names, or creates new ones, which find the replicas. Ray may end a driver after its head, so a front
-end is no driver.
+(`reports.py`) to stdout, and ends the actors when stdin ends. They outlive a driver that is killed; the next one of the
+same front end finds them by their names. Ray may end a driver after its head, so a front end is no driver.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import msgspec
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray._private import services
+from ray._private.state import actors, available_resources_per_node, state
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
+from ray.experimental import internal_kv
 from ray.job_config import JobConfig
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from vlora.cluster import process_lock
-from vlora.cluster.on_ray import settings as ray_settings
-from vlora.cluster.on_ray.actor import NotOpened, Opened, ReplicaActor
-from vlora.cluster.on_ray.reports import DriverSettings, Event, Failed, Located, Lost, Need, Order, Restart, Scale
+from vlora.cluster.on_ray.actor import ReplicaActor, keeps_state
+from vlora.cluster.on_ray.reports import (
+    RENEWED,
+    ActorReport,
+    Connected,
+    DriverSettings,
+    Ended,
+    Event,
+    Failed,
+    HeadFacts,
+    Located,
+    Logged,
+    Lost,
+    NoRoom,
+    Opened,
+    Order,
+    Restart,
+    Scale,
+    Service,
+    missing,
+    replica_names,
+)
 from vlora.errors import BadConfig
 from vlora.types import ErrorValue
+from vlora.wire.address import Address
 from vlora.wire.framing import pack_value, read_value
 
-_WATCH_S = 60.0  # of one call that watches an actor; those of a killed driver end by then
-_FIRST_PAUSE_S = 0.2
-_LONGEST_PAUSE_S = 10.0
-_STOP_S = 3.0
-_END_S = 1.5
-LOOK_S = 0.5
+_WATCH_S = 10.0  # of one call that watches an actor; those of a killed driver end by then
+_LOOK_S = 3.0
+_PENDING_S = 8.0  # a worker process has started by then, if its node has room
+_ANSWER_S = 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_AGAIN_S, _RESTART_S = 0.2, 2.0  # between two calls of an actor that has ended; in which it is started again
+_STOP_S, _END_S = 3.0, 1.5
+_MAX_CHARS = 600  # of a message of Ray
+
+# -- before and at the connection -------------------------------------------------------------------------------------
+
+
+def find_address(address: str) -> str:
+    """The control service's address. Ray would try for 45 s, or end the process without a raylet on this machine.
+
+    Raises:
+        BadConfig: There is no such Ray, or no node of it on this machine.
+    """
+    if "://" in address:
+        raise BadConfig(
+            f"--ray {address} is no address of a Ray cluster itself; write HOST:PORT of its head (port 6379 by default)"
+        )
+    if address != "auto":
+        _check_listens(Address.parse(address))
+    try:
+        found = services.canonicalize_bootstrap_address(address)
+    except (ConnectionError, ValueError, OSError) as error:
+        raise BadConfig(
+            f"--ray {address}: no Ray runs on this machine; run `ray start --address=HEAD:6379 --num-cpus=0` to join "
+            "a cluster, or `ray start --head`"
+        ) from error
+    control = Address.parse(found or "")
+    _check_listens(control)
+    if not any(_is_same(Address.parse(each), control) for each in services.find_gcs_addresses()):
+        host = f"{control}" if not control.is_local else "HEAD:PORT"
+        raise BadConfig(
+            f"this machine has no node of the Ray at {control}; run `ray start --address={host} --num-cpus=0` here, or "
+            "start the server with `ray job submit`"
+        )
+    return str(found)
+
+
+def _check_listens(control: Address) -> None:
+    try:
+        socket.create_connection(control[:2], _ANSWER_S).close()
+    except OSError as error:
+        raise BadConfig(f"nothing answers at {control}, the address of Ray's head: {error}") from error
+
+
+def _is_same(one: Address, other: Address) -> bool:
+    """Whether two addresses have the same port and machine. Some have a name, others a number."""
+    with contextlib.suppress(OSError):
+        return one.port == other.port and socket.gethostbyname(one.host) == socket.gethostbyname(other.host)
+    return one == other
+
+
+def connect(settings: DriverSettings) -> None:
+    """Raises BadConfig with Ray's reason."""
+    try:
+        # Actors are loaded from the installed package: Ray may forget the class with the driver that sent it, and would
+        # then start its actors again without end.
+        ray.init(
+            address=settings.address,
+            namespace=settings.namespace,
+            job_config=JobConfig(code_search_path=[sys.prefix]),
+            log_to_driver=False,  # the lines of replicas' logs come from their actors
+            configure_logging=False,
+            **settings.connection,
+        )
+    except Exception as error:
+        raise BadConfig(f"the Ray at {settings.address} cannot be used: {_reasons(error)}") from error
+
+
+def _reasons(error: BaseException) -> str:
+    """Ray has the reason of a refused token in the chain of causes only, as the last line of a traceback in a text."""
+    found = []
+    cause: BaseException | None = error
+    while cause is not None:
+        first, traceback, page = str(cause).partition("Traceback (most recent call last)")
+        last = page.strip().splitlines()[-1] if traceback else ""
+        for text in (_line(first) or type(cause).__name__, _line(last)):
+            if text and text not in found:
+                found.append(text)
+        cause = cause.__cause__ or cause.__context__
+    return "; ".join(found)[:_MAX_CHARS]
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:_MAX_CHARS]
+
+
+class Store(NamedTuple):
+    """Ray's own store of keys and values, in its head."""
+
+    get: Callable[..., bytes | None] = internal_kv._internal_kv_get  # noqa: SLF001
+    put: Callable[..., object] = internal_kv._internal_kv_put  # noqa: SLF001
+    delete: Callable[..., object] = internal_kv._internal_kv_del  # noqa: SLF001
+
+
+store = Store()
+
+
+class Lease:
+    """The use of a namespace by one front end: an entry of Ray's own store that its driver renews."""
+
+    _KEY = b"service"
+    RENEW_S, STALE_S = 1.0, 5.0
+
+    def __init__(self, namespace: str, service: Service) -> None:
+        self._namespace = f"vlora:{namespace}".encode()
+        self._service = service
+        self._what = namespace
+        self._count = 0
+
+    def take(self) -> None:
+        """Raises BadConfig if another front end uses the namespace."""
+        former = self._get()
+        ends_s = time.monotonic() + self.STALE_S
+        while former is not None and former[0].key != self._service.key and time.monotonic() < ends_s:
+            time.sleep(self.RENEW_S / 2)
+            if (found := self._get()) is None or found[0].key == self._service.key:
+                break
+            if found != former:
+                raise BadConfig(
+                    f"the Ray namespace {self._what!r} is in use by {found[0]}; end it, or choose another "
+                    "--ray-namespace"
+                )
+        self.renew(first=True)
+
+    def renew(self, *, first: bool = False) -> bool:
+        """Returns False if another front end has taken it."""
+        if not first and ((found := self._get()) is None or found[0].key != self._service.key):
+            return False
+        self._count += 1
+        value = msgspec.msgpack.encode((self._service, os.getpid(), self._count))
+        store.put(self._KEY, value, namespace=self._namespace)
+        return True
+
+    def release(self) -> None:
+        if (found := self._get()) is not None and found[0].key == self._service.key:
+            store.delete(self._KEY, namespace=self._namespace)
+
+    def _get(self) -> tuple[Service, int, int] | None:
+        value = store.get(self._KEY, namespace=self._namespace)
+        return None if value is None else msgspec.msgpack.decode(value, type=tuple[Service, int, int])
+
+
+# -- the driver -------------------------------------------------------------------------------------------------------
 
 
 class Driver:
-    """Holds one actor for each replica that there is, with a thread for each that there may be."""
+    """Holds one actor for each replica that there is to be, with a thread for each."""
 
     def __init__(self, settings: DriverSettings, out: Any) -> None:
         """out: a binary file for events."""
         self._settings = settings
         self._out = out
         self._saying = threading.Lock()
+        self._replica = msgspec.msgpack.encode(settings.replica)
         self._handles: dict[str, Any] = {}
-        self._number = settings.number
         self._scaled = threading.Condition()
-        self._slots = None if settings.need is None else NodeSlots(settings.need, settings.homes)
-        self._began_s = time.monotonic()
-        # Ray's name of an actor has its settings: one of an earlier front end has others, and goes.
-        self._named = {name: f"{name} {process_lock.digest(each)}" for name, each in settings.actors.items()}
+        self._wanted: tuple[str, ...] = ()
+        self._following: set[str] = set()
+        self._lease = Lease(settings.namespace, settings.service)
+        self._looked_at_head = not settings.checks_head
 
     def start(self) -> None:
-        """Begin to hold the replicas.
-
-        Raises:
-            BadConfig: The machine has not enough GPUs.
-        """
-        number = len(self._settings.actors)
-        wanted, found = number * self._settings.num_gpus, int(ray.cluster_resources().get("GPU", 0))
-        if wanted > found and self._slots is None:
-            raise BadConfig(
-                f"{number} replicas need {wanted} GPUs, and Ray finds {found} on this machine; lower --replicas or "
-                "--tensor-parallel"
-            )
-        for former in set(list_named_actors()) - set(self._named.values()):
-            with contextlib.suppress(ValueError):  # it has ended
-                self._end([ray.get_actor(former)])
-        for place, name in enumerate(self._settings.actors):
-            threading.Thread(target=self._hold, args=(name, place), name=name, daemon=True).start()
+        """Begin to hold the replicas. Raises BadConfig if another front end uses the namespace."""
+        self._lease.take()
+        threading.Thread(target=self._renew, daemon=True).start()
+        self.say(Connected(self._settings.address))
+        self.scale(self._settings.number)
 
     def stop(self) -> None:
-        self._end(tuple(self._handles.values()))
+        """End the actors."""
+        self._lease.release()
+        self._end(list_named_actors())
 
     def scale(self, number: int) -> None:
         """Have the first replicas; end the actors of others."""
         with self._scaled:
-            self._number = number
+            self._wanted = replica_names(number)
             self._scaled.notify_all()
-        left = [self._handles.pop(name, None) for name in tuple(self._settings.actors)[number:]]
-        self._end([handle for handle in left if handle is not None])  # their threads see the end
+        for name in set(self._wanted) - self._following:
+            self._following.add(name)
+            threading.Thread(target=self._hold, args=(name,), name=name, daemon=True).start()
+        self._end(set(list_named_actors()) - set(self._wanted))
 
-    def restart(self, name: str) -> None:
-        """Kill the processes of a replica; its actor ends with them, and is started again."""
+    def restart(self, name: str, replica_pid: int) -> None:
         if (handle := self._handles.get(name)) is not None:
-            handle.end_replica.remote()
-
-    def _end(self, handles: Sequence[Any]) -> None:
-        """End actors. On several machines the front end cannot end their replicas itself."""
-        if self._slots is not None and handles:
-            ending = [handle.end_replica.remote() for handle in handles]
-            ray.wait(ending, num_returns=len(ending), timeout=_END_S)
-        for handle in handles:
-            ray.kill(handle, no_restart=True)
+            handle.end_replica.remote(replica_pid)
 
     def say(self, event: Event) -> None:
         with self._saying:
             self._out.write(pack_value(event))
             self._out.flush()
 
-    def _hold(self, name: str, place: int) -> None:
-        pause_s, told = _FIRST_PAUSE_S, ""
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _end(self, names: Any) -> None:
+        for name in names:
+            with contextlib.suppress(ValueError):  # it has ended
+                ray.kill(ray.get_actor(name), no_restart=True)
+
+    def _renew(self) -> None:
         while True:
-            located = False
+            time.sleep(Lease.RENEW_S)
+            with contextlib.suppress(RayError, RuntimeError):  # Ray's head is away
+                if not self._lease.renew():
+                    error = BadConfig(f"another server has taken the Ray namespace {self._settings.namespace!r}")
+                    self.say(Failed("", ErrorValue.of(error)))
+                    os._exit(1)
+
+    def _hold(self, name: str) -> None:
+        """Have the replica's actor start it, as long as there is to be one, and again whenever it has ended."""
+        pause_s, told = _FIRST_PAUSE_S, ""
+        known: Opened | None = None  # the latest one
+        heard_s = time.monotonic()
+        while True:
+            with self._scaled:
+                self._scaled.wait_for(lambda: name in self._wanted)
+            located: Opened | None = None
+            reports = self._reports(name)
             try:
-                if place >= self._number:
-                    told = ""
-                    self.leave(name)
-                    with self._scaled:
-                        self._scaled.wait_for(lambda: place < self._number)
-                # By name each time: an actor that has ended for good is replaced by a new one.
-                if (handle := self.actor(name)) is None:
-                    time.sleep(LOOK_S)
+                for report in reports:
+                    heard_s = time.monotonic()
+                    if name not in self._wanted:
+                        break
+                    if report.lines:
+                        self.say(Logged(name, report.lines))
+                    if isinstance(report.state, Opened) and report.state != located:
+                        known = located = report.state
+                        pause_s, told = _FIRST_PAUSE_S, ""
+                        self._locate(name, located)
+                    elif isinstance(report.state, Ended):
+                        error = report.state.error
+                        if report.state.served:
+                            self.say(Lost(name, error.message))
+                        elif told != error.message:
+                            told = error.message
+                            self.say(Failed(name, error))
+                        if not report.state.served:
+                            time.sleep(pause_s)
+                            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+                        self._handles[name].start.remote(self._replica)
+            except Exception as error:  # also of a runtime environment that cannot be used
+                if name not in self._wanted:
                     continue
-                self._handles[name] = handle
-                found = msgspec.msgpack.decode(ray.get(handle.open.remote()), type=Opened | NotOpened)
-                if isinstance(found, NotOpened):
-                    self.say(Failed(name, found.error))
-                    if self._slots is not None:
-                        self._slots.fail(name)
-                        self._end([handle])  # the next one may be on another machine
-                    time.sleep(pause_s)
-                    pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+                text = _of_actor(error)
+                if located is not None:
+                    self.say(Lost(name, text))
+                    heard_s = time.monotonic()
+                elif known is not None and time.monotonic() - heard_s > _RESTART_S:
+                    self._replace_outdated(name, known)
+                if located is not None or isinstance(error, ActorUnavailableError):  # it is being started again
+                    time.sleep(_AGAIN_S)
                     continue
-                located, pause_s, told = place < self._number, _FIRST_PAUSE_S, ""
-                if located:
-                    if self._slots is not None:
-                        self._slots.settle(name, found.node)
-                    self.say(Located(name, found))
-                while place < self._number:
-                    ray.get(handle.watch.remote(_WATCH_S))
-            except RayTaskError as error:  # of the actor's own code
-                self.say(Failed(name, ErrorValue("engine_dead", f"{type(error.cause).__name__}: {error.cause}")))
+                if told != text:
+                    told = text
+                    self.say(Failed(name, ErrorValue("engine_dead", text)))
                 time.sleep(pause_s)
                 pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
-            except BadConfig as error:  # no machine has room
-                if told != str(error) and time.monotonic() - self._began_s > self._settings.join_s:
-                    told = str(error)
-                    self.say(Failed(name, ErrorValue.of(error)))
-                time.sleep(LOOK_S)
-            except RayError as error:
-                if located and place < self._number:
-                    self.say(Lost(name, str(error).strip().splitlines()[0]))
-                time.sleep(_FIRST_PAUSE_S)  # until Ray has started it again, calls may fail
 
-    def actor(self, name: str) -> Any:
-        """A new actor, or the one of an earlier driver; None while the machine of a running replica joins Ray again.
+    def _reports(self, name: str) -> Iterator[ActorReport]:
+        """Start the replica through its actor, and yield what follows. Raises RayError when the actor has ended."""
+        # By name each time: an actor that has ended for good is replaced by a new one.
+        handle: Any = (
+            ray.remote(ReplicaActor).options(name=name, **self._settings.actor).remote(self._settings.replica.alone_s)
+        )
+        self._handles[name] = handle
+        handle.start.remote(self._replica)
+        number, told, began_s = -1, "", time.monotonic()
+        while True:
+            call = handle.watch.remote(number, _WATCH_S)
+            while not ray.wait([call], timeout=_LOOK_S)[0]:
+                if number < 0 and time.monotonic() - began_s > _PENDING_S:
+                    told = self._tell_room(name, told, self._why_pending(name))
+            told = self._tell_room(name, told, "")
+            report = msgspec.msgpack.decode(ray.get(call), type=ActorReport)
+            number = report.number
+            yield report
 
-        Raises:
-            BadConfig: No machine has room.
-        """
-        options = ray_settings.actor_options(self._named[name], self._settings.num_gpus)
-        if self._slots is not None and self._settings.need is not None:
-            recent = time.monotonic() - self._began_s < self._settings.join_s
-            machine = self._slots.choose(name, machines(), wait_for_home=recent)
-            if machine is None:
-                return None
-            # It is started again on its machine only. This driver chooses another one when the machine has ended.
-            need = self._settings.need
-            options |= {"num_cpus": need.cpus, "num_gpus": need.gpus}
-            if need.memory_bytes:
-                options["memory"] = need.memory_bytes
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(machine.node_id, soft=False)
-        return ray.remote(ReplicaActor).options(**options).remote(msgspec.msgpack.encode(self._settings.actors[name]))
+    def _tell_room(self, name: str, told: str, what: str) -> str:
+        """Report that a replica waits for room, once, and that it has found some. Returns what was reported last."""
+        if what != told:
+            self.say(NoRoom(name, what))
+        return what
 
-    def leave(self, name: str) -> None:
-        """End the actor of a replica that is not wanted any more, as an earlier driver may have left it."""
-        if self._slots is not None:
-            self._slots.leave(name)
-        with contextlib.suppress(ValueError):  # there is none
-            self._end([ray.get_actor(self._named[name])])
+    def _why_pending(self, name: str) -> str:
+        """Why an actor does not run; empty if it does, or if a node has room for it."""
+        nodes, free = ray.nodes(), available_resources_per_node()
+        if self._actor(name).get("State") == "ALIVE":
+            return ""
+        return missing(name, self._settings.need, self._settings.labels, nodes, free)
+
+    def _actor(self, name: str) -> Mapping[str, Any]:
+        """What Ray's head knows of an actor; other services may have actors of this name."""
+        return actors(self._handles[name]._actor_id.hex())  # type: ignore[no-any-return]  # noqa: SLF001
+
+    def _locate(self, name: str, at: Opened) -> None:
+        node, actor, reconnect_s = ray.get(self._handles[name].about_node.remote())
+        self.say(Located(name, at, node, actor))
+        if not self._looked_at_head:
+            self._looked_at_head = True
+            threading.Thread(target=self._look_at_head, args=(reconnect_s,), daemon=True).start()
+
+    def _look_at_head(self, reconnect_s: float) -> None:
+        """Whether the head keeps its state is in its environment, which a task on its node has."""
+        keeps: bool | None = None
+        with contextlib.suppress(RayError, RuntimeError):
+            keeps = "gcs_storage" in (config := state.get_system_config()) and config["gcs_storage"] != "memory"
+            for node in ray.nodes():
+                if not keeps and node["Alive"] and "node:__internal_head__" in node["Resources"]:
+                    there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                    asking = ray.remote(keeps_state).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
+                    keeps = bool(ray.get(asking.remote(), timeout=30))
+        self.say(HeadFacts(keeps, reconnect_s))
+
+    def _replace_outdated(self, name: str, known: Opened) -> None:
+        """End this process if Ray's head knows another process of a running actor than the one that this driver was
+        told of: after a restart of the head, drivers are not told of actors that are started again."""
+        with contextlib.suppress(RayError, RuntimeError):
+            found = self._actor(name)
+            if found.get("State") == "ALIVE" and found["Pid"] != known.pid:
+                os._exit(RENEWED)
 
 
-def machines() -> list[Machine]:
-    found = []
-    for node in ray.nodes():
-        resources = node["Resources"]
-        if node["Alive"] and (key := node["NodeName"]).startswith(ray_settings.KEY_PREFIX):
-            found.append(
-                Machine(
-                    key=key,
-                    node_id=node["NodeID"],
-                    host=node["NodeManagerAddress"],
-                    cpus=int(resources.get("CPU", 0)),
-                    gpus=int(resources.get("GPU", 0)),
-                    memory_bytes=int(resources.get("memory", 0)),
-                )
-            )
-    return found
+def _of_actor(error: BaseException) -> str:
+    """The reason why an actor has ended or is not created, without Ray's page about it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, ActorUnavailableError) or (
+        isinstance(error, ActorDiedError) and "creation task" not in str(error)
+    ):
+        return "its actor has ended, or its node cannot be reached"
+    # The last line of a page about an error of the actor's own code is the error itself.
+    return (lines or [type(error).__name__])[-1][:_MAX_CHARS]
 
 
 def main() -> None:
     settings = read_value(sys.stdin.buffer, DriverSettings)
     # Ray writes pages to both when a process ends; the front end's log has its own lines about that.
     out, problems = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(2), "w")
-    with open(settings.log_file, "ab") as log:
+    with open(settings.folder.driver_log, "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     driver = Driver(settings, out)
+    if settings.connection:  # a Ray on loopback, whose address would be replaced by another one of this machine
+        services.resolve_ip_for_localhost = lambda host: host
     try:
-        # Actors are loaded from the installed package: Ray may forget the class with the driver that sent it, and would
-        # then start its actors again without end.
-        ray.init(**settings.connection, job_config=JobConfig(code_search_path=[sys.prefix]))
+        address = find_address(settings.address)
+        connect(msgspec.structs.replace(settings, address=address if settings.address != "auto" else "auto"))
         driver.start()
     except BadConfig as error:
         driver.say(Failed("", ErrorValue.of(error)))
+        os._exit(1)
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        print(f"the driver cannot use Ray: {lines[0]}", file=problems, flush=True)
+        print(f"the driver cannot use Ray: {_line(str(error))}", file=problems, flush=True)
         os._exit(1)
     with contextlib.suppress(EOFError):  # the front end has closed it, or has ended
         while True:
@@ -219,10 +417,12 @@ def main() -> None:
             match order:
                 case Scale(number=number):
                     driver.scale(number)
-                case Restart(name=name):
-                    driver.restart(name)
+                case Restart(name, replica_pid):
+                    driver.restart(name, replica_pid)
     # If Ray's head is gone, the calls do not return.
     threading.Thread(target=_leave_late, daemon=True).start()
+    if settings.checks_head:  # otherwise the Ray of this machine removes it
+        settings.folder.remove()
     driver.stop()
     ray.shutdown()
     os._exit(0)
@@ -231,121 +431,6 @@ def main() -> None:
 def _leave_late() -> None:
     time.sleep(_STOP_S)
     os._exit(1)
-
-
-# Which machine gets a replica: the one with the most room, or the one on which it runs already.
-
-
-class Machine(NamedTuple):
-    """A machine in Ray.
-
-    Attributes:
-        key: See `NodeSettings`.
-        node_id: Of Ray, for its present run.
-    """
-
-    key: str
-    node_id: str
-    host: str
-    cpus: int
-    gpus: int
-    memory_bytes: int
-
-    def room(self, need: Need) -> int:
-        """How many replicas it takes."""
-        rooms = [self.cpus // need.cpus]
-        if need.gpus:
-            rooms.append(self.gpus // need.gpus)
-        if need.memory_bytes:
-            rooms.append(self.memory_bytes // need.memory_bytes)
-        return min(rooms)
-
-
-class NodeSlots:
-    """The machines of replicas. Its methods may be called by several threads."""
-
-    def __init__(self, need: Need, homes: Mapping[str, str]) -> None:
-        """homes: where replicas may run already, by name."""
-        self._need = need
-        self._homes = dict(homes)
-        self._awaited = {name for name, key in homes.items() if key}
-        self._failed: dict[str, set[str]] = {}  # machines on which replicas did not start, by name
-        self._lock = threading.Lock()
-
-    def choose(self, name: str, machines: Iterable[Machine], *, wait_for_home: bool = False) -> Machine | None:
-        """The machine for a replica, which has a place there from now on.
-
-        Args:
-            wait_for_home: Return None while a machine that `homes` named has not been among them.
-
-        Raises:
-            BadConfig: No machine has room.
-        """
-        found = sorted(machines)
-        with self._lock:
-            home = self._homes.get(name)
-            for machine in found:
-                if machine.key == home:
-                    self._awaited.discard(name)
-                    return machine
-            if name in self._awaited and wait_for_home:
-                return None
-            self._awaited.discard(name)
-            self._homes.pop(name, None)
-            used = {machine.key: 0 for machine in found}
-            for key in self._homes.values():
-                if key in used:
-                    used[key] += 1
-            free = {machine: machine.room(self._need) - used[machine.key] for machine in found}
-            failed = self._failed.get(name, set())
-            best = max(found, key=lambda each: (free[each] > 0, each.key not in failed, free[each]), default=None)
-            if best is None or free[best] < 1:
-                raise BadConfig(self._no_room(name, found, used))
-            self._homes[name] = best.key
-            return best
-
-    def fail(self, name: str) -> None:
-        """A replica does not start on its machine. It gets another one, if one has room that it was not tried on."""
-        with self._lock:
-            if (key := self._homes.pop(name, None)) is None:
-                return
-            failed = self._failed.setdefault(name, set())
-            if key in failed:  # all have been tried
-                failed.clear()
-            failed.add(key)
-
-    def settle(self, name: str, key: str) -> None:
-        """A replica runs on a machine."""
-        with self._lock:
-            self._failed.pop(name, None)
-            self._awaited.discard(name)
-            self._homes[name] = key
-
-    def leave(self, name: str) -> None:
-        """A replica is not wanted any more."""
-        with self._lock:
-            self._homes.pop(name, None)
-
-    def _no_room(self, name: str, machines: list[Machine], used: Mapping[str, int]) -> str:
-        shown = ", ".join(
-            f"{each.host} has {_resources(each.cpus, each.gpus, each.memory_bytes, self._need)} and "
-            f"{used[each.key]} replica{'s' * (used[each.key] != 1)}"
-            for each in machines
-        )
-        need = _resources(self._need.cpus, self._need.gpus, self._need.memory_bytes, self._need)
-        return (
-            f"no machine has room for {name}, which needs {need}; {shown or 'none has joined'}; let another machine "
-            "join, or change `replicas` in the plan"
-        )
-
-
-def _resources(cpus: int, gpus: int, memory_bytes: int, need: Need) -> str:
-    parts = [f"{cpus} CPU{'s' * (cpus != 1)}"]
-    if need.gpus:
-        parts.append(f"{gpus} GPU{'s' * (gpus != 1)}")
-    if need.memory_bytes:
-        parts.append(f"{memory_bytes / 2**30:.3g} GiB")
-    return ", ".join(parts)
 
 
 if __name__ == "__main__":

@@ -1,33 +1,33 @@
-"""Ray's head and the driver, started again when they end. Neither is needed to serve: replicas have own connections.
-
-On several machines each has such a head, which runs Ray's control service on one of them and a node on the others.
-"""
+"""The driver, and a Ray of this machine where the user has none. Both are started again; neither serves requests."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import os
+import secrets
+import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
-from vlora.cluster.on_ray.actor import ActorSettings
 from vlora.cluster.on_ray.reports import (
+    RENEWED,
     DriverSettings,
     Event,
     Failed,
-    HeadReport,
-    HeadSettings,
-    Located,
-    Need,
-    Restart,
+    LocalReport,
+    LocalSettings,
+    Order,
     Scale,
+    Service,
 )
-from vlora.cluster.on_ray.settings import Folder, Ports
+from vlora.cluster.on_ray.settings import LOOPBACK, Folder, RayOptions, environment
+from vlora.cluster.replica import ReplicaSettings
 from vlora.errors import EngineDead, VLoraError
 from vlora.types import ErrorValue
 from vlora.wire.framing import pack_value, receive_value
@@ -35,11 +35,15 @@ from vlora.wire.framing import pack_value, receive_value
 log = logging.getLogger("vlora.cluster")
 
 STARTS = 3
-"""Failed starts in a row after which the cluster's start fails. One may fail because another program takes a port."""
+"""Drivers in a row that end before any report, after which the cluster's start fails."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
-_DRIVER_STOP_S, _HEAD_STOP_S = 5.0, 15.0
+_STOP_S = 5.0
 _EXIT_S = 1.0  # between the end of a process's output and its exit
+
+
+_QUICK = {"RAY_NUM_REDIS_GET_RETRIES": "2"}
+"""By default Ray tries a connection for 20 s, also with a token that is refused."""
 
 
 class Process:
@@ -77,6 +81,10 @@ class Process:
     async def wait(self) -> int:
         return await self._process.wait()
 
+    @property
+    def runs(self) -> bool:
+        return self._process.returncode is None
+
     def kill(self) -> None:
         if self._process.returncode is None:
             self._process.kill()
@@ -95,217 +103,161 @@ class Process:
         return await self._process.wait()
 
 
-class RayStart(NamedTuple):
-    """How Ray is started on this machine, and how a driver finds it.
+class LocalRay:
+    """A Ray of this machine, in a process of its own (`local_ray.py`).
 
     Attributes:
-        connection: The arguments of `ray.init`.
+        process: The current one; None before the first start.
     """
 
-    ports: Ports
-    command: list[str]
-    environ: dict[str, str]
-    connection: dict[str, Any]
+    def __init__(self, folder: Folder, num_cpus: int) -> None:
+        """Start nothing yet. num_cpus: what replicas may take of it, whatever the machine has."""
+        self.process: Process | None = None
+        self.environ = environment(folder, os.environ)
+        self._settings = LocalSettings(folder=folder, num_cpus=num_cpus)
+        self._address = ""
 
-
-class RayNode:
-    """Ray on this machine: the process that runs it, started again when it ends.
-
-    Attributes:
-        head: The current process (`vlora.cluster.on_ray.head`); None while there is none.
-    """
-
-    def __init__(
-        self, folder: Folder, prepare: Callable[[], Awaitable[RayStart]], *, keeps_replicas: bool = False
-    ) -> None:
-        """Start nothing yet.
-
-        Args:
-            prepare: Called before each start. Its errors are those of a start that fails.
-            keeps_replicas: Only Ray ends with this process, and replicas serve on.
-        """
-        self.ports = Ports(0, 0)
-        self.head: Process | None = None
-        self.runs = False
-        self._folder = folder
-        self._prepare = prepare
-        self._keeps_replicas = keeps_replicas
-        self._start: RayStart
-        self._running: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Start Ray. Raises EngineDead if it does not start, and errors of `prepare`, such as BadConfig."""
-        for attempt in range(STARTS):
-            try:
-                await self._start_head()
-                break
-            except EngineDead:
-                if attempt == STARTS - 1:
-                    raise
-        self._running = asyncio.create_task(self._run(), name="vlora-ray")
-
-    def restart(self) -> None:
-        """End Ray abruptly; another one starts."""
-        if self.head is not None:
-            self.head.kill()
+    async def start(self) -> str:
+        """Start it, unless it runs. Returns its address. Raises EngineDead."""
+        if self.process is not None and self.process.runs:
+            return self._address
+        self._settings.folder.forget_ray()
+        process = await Process.start("vlora.cluster.on_ray.local_ray", self._settings, self.environ)
+        report = LocalReport("", "its process has ended")
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            report = await receive_value(process.output, LocalReport)
+        if report.problem:
+            await process.end(_EXIT_S)
+            raise EngineDead(f"Ray did not start: {report.problem}")
+        self.process, self._address = process, report.address
+        return self._address
 
     async def close(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait({self._running})
-        await self._before_end()
-        if self.head is not None:
-            await self.head.stop(_HEAD_STOP_S)
-        self.head = None
-
-    # -- inside -------------------------------------------------------------------------------------------------------
-
-    async def _start_head(self) -> None:
-        start = self._start = await self._prepare()
-        self.ports = start.ports
-        settings = HeadSettings(self._folder, tuple(start.command), self._keeps_replicas)
-        self.head = await Process.start("vlora.cluster.on_ray.head", settings, start.environ)
-        problem = "it ended"
-        with contextlib.suppress(asyncio.IncompleteReadError):
-            problem = (await receive_value(self.head.output, HeadReport)).problem
-        if problem:
-            await self.head.end(_HEAD_STOP_S)  # with stdin open, so that it keeps the folder for the next start
-            self.head = None
-            raise EngineDead(f"Ray did not start: {problem}")
-        self.runs = True
-
-    async def _run(self) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            try:
-                if self.head is None:
-                    await self._start_head()
-                    log.warning("Ray runs again, on ports %s", self.ports)
-                assert self.head is not None
-                if await self._keep(self.head):
-                    pause_s = _FIRST_PAUSE_S
-            except (VLoraError, OSError) as error:
-                log.warning("%s; retrying", error)
-            await asyncio.sleep(pause_s)
-            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
-
-    async def _keep(self, head: Process) -> bool:
-        """Wait for the end of Ray. Returns whether the next start may follow soon."""
-        began_s = time.monotonic()
-        await head.wait()
-        self._head_ended()
-        return time.monotonic() - began_s > _LONGEST_PAUSE_S
-
-    def _head_ended(self) -> None:
-        self.head, self.runs = None, False
-        log.warning("Ray's head has ended; serving goes on, and another one starts")
-
-    async def _before_end(self) -> None:
-        """Called before Ray is ended."""
+        if self.process is not None:
+            await self.process.stop(3 * _STOP_S)
 
 
-class RayProcesses(RayNode):
-    """Ray on this machine, and the driver of one front end.
+def driver_settings(
+    options: RayOptions, replica: ReplicaSettings, number: int, folder: Folder, model_name: str
+) -> DriverSettings:
+    """Settings of a driver for so many replicas. model_name: what others are told that uses the namespace."""
+    num_gpus = 0 if replica.config.device == "cpu" else replica.config.tensor_parallel
+    is_local = options.address is None
+    # There may be several Rays on a machine.
+    local = {"_node_ip_address": LOOPBACK, "_temp_dir": folder.ray_folder}
+    return DriverSettings(
+        address=options.address or "",
+        namespace=options.namespace,
+        connection=local if is_local else {},
+        service=Service(key=secrets.token_hex(8), model=model_name, host=socket.gethostname(), pid=os.getpid()),
+        need=options.need(num_gpus),
+        labels=dict(options.labels),
+        actor=options.of_actor(num_gpus),
+        replica=replica,
+        number=number,
+        folder=folder,
+        checks_head=not is_local,
+    )
+
+
+class RayProcesses:
+    """The driver of one front end, and its Ray if the user has none. Each is started again when it ends.
 
     Attributes:
         driver: The current process; None while there is none.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        prepare: Callable[[], Awaitable[RayStart]],
-        actors: dict[str, ActorSettings],
-        number: int,
-        on_event: Callable[[Any], None],
-        *,
-        num_gpus: int = 0,
-        need: Need | None = None,
-        serves: Callable[[str], bool] = lambda name: True,
-    ) -> None:
-        """Start nothing yet.
-
-        Args:
-            prepare: See `RayNode`.
-            on_event: Called with each event of the driver (`Located`, `Lost`, `Failed`).
-            need: Of each replica, where there are several machines.
-            serves: Whether a replica serves, so that a later driver waits for its machine.
-        """
-        super().__init__(folder, prepare)
+    def __init__(self, settings: DriverSettings, local: LocalRay | None, on_event: Callable[[Any], None]) -> None:
+        """Start nothing yet. on_event: called with each event of the driver."""
         self.driver: Process | None = None
-        self._actors = actors
-        self._number = number
-        self._num_gpus = num_gpus
-        self._need = need
-        self._serves = serves
+        self.local = local
+        self._settings = settings
+        self._number = settings.number
         self._on_event = on_event
-        self._homes: dict[str, str] = {}
-        self._heard = False  # anything from the current driver
-        self._num_silent = 0
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Raises EngineDead or BadConfig if Ray does not start on this machine."""
+        if self.local is not None:
+            await self.local.start()
+        self._running = asyncio.create_task(self._run(), name="vlora-ray")
 
     def scale(self, number: int) -> None:
         """Start or end actors, now or when a driver runs again."""
         self._number = number
-        self._order(Scale(number))
+        self.send(Scale(number))
 
-    def restart_replica(self, name: str) -> None:
-        """Kill a replica's processes through its actor, so that it is started again."""
-        self._order(Restart(name))
-
-    # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _order(self, order: Scale | Restart) -> None:
+    def send(self, order: Order) -> None:
         if self.driver is not None:
             self.driver.send(order)
 
-    async def _before_end(self) -> None:
-        """End the actors first."""
+    async def close(self) -> None:
+        """End the actors, and a Ray that was started here."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running})
         if self.driver is not None:
-            await self.driver.stop(_DRIVER_STOP_S)
-        self.driver = None
+            await self.driver.stop(_STOP_S)
+        if self.local is not None:
+            await self.local.close()
 
-    async def _keep(self, head: Process) -> bool:
-        """Run a driver until it or the head ends. Returns whether the driver has reported anything."""
-        settings = DriverSettings(
-            connection=self._start.connection,
-            actors=self._actors,
-            number=self._number,
-            log_file=self._folder.ray_log,
-            num_gpus=self._num_gpus,
-            need=self._need,
-            homes={name: key for name, key in self._homes.items() if self._serves(name)},
-        )
-        driver = self.driver = await Process.start("vlora.cluster.on_ray.driver", settings, self._start.environ)
-        self._heard = False
-        reading = asyncio.create_task(self._read(driver))
-        head_ended = asyncio.create_task(head.wait())
-        try:
-            ended, _ = await asyncio.wait({reading, head_ended}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            reading.cancel()
-            head_ended.cancel()
-        code = await driver.end(0 if head_ended in ended else _EXIT_S)
-        self.driver = None
-        if head_ended in ended:
-            self._head_ended()
-        else:
-            log.warning("the driver has ended with code %d; serving goes on, and another one starts", code)
-        self._num_silent = 0 if self._heard else self._num_silent + 1
-        if self._num_silent == STARTS:
-            error = EngineDead(f"the driver has ended {STARTS} times before any report; see its messages above")
-            self._on_event(Failed("", ErrorValue.of(error)))
-        return self._heard
+    # -- inside -------------------------------------------------------------------------------------------------------
 
-    async def _read(self, driver: Process) -> None:
-        """Pass on events until the driver ends."""
+    async def _run(self) -> None:
+        pause_s, num_silent, told = _FIRST_PAUSE_S, 0, ""
+        while True:
+            began_s = time.monotonic()
+            try:
+                heard = await self._run_driver()
+                num_silent = 0 if heard else num_silent + 1
+                if num_silent == STARTS:
+                    error = EngineDead(
+                        f"the driver of Ray has ended {STARTS} times before any report; see the log above"
+                    )
+                    self._on_event(Failed("", ErrorValue.of(error)))
+            except (VLoraError, OSError) as error:
+                if told != (told := str(error)):
+                    log.warning("%s; retrying", error)
+            if time.monotonic() - began_s > _LONGEST_PAUSE_S:
+                pause_s = _FIRST_PAUSE_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+
+    async def _end_with_local(self, driver: Process) -> None:
+        """End a driver after the Ray of this machine: for minutes it would wait for that to return."""
+        if self.local is not None and self.local.process is not None:
+            await self.local.process.wait()
+            log.warning("Ray has ended, and the replicas with it; another one starts")
+            driver.kill()
+
+    async def _run_driver(self) -> bool:
+        """Run a driver until it ends. Returns whether it has reported anything."""
+        settings = msgspec.structs.replace(self._settings, number=self._number)
+        environ = _QUICK | os.environ
+        if self.local is not None:
+            settings = msgspec.structs.replace(settings, address=await self.local.start())
+            environ = _QUICK | self.local.environ
+        driver = self.driver = await Process.start("vlora.cluster.on_ray.driver", settings, environ)
+        ending = asyncio.create_task(self._end_with_local(driver))
+        if self._number != settings.number:  # it was changed meanwhile
+            driver.send(Scale(self._number))
+        heard = refused = False
         try:
             while True:
                 event = await receive_value(driver.output, Event)
-                if isinstance(event, Located):
-                    self._homes[event.name] = event.at.node
-                self._heard = True
+                heard = True
+                refused = isinstance(event, Failed) and not event.name
                 self._on_event(event)
         except asyncio.IncompleteReadError:
             pass
         except msgspec.MsgspecError as error:
-            log.warning("the driver has sent an invalid event: %s", error)
+            log.warning("the driver of Ray has sent an invalid event: %s", error)
+        finally:
+            ending.cancel()
+        code = await driver.end(_EXIT_S)
+        self.driver = None
+        if code == RENEWED:
+            log.info("Ray's head has started again, and so does the driver")
+        elif not refused:
+            log.warning("the driver of Ray has ended with code %d; serving goes on, and another one starts", code)
+        return heard

@@ -1,0 +1,300 @@
+"""Replicas on a Ray that a user has started, with sleeping engines: what dies under answers, and what is refused.
+
+One Ray serves all tests of the file: a head that keeps its state, and two nodes. All are in the tier of all tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.cluster.running import SLEEPING, InThread
+from tests.cluster.sleeping_engine import COMMAND
+from tests.cluster.user_ray import UserRay
+from tests.processes import PATIENCE_S, free_port, is_alive, until
+from vlora.cluster.members import Health
+from vlora.cluster.on_ray.cluster import RayCluster
+from vlora.cluster.on_ray.settings import RayOptions
+from vlora.errors import BadConfig, EngineDead, VLoraError
+from vlora.types.replicas import SERVING
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+]
+
+NAMES = ("replica-0", "replica-1")
+PORTABLE = ("", *COMMAND[1:])
+VALUE_OF_USER = "of the user"
+
+
+class Here(InThread):
+    """A cluster of two replicas, at most three."""
+
+    cluster: RayCluster
+
+    def __init__(self, ray: UserRay, **options: Any) -> None:
+        self.ray = ray
+        self.lines: list[str] = []
+        super().__init__(lambda: started(ray, announce=self.lines.append, **options))
+
+    def pids(self) -> dict[str, tuple[int, int, int]]:
+        return {
+            name: (found.at.pid, found.at.replica_pid, found.at.engine_pid)
+            for name, found in self.cluster.located.items()
+        }
+
+    def serves(self) -> bool:
+        return [each.state for each in self.cluster.status().replicas] == [SERVING] * len(NAMES)
+
+    def where(self, request_id: str) -> str:
+        name = self.cluster.where(request_id)
+        assert name is not None
+        return name
+
+
+async def started(ray: UserRay, number: int = 2, **settings: Any) -> RayCluster:
+    names = ("cpus", "resources", "labels", "namespace", "placement", "wait_s", "runtime_env")
+    options = {name: settings.pop(name) for name in names if name in settings}
+    given = {"command": PORTABLE, "health": Health(missed=10), "hung_s": 1.0, "model_name": "sleeping", **settings}
+    return await RayCluster.start(SLEEPING, number, RayOptions(address=ray.address, **options), **given)
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[UserRay]:
+    found = UserRay(num_cpus=0, keeps_state=True)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in found.environ.items():
+                patch.setenv(name, value)
+            for zone in "ab":
+                found.add("--num-cpus=2", f"--labels=zone={zone}")
+            yield found
+    finally:
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def here(ray: UserRay) -> Iterator[Here]:
+    found = Here(ray, max_replicas=3, runtime_env={"env_vars": {"GIVEN": VALUE_OF_USER}})
+    try:
+        yield found
+    finally:
+        pids = found.pids()
+        found.close()
+        until(lambda: not any(is_alive(pid) for each in pids.values() for pid in each))
+        assert not os.path.exists(found.cluster.folder.path)
+        assert all(is_alive(node.process.pid) for node in (ray.head, ray.nodes[-1]))  # nothing of the user's is ended
+
+
+def test_replicas_are_on_different_nodes_and_have_nothing_of_ray(here: Here, ray: UserRay) -> None:
+    assert set(here.answer_all()) == {0} and here.serves()
+    status = here.cluster.status().replicas
+    assert len({each.node for each in status}) == 2 and all(each.actor and each.pid for each in status)
+    assert here.lines[0] == f"connecting to Ray at {ray.address}" and " serves (1 of 2) on " in here.lines[1]
+    for actor, replica, engine in here.pids().values():
+        assert [psutil.Process(pid).nice() for pid in (actor, replica, engine)] == [psutil.Process().nice()] * 3
+        environ = psutil.Process(engine).environ()
+        assert not any(name.startswith("RAY_") for name in environ) and environ["GIVEN"] == VALUE_OF_USER
+        assert not any("libtorch" in found.path for found in psutil.Process(actor).memory_maps())
+    assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()  # the front end is no driver
+    # The connections have TLS, and the secret is in no file of Ray.
+    assert all(found.at.tls for found in here.cluster.located.values())
+    secret = here.cluster.secret
+    for file in ray.folder.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            data = file.read_bytes()
+            assert secret not in data and secret.hex().encode() not in data, file
+
+
+@pytest.mark.parametrize("what", ["actor", "replica", "engine", "driver", "hangs"])
+def test_a_kill_loses_nothing(here: Here, what: str) -> None:
+    before, pids, driver = here.cluster.status(), here.pids(), here.cluster.ray.driver
+    lost: list[str] = []
+    assert driver is not None
+
+    def kill() -> None:
+        lost.append(here.where("r0"))
+        actor, replica, engine = pids[lost[0]]
+        pid = {"actor": actor, "replica": replica, "engine": engine, "driver": driver.pid, "hangs": engine}[what]
+        os.kill(pid, signal.SIGSTOP if what == "hangs" else signal.SIGKILL)
+
+    answered = set(here.answer_all(kill))
+    if what == "driver":
+        until(lambda: here.cluster.ray.driver not in (None, driver))
+        time.sleep(3)
+        assert answered == {0} and here.pids() == pids and here.serves()
+        return
+    assert answered == {0, 1}
+    until(lambda: here.serves() and here.pids()[lost[0]] != pids[lost[0]])
+    assert {name for name in NAMES if here.pids()[name] != pids[name]} == {*lost}
+    assert not any(map(is_alive, pids[lost[0]][1:]))
+    assert here.cluster.status().num_deaths == before.num_deaths + 1
+    assert set(here.answer_all()) == {0}
+
+
+def test_a_replica_is_added_and_released(here: Here) -> None:
+    pids = here.pids()
+    assert here.run(here.cluster.scale(3, 30.0))
+    added = here.pids()["replica-2"]
+    assert here.run(here.cluster.scale(2, 30.0))
+    until(lambda: not any(map(is_alive, added)))
+    assert here.pids() == pids and here.serves() and set(here.answer_all()) == {0}
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+METADATA = """
+import json, sys
+import ray
+from ray._common.usage import usage_constants
+from ray.experimental import internal_kv
+at = dict(key=usage_constants.CLUSTER_METADATA_KEY, namespace=ray._private.ray_constants.KV_NAMESPACE_CLUSTER)
+ray.init(address=sys.argv[1], log_to_driver=False)
+found = json.loads(internal_kv._internal_kv_get(**at))
+print(found["ray_version"])
+internal_kv._internal_kv_put(value=json.dumps({**found, "ray_version": sys.argv[2]}), overwrite=True, **at)
+"""
+NOT_RAY = ("nothing listens", "another program", "wrong token", "no token", "a client's address")
+
+
+def refusal(ray: UserRay, **settings: Any) -> str:
+    """The error of a start that fails."""
+
+    async def main() -> None:
+        await (await started(ray, **settings)).close()
+
+    with pytest.raises(VLoraError) as caught:
+        asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+    assert isinstance(caught.value, BadConfig | EngineDead)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cpus": 100}, "no node of Ray has room for replica-0, which needs 100 CPU: "),
+        ({"resources": {"camera": 1}}, "which needs 1 CPU, 1 camera: "),
+        ({"labels": {"zone": "c"}}, "which needs 1 CPU and a node with the labels zone=c: "),
+        ({"command": ("", "-c", "import os; os._exit(3)")}, "the engine process ended with exit code 3 while starting"),
+        ({"runtime_env": {"working_dir": "/none"}}, "/none"),
+        ({"namespace": "vlora"}, "the Ray namespace 'vlora' is in use by a server of model 'sleeping' (process "),
+    ],
+)
+def test_a_start_that_cannot_succeed(here: Here, ray: UserRay, settings: dict[str, Any], message: str) -> None:
+    """One line with the reason; nothing is left, and the other service goes on."""
+    pids = here.pids()
+    assert message in refusal(ray, number=1, **{"namespace": "other", "wait_s": 0.5, **settings})
+    assert here.pids() == pids and here.serves()
+
+
+@pytest.mark.parametrize(
+    "what", ["nothing listens", "another program", "wrong token", "no token", "a client's address"]
+)
+def test_a_ray_that_cannot_be_used(ray: UserRay, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (other := tmp_path / "token").write_text("f" * 64)
+    other.chmod(0o600)
+    with socket.create_server(("", 0)) as server:
+        address, message = {
+            "nothing listens": (f"127.0.0.1:{free_port()}", "nothing answers at "),
+            "another program": (f"127.0.0.1:{server.getsockname()[1]}", "this machine has no node of the Ray at "),
+            "a client's address": ("ray://127.0.0.1:10001", "--ray ray://127.0.0.1:10001 is no address of a Ray"),
+        }.get(what, (ray.address, "oken"))
+        if what == "wrong token":
+            monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(other))
+        elif what == "no token":
+            monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+            monkeypatch.setenv("HOME", str(tmp_path))
+        began_s = time.monotonic()
+        found = refusal(SimpleNamespace(address=address))  # type: ignore[arg-type]
+        print(f"{what}: {time.monotonic() - began_s:.1f} s: {found}")
+    assert message in found and len(found) < 700
+
+
+def test_another_version_of_ray_is_refused(ray: UserRay) -> None:
+    def change(version: str) -> str:
+        command = [sys.executable, "-c", METADATA, ray.address, version]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+
+    own = change("2.99.0")
+    try:
+        found = refusal(ray, namespace="other")
+        assert "2.99.0" in found and own in found and "ersion" in found, found
+    finally:
+        # With the changed version this driver is refused too.
+        code = METADATA.replace("import ray\n", "import ray; ray.__version__ = '2.99.0'\n")
+        subprocess.run([sys.executable, "-c", code, ray.address, own], check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize("victims", ["front end", "front end and driver"])
+def test_nothing_of_a_killed_service_is_left(ray: UserRay, here: Here, victims: str) -> None:
+    """Without its driver, replicas end after a time without a front end, and actors after them."""
+    pids = here.pids()
+    code = (
+        "import asyncio, sys\n"
+        "from tests.cluster.test_user_ray import SimpleNamespace, started\n"
+        "async def main():\n"
+        "    ray = SimpleNamespace(address=sys.argv[1])\n"
+        "    cluster = await started(ray, 1, namespace='killed', alone_s=2.0)\n"
+        "    at = cluster.located['replica-0'].at\n"
+        "    print(cluster.ray.driver.pid, at.pid, at.replica_pid, at.engine_pid, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    command = [sys.executable, "-c", code, ray.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as front_end:
+        assert front_end.stdout is not None
+        driver, *processes = map(int, front_end.stdout.readline().split())
+        for pid in (front_end.pid, driver)[: 1 + ("driver" in victims)]:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: not any(map(is_alive, processes)))
+        until(lambda: not is_alive(driver))
+    assert here.pids() == pids and here.serves()
+
+
+# -- what ends last ---------------------------------------------------------------------------------------------------
+
+
+def test_the_head_ends_and_returns(here: Here, ray: UserRay) -> None:
+    """Serving goes on. What is killed afterwards is known again, by a driver that has replaced the first one."""
+    pids = here.pids()
+    assert set(here.answer_all(ray.head.kill)) == {0}
+    time.sleep(3)
+    assert set(here.answer_all()) == {0} and here.pids() == pids
+    ray.start_head()
+    until(lambda: here.cluster.ray.driver is not None)
+    assert set(here.answer_all()) == {0} and here.pids() == pids
+    os.kill(pids[NAMES[0]][0], signal.SIGKILL)
+    began_s = time.monotonic()
+    until(lambda: here.serves() and here.pids()[NAMES[0]] != pids[NAMES[0]])
+    print(f"known again after {time.monotonic() - began_s:.1f} s")
+    assert set(here.answer_all()) == {0}
+
+
+def test_a_node_ends(here: Here, ray: UserRay) -> None:
+    """Its replica is started on the other node."""
+    pids = here.pids()
+    lost = {each.name: each.node for each in here.cluster.status().replicas}
+    node = ray.nodes[0]
+    children = {each.pid for each in psutil.Process(node.process.pid).children(recursive=True)}
+    [name] = [name for name in NAMES if pids[name][0] in children]
+    assert set(here.answer_all(node.kill)) <= {0, 1}
+    began_s = time.monotonic()
+    until(lambda: here.serves() and here.pids()[name] != pids[name])
+    print(f"elsewhere after {time.monotonic() - began_s:.1f} s")
+    assert {each.node for each in here.cluster.status().replicas} == {*lost.values()} - {lost[name]}
+    assert set(here.answer_all()) == {0}
