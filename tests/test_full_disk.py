@@ -54,22 +54,10 @@ SETTINGS = IndexSettings(
 )
 
 
-def features(folder: Path) -> None:
-    FeatureCache(folder, "tower").get([["picture"]], lambda _: [torch.zeros(4000)])
-
-
-def training(folder: Path) -> None:
-    Checkpoint(folder, resume=True).keep(KEY, 1.0, (), {"lora": torch.zeros(4000)})
-
-
 def score(folder: Path) -> None:
     checkpoint = Checkpoint(folder, resume=True)
     checkpoint.keep(KEY, 1.0, (), {"lora": torch.zeros(4)})
     checkpoint.keep_measured(KEY, "score", LONG)
-
-
-def packing(folder: Path) -> None:
-    Checkpoint(folder, resume=True).keep_packing(LONG)
 
 
 def results(folder: Path) -> None:
@@ -80,20 +68,12 @@ def results(folder: Path) -> None:
         (staged / "report.json").write_text('{"adapters": [], "domains": []}')
 
 
-def rows(folder: Path) -> None:
-    ResultRows(folder / "rows").add(RESULT)
-
-
 def answers(folder: Path) -> None:
     file = AnswerFile(folder / "answers.jsonl")
     file.keep(None, None, None)
     for text in ("short", LONG):
         file.add(PictureAnswer(image=text[:5], text=text))
     file.close()
-
-
-def index(folder: Path) -> None:
-    RetrievalIndex(folder / "clips.sqlite", SETTINGS).close()
 
 
 def state(folder: Path) -> None:
@@ -131,39 +111,46 @@ def sheet(folder: Path) -> None:
     write_sheet(folder / "found.png", "a sign", [HIT], [[cv2.imencode(".jpg", noise)[1].tobytes()]])
 
 
-WRITERS: dict[Callable[[Path], None], str] = {
-    features: r"tower-picture\.safetensors",
-    training: "[0-9a-f]{24}",
-    score: r"[0-9a-f]{24}/[0-9a-f]{24}\.json",
-    packing: r"packing\.json",
-    results: r"results\.unfinished",
-    rows: r"rows\.jsonl",
-    answers: r"answers\.jsonl",
-    index: r"clips\.sqlite",
-    state: r"adapters\.json",
-    measured: r"rows\.json",
-    report: r"step\.json",
-    stage: r"stage\.json",
-    table: r"table\.json",
-    sheet: r"found\.png",
+WRITERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "features": (
+        lambda folder: FeatureCache(folder, "tower").get([["picture"]], lambda _: [torch.zeros(4000)]),
+        r"tower-picture\.safetensors",
+    ),
+    "training": (
+        lambda folder: Checkpoint(folder, resume=True).keep(KEY, 1.0, (), {"lora": torch.zeros(4000)}),
+        "[0-9a-f]{24}",
+    ),
+    "score": (score, r"[0-9a-f]{24}/[0-9a-f]{24}\.json"),
+    "packing": (lambda folder: Checkpoint(folder, resume=True).keep_packing(LONG), r"packing\.json"),
+    "results": (results, r"results\.unfinished"),
+    "rows": (lambda folder: ResultRows(folder / "rows").add(RESULT), r"rows\.jsonl"),
+    "answers": (answers, r"answers\.jsonl"),
+    "index": (lambda folder: RetrievalIndex(folder / "clips.sqlite", SETTINGS).close(), r"clips\.sqlite"),
+    "state": (state, r"adapters\.json"),
+    "measured": (measured, r"rows\.json"),
+    "report": (report, r"step\.json"),
+    "stage": (stage, r"stage\.json"),
+    "table": (table, r"table\.json"),
+    "sheet": (sheet, r"found\.png"),
 }
-REPLACES = (measured, report, stage, table, sheet)  # a result of an earlier run
-GROWS = (rows, answers, index)  # files in which a cut line, or an empty database, is left
+REPLACES = ("measured", "report", "stage", "table", "sheet")  # a result of an earlier run
+GROWS = ("rows", "answers", "index")  # files in which a cut line, or an empty database, is left
 
 
-@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)
-def test_a_writer_names_its_file_and_leaves_no_part(writer: Callable[[Path], None], tmp_path: Path) -> None:
-    with files_of_at_most(4000), pytest.raises(NotWritten, match=rf"{tmp_path}/{WRITERS[writer]}.*: File too|full|I/O"):
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_writer_names_its_file_and_leaves_no_part(name: str, tmp_path: Path) -> None:
+    writer, file = WRITERS[name]
+    with files_of_at_most(4000), pytest.raises(NotWritten, match=rf"{tmp_path}/{file}.*: File too|full|I/O"):
         writer(tmp_path)
-    left = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
-    assert writer in GROWS or left < 2000
+    left = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert name in GROWS or left < 2000
     writer(tmp_path)
-    if writer in REPLACES:
-        before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    if name in REPLACES:
+        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
         with files_of_at_most(4000), pytest.raises(NotWritten):
             writer(tmp_path)
-        assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
-    if writer is answers:
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    if name == "answers":
         lines = (tmp_path / "answers.jsonl").read_bytes().splitlines()
         assert [msgspec.json.decode(line, type=PictureAnswer).text for line in lines] == ["short", "short", LONG]
 

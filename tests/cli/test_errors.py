@@ -155,6 +155,7 @@ ERRORS = {
     f"{SEARCH} --question 'is it?'": "write {} once",
     f"{SEARCH} --sheet a.jpg": "ends in .png",
     f"{SEARCH} videos --sheet no/a.png": "its folder does not exist",
+    f"{SEARCH} empty": "contains no video and no picture",
     f"retrieve 'a car' videos --index {LONG}": "cannot read index 'xxx",
     "index no.mp4 --out x.sqlite": "cannot read video",
     f"{INDEX} --frames 2": "was made with --frames 1, not 2",
@@ -271,6 +272,7 @@ def test_user_errors_are_one_line_and_code_2(
     for name, text in FILES.items():
         (inputs / name).write_text(text + "\n")
     if ".sqlite" in command:
+        (inputs / "empty").mkdir()
         assert asking(*INDEX.split())[0] == 0
     words = [word.replace("SITE", pages).replace("SILENT", silent) for word in shlex.split(command)]
     assert ERRORS[command].replace("FOLDER", str(inputs)) in asking.refusal(*words)

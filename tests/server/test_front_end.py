@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import errno
 import json
 import logging
 import os
 import re
+import tempfile
 import threading
 import unicodedata
 from collections import Counter
@@ -625,7 +627,7 @@ async def test_a_change_that_cannot_be_kept_is_not_made(
 
 
 TEMPLATE, MORE_TOKENS, IMAGES = "another chat template", "other tokens", "image processor has another"
-TOKENIZER = "tokenizer_config.json"
+JINJA, TOKENIZER = "chat_template.jinja", "tokenizer_config.json"
 OWN = "{{ 'Q: ' + messages[0].content[0].text + ' A:' }}"
 
 
@@ -634,38 +636,26 @@ def processor() -> InputProcessor:
     return InputProcessor(build_model("qwen2_vl").config, tokenizer(), image_processor("qwen2_vl"))
 
 
-def text_of(name: str, text: Callable[[InputProcessor], str]) -> Callable[[InputProcessor, Path], Any]:
-    return lambda base, folder: (folder / name).write_text(text(base))
-
-
-def json_of(name: str, value: Callable[[InputProcessor], Any]) -> Callable[[InputProcessor, Path], Any]:
-    return text_of(name, lambda base: json.dumps(value(base)))
-
-
-def several(*templates: str | None) -> Callable[[InputProcessor, Path], Any]:
-    """Names, each followed by its template; None for the base model's."""
-    pairs = tuple(zip(templates[::2], templates[1::2], strict=True))
-    return json_of(
-        TOKENIZER,
-        lambda base: {"chat_template": [{"name": name, "template": own or template(base)} for name, own in pairs]},
-    )
-
-
-def copied(base: InputProcessor, folder: Path) -> None:
-    """As trainers save it."""
-    base.tokenizer.save_pretrained(folder)
-    base.image_processor.save_pretrained(folder)
-
-
-def with_tokens(base: InputProcessor, folder: Path) -> None:
-    copied(base, folder)
-    tokens = type(base.tokenizer).from_pretrained(folder)
-    tokens.add_tokens([AddedToken("<action>"), AddedToken("<stop>", special=True)])
-    tokens.save_pretrained(folder)
-
-
 def template(base: InputProcessor) -> str:
     return str(base.tokenizer.chat_template)
+
+
+def saved(*parts: Any) -> dict[str, bytes]:
+    """The files of tokenizers and image processors, as trainers save them."""
+    with tempfile.TemporaryDirectory() as folder:
+        for part in parts:
+            part.save_pretrained(folder)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+
+
+def several(**templates: str) -> dict[str, Any]:
+    return {"chat_template": [{"name": name, "template": own} for name, own in templates.items()]}
+
+
+def with_tokens(base: InputProcessor) -> Any:
+    tokens = copy.deepcopy(base.tokenizer)
+    tokens.add_tokens([AddedToken("<action>"), AddedToken("<stop>", special=True)])
+    return tokens
 
 
 def pixels(base: InputProcessor) -> dict[str, Any]:
@@ -673,30 +663,29 @@ def pixels(base: InputProcessor) -> dict[str, Any]:
     return fields | {"size": {"shortest_edge": 16, "longest_edge": 32 * 32}}
 
 
-FOLDERS: dict[str, tuple[Callable[[InputProcessor, Path], Any], str | None]] = {
-    "nothing": (lambda base, folder: None, None),
-    "a copy": (copied, None),
-    "a copy of the template": (text_of("chat_template.jinja", template), None),
-    "with a line end": (text_of("chat_template.jinja", lambda base: template(base) + "\n"), None),
-    "in the tokenizer's": (json_of(TOKENIZER, lambda base: {"chat_template": template(base)}), None),
-    "among several": (several("tool_use", OWN, "default", None), None),
-    "another template": (text_of("chat_template.jinja", lambda _: OWN), TEMPLATE),
-    "another in the tokenizer's": (json_of(TOKENIZER, lambda _: {"chat_template": OWN}), TEMPLATE),
-    "another in the processor's": (json_of("chat_template.json", lambda _: {"chat_template": OWN}), TEMPLATE),
-    "another of several": (several("default", OWN), TEMPLATE),
-    "further tokens": (with_tokens, f"{MORE_TOKENS} than the base model's: '<action>', '<stop>'"),
-    "further tokens of before": (json_of("added_tokens.json", lambda _: {"<s>": 1, "<action>": 9}), "'<action>'"),
-    "moved tokens": (
-        json_of(TOKENIZER, lambda _: {"added_tokens_decoder": {"1": {"content": "</s>"}}}),
-        f"{MORE_TOKENS} than the base model's: '</s>'",
+MOVED = {"added_tokens_decoder": {"1": {"content": "</s>"}}}
+# The files of a folder, and the warning.
+FOLDERS: dict[str, tuple[Callable[[InputProcessor], Mapping[str, Any]], str | None]] = {
+    "nothing": (lambda base: {}, None),
+    "a copy": (lambda base: saved(base.tokenizer, base.image_processor), None),
+    "a copy of the template": (lambda base: {JINJA: template(base)}, None),
+    "with a line end": (lambda base: {JINJA: template(base) + "\n"}, None),
+    "in the tokenizer's": (lambda base: {TOKENIZER: {"chat_template": template(base)}}, None),
+    "among several": (lambda base: {TOKENIZER: several(tool_use=OWN, default=template(base))}, None),
+    "another template": (lambda _: {JINJA: OWN}, TEMPLATE),
+    "another in the tokenizer's": (lambda _: {TOKENIZER: {"chat_template": OWN}}, TEMPLATE),
+    "another in the processor's": (lambda _: {"chat_template.json": {"chat_template": OWN}}, TEMPLATE),
+    "another of several": (lambda _: {TOKENIZER: several(default=OWN)}, TEMPLATE),
+    "further tokens": (
+        lambda base: saved(with_tokens(base)),
+        f"{MORE_TOKENS} than the base model's: '<action>', '<stop>'",
     ),
-    "other pictures": (json_of("preprocessor_config.json", pixels), f"{IMAGES} size"),
-    "of a processor": (
-        json_of("processor_config.json", lambda base: {"image_processor": pixels(base)}),
-        f"{IMAGES} size",
-    ),
-    "no JSON": (text_of(TOKENIZER, lambda _: "{"), "cannot be compared with the base model's"),
-    "no text": (lambda _, folder: (folder / "chat_template.jinja").write_bytes(b"\xff"), "cannot be compared"),
+    "further tokens of before": (lambda _: {"added_tokens.json": {"<s>": 1, "<action>": 9}}, "'<action>'"),
+    "moved tokens": (lambda _: {TOKENIZER: MOVED}, f"{MORE_TOKENS} than the base model's: '</s>'"),
+    "other pictures": (lambda base: {"preprocessor_config.json": pixels(base)}, f"{IMAGES} size"),
+    "of a processor": (lambda base: {"processor_config.json": {"image_processor": pixels(base)}}, f"{IMAGES} size"),
+    "no JSON": (lambda _: {TOKENIZER: b"{"}, "cannot be compared with the base model's"),
+    "no text": (lambda _: {JINJA: b"\xff"}, "cannot be compared"),
 }
 
 
@@ -704,8 +693,16 @@ FOLDERS: dict[str, tuple[Callable[[InputProcessor, Path], Any], str | None]] = {
 def test_a_difference_is_reported_and_a_copy_is_not(
     name: str, processor: InputProcessor, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make, want = FOLDERS[name]
-    make(processor, tmp_path)
+    files, want = FOLDERS[name]
+    for file, content in files(processor).items():
+        data = (
+            content
+            if isinstance(content, bytes)
+            else content.encode()
+            if file == JINJA
+            else json.dumps(content).encode()
+        )
+        (tmp_path / file).write_bytes(data)
     with caplog.at_level(logging.WARNING):
         found = prompt_warnings("signs", tmp_path, processor)
     assert len(found) == (want is not None) and all(want is not None and want in each for each in found)
@@ -723,7 +720,7 @@ def test_a_copy_of_the_tokenizer_s_template_is_silent_where_the_processor_has_an
     tokens.chat_template = OWN  # the processor's
     used = InputProcessor(processor.config, tokens, processor.image_processor)
     assert prompt_warnings("signs", adapter, used) == ()
-    (adapter / "chat_template.jinja").write_text("a third")
+    (adapter / JINJA).write_text("a third")
     assert len(prompt_warnings("signs", adapter, used)) == 1
 
 
@@ -731,7 +728,7 @@ async def test_answers_to_a_load_and_lists_have_the_warnings(processor: InputPro
     plain, own = tmp_path / "plain", tmp_path / "own"
     for folder in (plain, own):
         write_adapter(folder)
-    (own / "chat_template.jinja").write_text(OWN)
+    (own / JINJA).write_text(OWN)
     catalog = AdapterCatalog(ScriptedInterface(), Metrics(), "model", processor)  # type: ignore[arg-type]
 
     async def warned() -> list[str]:
