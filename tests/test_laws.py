@@ -1,15 +1,18 @@
-"""Structural rules of the code: import order, modules without torch, private names."""
+"""Structural rules of the code: import order, sizes, modules without torch, private names."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import get_args
+
+import pytest
 
 from tests import core_size
 from vlora.engine.operations import EngineOperation, KeepAdapters, ListAdapters
@@ -175,6 +178,40 @@ def test_no_folder_grows() -> None:
     assert not grown, "remove as many lines elsewhere in the folder: `BUDGETS` in tests/core_size.py has the limits"
     found = core_size.single_importers()
     assert len(found) <= core_size.MAX_SINGLE_IMPORTERS, "make one of these modules a part of its only importer"
+
+
+def num_lines(path: str) -> int:
+    return (ROOT / path).read_text().count("\n")
+
+
+def test_files_and_folders_are_small() -> None:
+    assert num_lines("vlora/engine/engine.py") <= 200
+    files = [file.relative_to(ROOT) for top in TOPS[:-1] for file in (ROOT / top).rglob("*.py")]
+    assert len(files) > 300
+    assert [str(file) for file in files if num_lines(str(file)) > 450] == []
+    folders = [str(file.parent) for file in files if file.name != "__init__.py"]
+    crowded = {folder for folder in folders if folders.count(folder) > 14}
+    assert [folder for folder in crowded if folder.startswith(("vlora/orchestrator", "vlora/server"))] == []
+
+
+@pytest.mark.slow
+def test_the_steps_of_the_example_do_not_grow() -> None:
+    entered = core_size.executed()
+    assert len(entered) >= 40  # the calls were followed
+    assert sum(entered.values()) <= 3_000
+    for module in core_size.EXCLUDED:
+        assert core_size.file_of(module).exists(), module
+
+
+def test_the_reading_list_has_under_1000_lines() -> None:
+    section = (ROOT / "README.md").read_text().partition("## Files to read")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| \[`([\w/.]+)`\]\(\1\) \| (?:first (\d+) of )?(\d+) \|", section, flags=re.MULTILINE)
+    assert len(rows) == 7
+    for path, _, lines in rows:
+        assert num_lines(path) == int(lines), f"correct the lines of {path} in README.md, Files to read"
+    total = sum(int(first or lines) for _, first, lines in rows)
+    assert f"{total} lines" in section
+    assert total < 1000
 
 
 def test_tensors_are_written_with_the_usual_permissions() -> None:
