@@ -114,65 +114,73 @@ def labels(results: Sequence[FrameResult]) -> list[tuple[int, str]]:
     return [(each.number, each.answer.label if each.answer else "dropped" if each.dropped else "") for each in results]
 
 
+FAILS = 5  # the answer to each fifth frame fails
+
+
+def picture_of(number: int) -> bytes:
+    return b"fail %d" % number if number % FAILS == 3 else b"%d" % number
+
+
 class Life:
     """A stream, and what a caller may expect of it: a plain list of its frames, each with its state."""
 
     def __init__(self, drop: str) -> None:
         self.head, self.metrics, self.budget = Head(at_once=False), Metrics(), ByteBudget(10**9)
         self.stream = make(self.head, self.metrics, drop=drop)
-        self.drop = drop
-        self.states: list[str] = []  # waiting, running, dropped, or the label or error of a result
+        self.drops = drop == "newest"
+        self.states: list[str] = []  # waiting, running, dropped, the label of an answer, or empty for a failure
         self.acknowledged = -1
         self.ended = False
 
     def of(self, *states: str) -> list[int]:
         return [number for number, state in enumerate(self.states) if state in states]
 
+    def open(self) -> list[int]:
+        """Frames without a result."""
+        return self.of("waiting", "running")
+
     def start(self) -> None:
         while (waiting := self.of("waiting")) and len(self.of("running")) < 4 and not self.head.engine_starting:
             self.states[waiting[0]] = "running"
 
     async def send(self, number: int, num_images: int = 1) -> None:
-        image = b"fail %d" % number if number % 5 == 3 else b"%d" % number
         assert self.budget.reserve(1 + number)
-        sent = self.stream.send(number, (image,) * num_images, 0.01, ByteCharge(self.budget, 1 + number))
+        charge = ByteCharge(self.budget, 1 + number)
+        sent = self.stream.send(number, (picture_of(number),) * num_images, 0.01, charge)
         if 0 <= number < len(self.states):
             assert await sent, "sent again: it is known"
         elif self.ended or number != len(self.states) or num_images != 1:
             with pytest.raises(BadRequest, match=r"has ended|expected frame \d|reads 1 image per frame; got 2"):
                 await sent
         else:
-            room = len(self.states) - 1 - self.acknowledged < MAX_UNACKNOWLEDGED
             waiting = self.of("waiting")
-            assert await sent == (room and (self.drop == "newest" or len(waiting) < 4))
-            if room and self.drop == "newest" and waiting:
-                self.states[waiting[0]] = "dropped"
-            if room and (self.drop == "newest" or len(waiting) < 4):
-                self.states.append("waiting")
+            room = number - 1 - self.acknowledged < MAX_UNACKNOWLEDGED and (self.drops or len(waiting) < 4)
+            assert await sent == room
+            if room:
+                self.states += ["waiting"]
+                if self.drops and waiting:
+                    self.states[waiting[0]] = "dropped"
 
     async def pull(self, acknowledged: int) -> None:
-        pulled = self.stream.pull(acknowledged, 0.01)
-        unread = range(self.acknowledged + 1, acknowledged + 1)
-        if acknowledged not in range(self.acknowledged, len(self.states)) or {*unread} & {
-            *self.of("waiting", "running")
-        }:
+        pulled, known = self.stream.pull(acknowledged, 0.01), range(self.acknowledged, len(self.states))
+        if acknowledged not in known or any(number <= acknowledged for number in self.open()):
             with pytest.raises(BadRequest, match=r"are no longer available|it has no result yet"):
                 await pulled
             return
         self.acknowledged = acknowledged
-        found, (last, *_) = await pulled, [*self.of("waiting", "running"), len(self.states)]
-        assert labels(found.results) == [(each, self.states[each]) for each in range(acknowledged + 1, last)][:64]
-        assert found.finished == (self.ended and len(found.results) == len(self.states) - 1 - acknowledged)
+        found = await pulled
+        ready = range(acknowledged + 1, [*self.open(), len(self.states)][0])
+        assert labels(found.results) == [(number, self.states[number]) for number in ready][:64]
+        assert found.finished == (self.ended and acknowledged + 1 + len(found.results) == len(self.states))
 
     async def finish(self, number: int) -> None:
-        self.states[number] = "" if number % 5 == 3 else str(number)
-        await self.head.allow(b"fail %d" % number if number % 5 == 3 else b"%d" % number)
+        self.states[number] = "" if number % FAILS == 3 else str(number)
+        await self.head.allow(picture_of(number))
 
     async def live(self, draw: random.Random) -> None:
+        actions = ["send"] * 5 + ["again", "early", "two", "pull", "pull", "finish", "finish", "engine", "end"]
         for _ in range(80):
-            match draw.choice(
-                ["send"] * 5 + ["again", "early", "two", "pull", "pull", "finish", "finish", "engine", "end"]
-            ):
+            match draw.choice(actions):
                 case "send":
                     await self.send(len(self.states))
                 case "again" if self.states:
@@ -193,11 +201,9 @@ class Life:
                     self.stream.end()
             self.start()
             await settle()
-            assert self.budget.used == sum(1 + number for number in self.of("waiting", "running"))
-            assert (self.stream.num_waiting, self.stream.num_running) == (
-                len(self.of("waiting")),
-                len(self.of("running")),
-            )
+            assert self.budget.used == sum(1 + number for number in self.open())
+            assert self.stream.num_waiting == len(self.of("waiting"))
+            assert self.stream.num_running == len(self.of("running"))
 
 
 @pytest.mark.parametrize("drop", ["newest", "none"])
@@ -212,11 +218,10 @@ async def test_random_lives_of_a_stream(drop: str) -> None:
         await settle()
         assert life.budget.used == 0 and life.head.cancelled == len(life.of("running"))
         assert waiting.done() and (waiting.exception() is None or isinstance(waiting.exception(), UnknownStream))
+        expected = {"dropped": len(life.of("dropped")), "closed": len(life.open()), "step_failed": len(life.of(""))}
+        expected["answered"] = len(life.states) - sum(expected.values())
         text = life.metrics.render(None).decode()
         counted = dict(re.findall(r"^vlora_frames_total\{outcome=\"(\w+)\"\} (\S+)$", text, re.MULTILINE))
-        open_at_the_end, failed = life.of("waiting", "running"), life.of("")
-        expected = {"dropped": len(life.of("dropped")), "closed": len(open_at_the_end), "step_failed": len(failed)}
-        expected["answered"] = len(life.states) - sum(expected.values())
         assert {name: float(counted.get(name, 0)) for name in expected} == expected
         assert f"vlora_frames_taken_total {float(len(life.states))}" in text
         assert f"vlora_frame_seconds_count {float(expected['answered'])}" in text
