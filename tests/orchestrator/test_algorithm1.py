@@ -98,15 +98,13 @@ def test_every_decision_is_feasible(
     assert decision.order[: len(starving)] == ids(scheduling_order), "starving requests run first"
 
 
-def test_a_single_request_is_merged_where_the_paper_waits_for_half_a_batch() -> None:
+def test_where_the_paper_waits_or_overflows() -> None:
+    """A single request is merged at once; starving requests are sorted by credit and cut to the batch."""
     assert decide(requests_of("a"), 32) == Decision(Mode.MERGED, "a", ("r0",))
     assert paper(requests_of("a"), 32).mode is Mode.UNMERGED
-
-
-def test_starving_requests_are_sorted_by_credit_and_cut_to_the_batch() -> None:
     ready = [Candidate(f"r{i}", "a", credit) for i, credit in enumerate((1.5, 3.0, 2.0, 2.5))]
     assert decide(ready, 2) == Decision(Mode.UNMERGED, None, ("r1", "r3"))
-    assert len(paper(ready, 2).order) > 2, "without the change the batch overflows"
+    assert len(paper(ready, 2).order) > 2
 
 
 @pytest.mark.parametrize(
@@ -183,26 +181,6 @@ def test_one_starving_request_is_mixed_in(other: str | None) -> None:
     assert steps[first][0].mode is Mode.MIXED and steps[first][0].merged_adapter == "traffic"
     assert steps[first][1] == [other, *["traffic"] * 6], "starving requests run first, others fill the batch"
     assert steps[first + 1][0].mode is Mode.MERGED, "it no longer starves after running"
-
-
-def test_many_starving_requests_end_merging() -> None:
-    simulation = cameras_box()
-    ask(simulation, "traffic", 6)
-    served(simulation)
-    for camera in CAMERAS[1:]:
-        ask(simulation, camera, 2)
-    while (step := served(simulation))[0].mode is Mode.MERGED:
-        pass
-    assert step[0].mode is Mode.UNMERGED
-    assert step[1] == ["parking"] * 2 + ["gate"] * 2 + ["yard"] * 2 + ["traffic"] * 2
-
-
-def test_starving_requests_of_the_merged_adapter_stay_merged() -> None:
-    simulation = cameras_box(max_batch_size=2)
-    ask(simulation, "traffic", 3)
-    batches = [served(simulation)[0] for _ in range(12)]
-    assert {batch.mode for batch in batches} == {Mode.MERGED}, "mixing the merged adapter with itself is merged"
-    assert any(item.request_id == "traffic2" for batch in batches for item in batch.items)
 
 
 def test_an_adapter_without_room_takes_turns_with_the_resident_one() -> None:

@@ -43,11 +43,47 @@ def decide(ready: list[Candidate], at: PolicyState) -> Decision:
     return CostBased().decide(ready, at)
 
 
-def test_video_chunks_of_several_adapters_are_merged_in_turn() -> None:
-    ready = [chunk("a"), chunk("b"), chunk("c")]
-    first = decide(ready, state())
-    assert (first.mode, first.merged_adapter, first.order) == (Mode.MERGED, "a", ("chunk-a",))
-    assert decide(ready[1:], state("a")).merged_adapter == "b", "a's requests are done, so b's are next"
+READS = COSTS._replace(lane_s=0.0, adapter_s=0.01, short_lane=512)
+
+
+@pytest.mark.parametrize(
+    ("ready", "at", "mode", "merged"),
+    [
+        pytest.param([chunk("a"), chunk("b"), chunk("c")], state(), Mode.MERGED, "a", id="video chunks take turns"),
+        pytest.param([chunk("b"), chunk("c")], state("a"), Mode.MERGED, "b", id="a is done, so b is next"),
+        # Ten requests use the available adapter a: mixed mode saves ten lanes for two more, but a is still read.
+        pytest.param(
+            [*decoding("a", 10), *decoding("b", 1), *decoding("c", 1)],
+            state("a", COSTS._replace(short_lane=512)),
+            Mode.MIXED,
+            "a",
+            id="lanes are saved",
+        ),
+        pytest.param(
+            [*decoding("a", 10), *decoding("b", 1), *decoding("c", 1)],
+            state("a", READS),
+            Mode.UNMERGED,
+            None,
+            id="an adapter is read once for all its requests",
+        ),
+        pytest.param(
+            [chunk("a")],
+            state("b", COSTS._replace(long_lane_s=0.0, long_adapter_s=0.1)),
+            Mode.MERGED,
+            "a",
+            id="three reads for a long prompt cost more than a merge",
+        ),
+        # By credit, which includes the next step, the late prompt already starves; a token now costs two lanes.
+        pytest.param([chunk("a"), chunk("b", THETA_S - 0.1)], state("a"), Mode.MERGED, "a", id="within the bound"),
+        pytest.param([chunk("a"), chunk("b", THETA_S + 0.1)], state("a"), Mode.MIXED, "a", id="beyond the bound"),
+    ],
+)
+def test_the_cheapest_mode(ready: list[Candidate], at: PolicyState, mode: Mode, merged: str | None) -> None:
+    found = decide(ready, at)
+    assert (found.mode, found.merged_adapter) == (mode, merged)
+    if mode is not Mode.UNMERGED and len(ready) <= 3:
+        starving = [each.request_id for each in ready if each.waited_s > THETA_S]
+        assert found.order == (f"chunk-{merged}", *starving)
 
 
 def test_a_batch_of_one_adapter_is_never_split() -> None:
@@ -71,16 +107,6 @@ def test_the_merged_adapter_finishes_before_another_is_merged(oldest: str) -> No
         at = at._replace(carried=chosen.carried)
 
 
-def test_a_starving_prompt_gets_its_token_as_late_as_the_bound_allows() -> None:
-    """By credit, which includes the next step, the prompt already starves; a token now would cost two lanes."""
-    early, late = chunk("b", waited_s=THETA_S - 0.1), chunk("b", waited_s=THETA_S + 0.1)
-    assert early.credit > THETA_S
-    alone = decide([chunk("a"), early], state("a"))
-    assert (alone.mode, alone.order) == (Mode.MERGED, ("chunk-a",))
-    both = decide([chunk("a"), late], state("a"))
-    assert (both.mode, both.order) == (Mode.MIXED, ("chunk-a", "chunk-b"))
-
-
 def test_starving_prompts_run_by_wait_within_the_batch_size() -> None:
     late = [Candidate(f"r{i}", "b", THETA_S + i, 1536, head=True, waited_s=THETA_S + i) for i in range(1, 41)]
     chosen = decide([*decoding("a", 8), *late], state("a")).order
@@ -98,20 +124,6 @@ def test_a_prompt_does_not_delay_its_half() -> None:
     chosen = decide([*decoding("a", 16), prompt, *decoding("b", 15)], state("a", dear))
     assert (chosen.mode, chosen.merged_adapter) == (Mode.MERGED, "a")
     assert "prompt" in chosen.order and len(chosen.order) == 17
-
-
-def test_an_adapter_is_read_once_for_all_its_requests() -> None:
-    """Ten requests use the available adapter a: mixed mode saves ten lanes for two more, but a is still read."""
-    ready = [*decoding("a", 10), *decoding("b", 1), *decoding("c", 1)]
-    lanes, reads = COSTS._replace(short_lane=512), COSTS._replace(lane_s=0.0, adapter_s=0.01, short_lane=512)
-    assert decide(ready, state("a", lanes)).mode is Mode.MIXED
-    assert decide(ready, state("a", reads)).mode is Mode.UNMERGED
-
-
-def test_a_long_prompt_reads_its_adapter_in_every_step() -> None:
-    """Three reads cost more than a merge, so the adapter is merged in the first step."""
-    reads = COSTS._replace(long_lane_s=0.0, long_adapter_s=0.1)
-    assert decide([chunk("a")], state("b", reads)).merged_adapter == "a"
 
 
 def test_decoding_requests_are_not_split() -> None:

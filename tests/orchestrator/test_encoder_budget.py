@@ -18,43 +18,31 @@ def shown(name: str, num_tokens: int, content: str | None = None, adapter: str |
     return make_request(name, adapter, prompt=prompt, images=[(content or name, num_tokens)], max_tokens=3)
 
 
-class Queue:
-    """Two requests with images of five tokens, where one may be held ahead; the first image is being encoded."""
+@pytest.mark.parametrize("preempted", [False, True])
+def test_embeddings_of_waiting_requests_block_others_beyond_the_limit(preempted: bool) -> None:
+    """One of two images of five tokens may be held ahead. Embeddings of a preempted request do not count: it started
+    from the prefix cache while its image was encoded, and was preempted before the call ended."""
+    queue = EncodeQueue({"image": IMAGE_TOKEN}, lambda key: False, 1)
+    first, second = (TrackedRequest(shown(name, 5), 0.0, None) for name in ("first", "second"))
+    for tracked in (first, second):
+        queue.add(tracked, None)
+        tracked.enter(0.0)
 
-    def __init__(self) -> None:
-        self.queue = EncodeQueue({"image": IMAGE_TOKEN}, lambda key: False, 1)
-        self.first, self.second = (TrackedRequest(shown(name, 5), 0.0, None) for name in ("first", "second"))
-        for tracked in (self.first, self.second):
-            self.queue.add(tracked, None)
-            tracked.enter(0.0)
-        encode = self.choose(self.first, self.second)
-        assert encode is not None and encode.items == (("first", 0),)
-        self.encode = encode
+    def choose(*waiting: TrackedRequest) -> Encode | None:
+        return queue.choose(waiting, frozenset(), 1.0, alone=True)
 
-    def choose(self, *waiting: TrackedRequest) -> Encode | None:
-        return self.queue.choose(waiting, frozenset(), 1.0, alone=True)
-
-    def record(self) -> None:
-        self.queue.record(self.encode, Encoded(num_patches=20, seconds=0.1, done=True))
-
-
-def test_embeddings_of_waiting_requests_block_others_beyond_the_limit() -> None:
-    queue = Queue()
-    queue.record()
-    assert queue.queue.is_ready(queue.first) and queue.choose(queue.second) is None
-    queue.queue.mark_started(queue.first, 0)
-    assert queue.choose(queue.second) is not None
-
-
-def test_embeddings_of_preempted_requests_block_no_others() -> None:
-    """The request starts from the prefix cache while its image is encoded, and is preempted before the call ends."""
-    queue = Queue()
-    queue.queue.mark_started(queue.first, 6)
-    queue.first.status = RequestStatus.RUNNING
-    queue.first.preempt()
-    queue.first.entered = False
-    queue.record()
-    assert queue.choose(queue.second) is not None
+    encode = choose(first, second)
+    assert encode is not None and encode.items == (("first", 0),)
+    if preempted:
+        queue.mark_started(first, 6)
+        first.status = RequestStatus.RUNNING
+        first.preempt()
+        first.entered = False
+    queue.record(encode, Encoded(num_patches=20, seconds=0.1, done=True))
+    if not preempted:
+        assert queue.is_ready(first) and choose(second) is None
+        queue.mark_started(first, 0)
+    assert choose(second) is not None
 
 
 def test_an_adapter_stays_resident_while_its_images_are_encoded() -> None:
@@ -102,32 +90,26 @@ def test_a_broken_image_fails_its_own_request_alone() -> None:
     assert simulation.tokens("r1") == expected_tokens(simulation.machine.requests["r1"])
 
 
-def test_cancelling_a_request_does_not_restart_its_shared_encoding() -> None:
-    """Two requests show the same large image, which is encoded over many steps beside the answer of a third."""
+@pytest.mark.parametrize("shared", [True, False])
+def test_encoding_continues_for_the_requests_that_are_left(shared: bool) -> None:
+    """A large image is encoded over many steps beside an answer; one of the requests that show it is cancelled."""
     simulation = warm()
     simulation.add(make_request("text", max_tokens=400))
     simulation.step()
-    simulation.add(shown("r1", 40, "same"), shown("r2", 40, "same"))
+    simulation.add(shown("r1", 40, "same"), *([shown("r2", 40, "same")] if shared else []))
     encode = encoding(simulation)
-    assert len(encode.items) == 2
+    assert len(encode.items) == 1 + shared
     simulation.cancel("r1")
+    if not shared:
+        simulation.add(shown("r2", 5))
+        assert encoding(simulation).items == (("r2", 0),)
+        return
     num_steps = 0
     while not simulation.outputs["r2"]:
         batch = simulation.step()
         assert batch is not None and (batch.encode is None or batch.encode.number == encode.number), "it is restarted"
         num_steps += batch.encode is not None
     assert num_steps > 1 and simulation.machine.num_encoded["same"] == 1
-
-
-def test_encoding_stops_when_its_last_request_is_cancelled() -> None:
-    simulation = warm()
-    simulation.add(make_request("text", max_tokens=40))
-    simulation.step()
-    simulation.add(shown("r1", 100))
-    encoding(simulation)
-    simulation.cancel("r1")
-    simulation.add(shown("r2", 5))
-    assert encoding(simulation).items == (("r2", 0),)
 
 
 def test_embeddings_held_ahead_of_need_are_limited() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -36,75 +38,79 @@ def test_the_expected_length_is_the_mean_of_answers_at_least_as_long() -> None:
 # -- the order of entry -----------------------------------------------------------------------------------------------
 
 
-def entries(admission: KvAdmission, tracked: list[TrackedRequest]) -> list[str]:
-    """The order of entry if the entered requests end before further ones may enter."""
-    order: list[str] = []
-    while len(admission):
-        entered = admission.admit(0.0, [t for t in tracked if t.request_id not in order], adapter_starves=False)
-        assert entered
-        order += [t.request_id for t in entered]
-        for t in entered:
-            admission.remove(t)
-    return order
+class Room:
+    """Requests that wait for eight blocks of four tokens. blocks_beside: of them, beside the adapters."""
 
+    def __init__(self, requests: list[Request], blocks_beside: int = 8) -> None:
+        self.blocks = WrittenBlocks(PageAllocator(8, 1), 4)
+        self.admission = KvAdmission(self.blocks, blocks_beside, ())
+        self.tracked = [TrackedRequest(request, 0.0, None) for request in requests]
+        for number, t in enumerate(self.tracked):
+            t.admit(number, 0.0)
+            self.admission.add(t)
 
-def waiting(requests: list[Request], blocks_beside: int = 8) -> tuple[KvAdmission, WrittenBlocks, list[TrackedRequest]]:
-    """The requests wait for a room of eight blocks of four tokens. blocks_beside: of them, beside the adapters."""
-    block_manager = WrittenBlocks(PageAllocator(8, 1), 4)
-    admission = KvAdmission(block_manager, blocks_beside, ())
-    tracked = [TrackedRequest(request, 0.0, None) for request in requests]
-    for number, t in enumerate(tracked):
-        t.admit(number, 0.0)
-        admission.add(t)
-    return admission, block_manager, tracked
+    def admit(self, *, adapter_starves: bool = False) -> list[str]:
+        return [t.request_id for t in self.admission.admit(0.0, self.tracked, adapter_starves=adapter_starves)]
+
+    def end(self, names: Iterable[str]) -> None:
+        for t in [t for t in self.tracked if t.request_id in names]:
+            self.admission.remove(t)
+            self.tracked.remove(t)
+
+    def order(self) -> list[str]:
+        """The order of entry if the entered requests end before further ones may enter."""
+        order: list[str] = []
+        while len(self.admission):
+            order += (entered := self.admit())
+            assert entered
+            self.end(entered)
+        return order
 
 
 def test_resumed_requests_enter_before_new_ones() -> None:
     """As preempted ones do; an answer that has begun must not stop for long."""
     requests = [make_request(f"new {number}", prompt=8, max_tokens=8, priority=5) for number in range(3)]
     resumed = msgspec.structs.replace(make_request("resumed", prompt=8, max_tokens=8), answered=(1, 2, 3))
-    admission, _, tracked = waiting([*requests, resumed])
-    assert entries(admission, tracked)[0] == "resumed"
-    assert [t.device_len for t in tracked] == [8, 8, 8, 11] and tracked[-1].num_sampled == 3
+    room = Room([*requests, resumed])
+    assert [t.device_len for t in room.tracked] == [8, 8, 8, 11] and room.tracked[-1].num_sampled == 3
+    assert room.order()[0] == "resumed"
 
 
 def test_small_requests_do_not_overtake_a_large_one() -> None:
-    admission, _, tracked = waiting(
-        [make_request("small", prompt=4), make_request("large", prompt=28), make_request("tiny", prompt=1)]
-    )
-    assert [t.request_id for t in admission.admit(0.0, tracked, adapter_starves=False)] == ["small"]
-    assert admission.blocks_short == 2, "large needs eight blocks beside the two of small"
-    assert admission.admit(0.0, tracked, adapter_starves=False) == ()
-    admission.remove(tracked[0])
-    left = tracked[1:]
-    assert [t.request_id for t in admission.admit(0.0, left, adapter_starves=False)] == ["large"]
+    room = Room([make_request(name, prompt=prompt) for name, prompt in (("small", 4), ("large", 28), ("tiny", 1))])
+    assert room.admit() == ["small"]
+    assert room.admission.blocks_short == 2, "large needs eight blocks beside the two of small"
+    assert room.admit() == []
+    room.end(["small"])
+    assert room.admit() == ["large"]
 
 
-def test_a_request_enters_if_others_end_before_it_needs_their_blocks() -> None:
-    """Room for eight blocks; the maximum lengths add up to eleven, but never at the same time."""
-    requests = [make_request(f"r{i}", prompt=4, max_tokens=5 + 8 * i) for i in range(3)]
-    admission, _, tracked = waiting(requests)
-    # When r0 ends, all have two blocks; when r1 ends, it and r2 have four each; r2 ends with six.
-    assert len(admission.admit(0.0, tracked, adapter_starves=False)) == 3
-
-
-def test_no_request_enters_the_adapters_part_while_an_adapter_starves() -> None:
-    admission, _, tracked = waiting([make_request(name, prompt=8, max_tokens=1) for name in "xyz"], blocks_beside=4)
-    assert len(admission.admit(0.0, tracked, adapter_starves=True)) == 2
-    assert len(admission.admit(0.0, tracked, adapter_starves=False)) == 1
+@pytest.mark.parametrize(
+    ("sizes", "blocks_beside", "starves", "number"),
+    [
+        # Maximum lengths add up to eleven blocks, but never at the same time: r0 ends when all have two blocks, r1 when
+        # it and r2 have four each, and r2 ends with six.
+        ([(4, 5), (4, 13), (4, 21)], 8, False, 3),
+        # No request enters the adapters' part while an adapter starves.
+        ([(8, 1)] * 3, 4, True, 2),
+        ([(8, 1)] * 3, 4, False, 3),
+    ],
+)
+def test_how_many_requests_enter(sizes: list[tuple[int, int]], blocks_beside: int, starves: bool, number: int) -> None:
+    requests = [make_request(f"r{i}", prompt=prompt, max_tokens=tokens) for i, (prompt, tokens) in enumerate(sizes)]
+    assert len(Room(requests, blocks_beside).admit(adapter_starves=starves)) == number
 
 
 def test_blocks_that_a_step_in_flight_keeps_count_as_room() -> None:
     """They are freed after the step. A refusal for lack of them would last until another request ends."""
-    requests = [make_request(name, prompt=prompt, max_tokens=1) for name, prompt in (("r", 4), ("x", 16), ("y", 16))]
-    admission, block_manager, tracked = waiting(requests)
-    assert len(admission.admit(0.0, tracked, adapter_starves=False)) == 2
+    room = Room([make_request(name, prompt=n, max_tokens=1) for name, n in (("r", 4), ("x", 16), ("y", 16))])
+    assert room.admit() == ["r", "x"]
     for name, prompt in (("r", 4), ("x", 16)):
-        assert block_manager.grow(name, prompt)
-    block_manager.keep_written(["x"])
-    block_manager.free("x")
-    admission.remove(tracked.pop(1))
-    assert [t.request_id for t in admission.admit(0.0, tracked, adapter_starves=False)] == ["y"]
+        assert room.blocks.grow(name, prompt)
+    room.blocks.keep_written(["x"])
+    room.blocks.free("x")
+    room.end(["x"])
+    assert room.admit() == ["y"]
 
 
 @settings(max_examples=scaled(200))
@@ -120,8 +126,7 @@ def test_the_nth_oldest_request_is_among_the_first_8n_to_enter(kinds: list[tuple
         make_request(f"r{i}", prompt=prompt, priority=priority, max_ttft_s=bound_s)
         for i, (prompt, priority, bound_s) in enumerate(kinds)
     ]
-    admission, _, tracked = waiting(requests)
-    order = entries(admission, tracked)
+    order = Room(requests).order()
     assert sorted(order) == sorted(request.request_id for request in requests)
     for number, request in enumerate(requests):
         assert order.index(request.request_id) < 8 * (number + 1)

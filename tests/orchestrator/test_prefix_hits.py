@@ -22,13 +22,14 @@ def preempted(batch: Batch | None) -> set[str]:
 
 
 def test_the_next_turn_computes_only_new_tokens() -> None:
-    simulation = sharing()
+    simulation = sharing(policy := Script())
     simulation.add(make_request("first", prompt=10, max_tokens=7))
     simulation.run()
     turn = (*range(1, 11), *simulation.tokens("first"), 30, 31)
     simulation.add(make_request("second", prompt=turn, max_tokens=1))
     # The first turn's KV covers 16 of its tokens: the last token of an answer is never computed.
     assert shares(simulation.step()) == {"second": (16, 19)}
+    assert [(c.new_tokens, c.cached_len) for c in policy.seen[-1][0]] == [(3, 16)], "policies see the tokens left"
     timings, stats = simulation.last("second").timings, simulation.stats
     assert timings is not None and (timings.num_prompt_tokens, timings.num_cached_tokens) == (19, 16)
     assert (stats.num_computed_tokens, stats.num_reused_tokens) == (10 + 3, 16)
@@ -68,14 +69,6 @@ def test_a_common_prefix_is_computed_once(
             simulation.clock.now += 20
         assert shares(simulation.step()) == expected
     assert simulation.stats.num_computed_tokens == common + 2 * number + (starve_after is not None)
-
-
-def test_policies_see_the_tokens_left_to_compute() -> None:
-    simulation = sharing(policy := Script())
-    for name in "ab":
-        simulation.add(make_request(name, prompt=18, max_tokens=1))
-        simulation.run()
-    assert [(c.new_tokens, c.cached_len) for ready, _ in policy.seen for c in ready] == [(18, 0), (2, 16)]
 
 
 def test_prefix_lookups_are_spread_over_steps_and_exact_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,9 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -26,7 +28,7 @@ from vlora.orchestrator.cost_model import FEATURE_SCALES
 from vlora.orchestrator.credits import Credits
 from vlora.orchestrator.encoder_budget import SHARE
 from vlora.orchestrator.request_state import TrackedRequest
-from vlora.types import Mode, Request, RequestStatus
+from vlora.types import Request, RequestStatus
 
 ADAPTERS = {"a": 2, "b": 5, "c": 3, "d": 4}
 Arrivals = list[tuple[float, Request]]
@@ -62,10 +64,10 @@ def machines(draw: st.DrawFn) -> CheckedReplicaConfig:
 
 
 @st.composite
-def loads(draw: st.DrawFn, *, max_prompt: int = 24, max_tokens: int = 8, bounded: bool = True) -> Arrivals:
+def loads(draw: st.DrawFn, *, max_prompt: int = 24, max_tokens: int = 8) -> Arrivals:
     """Requests of all kinds in sequence; prompts of a kind share a prefix, with one of two images or none."""
     arrivals: Arrivals = []
-    now = 0.0
+    now, bounded = 0.0, draw(st.booleans())
     for number in range(draw(st.integers(1, 14))):
         adapter = draw(st.sampled_from([None, *ADAPTERS]))
         length = draw(st.integers(1, max_prompt))
@@ -124,7 +126,19 @@ def assert_answered(simulation: CheckedReplica, request: Request) -> None:
         assert last.timings.steps_by_mode == {} and bounds, "only requests with a deadline may be refused"
 
 
-@settings(max_examples=scaled(100))
+def served(
+    machine: CheckedReplicaConfig,
+    arrivals: Arrivals,
+    policy: str,
+    failing: Mapping[str, int] | None = None,
+    cancels: Sequence[tuple[int, str]] = (),
+) -> CheckedReplica:
+    simulation = CheckedReplica(machine, policy=make_policy(policy), failing=failing)
+    simulation.run(arrivals, cancels=cancels)
+    return simulation
+
+
+@settings(max_examples=scaled(150))
 @given(
     machine=machines(),
     arrivals=loads(),
@@ -139,36 +153,28 @@ def test_every_request_ends_once_within_every_budget(
     cancels: list[tuple[int, str]],
     policy: str,
 ) -> None:
-    """The simulation checks batch limits and all page bookkeeping in every step; its runner checks KV contents."""
+    """The simulation checks batch limits and all page bookkeeping in every step; its machine checks KV contents.
+
+    The scheduler's shortcuts change no decision: a plain implementation makes the same.
+    """
     arrivals = admitted(machine, arrivals)
-    simulation = CheckedReplica(machine, policy=make_policy(policy), failing=failing)
-    simulation.run(arrivals, cancels=cancels)
+    simulation = served(machine, arrivals, policy, failing, cancels)
+    disturbed = failing.keys() | {name for _, name in cancels}
     for _, request in arrivals:
         assert_answered(simulation, request)
-    stats = simulation.scheduler.stats("simulated")
+        if request.max_latency_s is request.max_ttft_s is None and request.request_id not in disturbed:
+            assert simulation.end(request.request_id) in ("stop", "length", "head"), "memory pressure fails no request"
+    stats = simulation.stats
     assert stats.num_finished + stats.num_failed + stats.num_cancelled == len(arrivals)
     assert stats.num_waiting == stats.num_running == 0
     assert simulation.block_manager.holders == frozenset()
     assert stats.num_steps == len(simulation.log)
     assert sum(stats.steps_by_mode.values()) == sum(bool(step.batch.items) for step in simulation.log)
     took = {(item.request_id, step.batch.mode) for step in simulation.log for item in step.batch.items}
-    assert stats.requests_by_mode == {
-        mode.value: sum(m is mode for _, m in took) for mode in Mode if any(m is mode for _, m in took)
-    }
-
-
-@settings(max_examples=scaled(100))
-@given(machine=machines(), arrivals=loads(bounded=False), policy=every_policy)
-def test_memory_pressure_does_not_change_answers(
-    machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str
-) -> None:
-    arrivals = admitted(machine, arrivals)
-    simulation = CheckedReplica(machine, policy=make_policy(policy))
-    simulation.run(arrivals)
-    for _, request in arrivals:
-        last = simulation.outputs[request.request_id][-1]
-        assert last.finish_reason in ("stop", "length", "head")
-        assert_answered(simulation, request)
+    assert stats.requests_by_mode == Counter(mode.value for _, mode in took)
+    with plainly():
+        plain = served(machine, arrivals, policy, failing, cancels)
+    assert (simulation.log, simulation.outputs) == (plain.log, plain.outputs)
 
 
 # -- bounded waiting --------------------------------------------------------------------------------------------------
@@ -200,34 +206,21 @@ def longest_over_bound(simulation: CheckedReplica) -> float:
 
 
 @settings(max_examples=scaled(100))
-@given(machine=machines(), arrivals=loads(max_prompt=60, max_tokens=20), policy=every_bounded_policy)
-def test_waiting_is_bounded_with_long_prompts(machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str) -> None:
-    """With memory for all: for any token budget, long prompts ahead never keep a starving request from running."""
-    blocks = 14 * -(-80 // machine.block_size)
-    machine = dataclasses.replace(
-        machine, max_adapter_pages=16, num_pages=(-(-16 // machine.pages_per_block) + blocks) * machine.pages_per_block
-    )
-    simulation = all_resident(machine, policy)
-    simulation.run(arrivals)
-    assert simulation.scheduler.stats("simulated").num_preemptions == 0
-    assert longest_over_bound(simulation) <= 1e-9
-
-
-@settings(max_examples=scaled(100))
-@given(machine=machines(), arrivals=loads(), policy=every_bounded_policy)
-def test_waiting_is_bounded_under_preemption(machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str) -> None:
-    """Memory for only one full batch, and prompts that fit in a step: paused requests delay no others."""
-    longest = 24 + 8
-    blocks = machine.max_batch_size * -(-longest // machine.block_size)
+@given(machine=machines(), data=st.data(), policy=every_bounded_policy, roomy=st.booleans())
+def test_waiting_is_bounded(machine: CheckedReplicaConfig, data: st.DataObject, policy: str, roomy: bool) -> None:
+    """For long prompts with memory for all, and for prompts that fit in a step with memory for one full batch."""
+    longest, most = (60 + 20, 14) if roomy else (24 + 8, machine.max_batch_size)
+    blocks = most * -(-longest // machine.block_size)
     machine = dataclasses.replace(
         machine,
         max_adapter_pages=16,
         num_pages=(-(-16 // machine.pages_per_block) + blocks) * machine.pages_per_block,
-        max_step_tokens=machine.max_batch_size * longest,
+        max_step_tokens=machine.max_step_tokens if roomy else most * longest,
     )
     simulation = all_resident(machine, policy)
-    simulation.run(arrivals)
+    simulation.run(data.draw(loads(max_prompt=60, max_tokens=20) if roomy else loads()))
     assert longest_over_bound(simulation) <= 1e-9
+    assert not roomy or simulation.stats.num_preemptions == 0
 
 
 def crowd() -> tuple[CheckedReplicaConfig, Arrivals]:
@@ -239,25 +232,29 @@ def crowd() -> tuple[CheckedReplicaConfig, Arrivals]:
     return machine, [(0.0, make_request(f"r{i}", name, prompt=20, max_tokens=12)) for i, name in enumerate(names)]
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"merged_only"}))
-def test_the_waiting_bound_holds_while_requests_wait_for_kv(policy: str) -> None:
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_crowd_waits_for_kv_within_the_bound(policy: str) -> None:
+    """Merged only has no bound: the negative control of the measure."""
     machine, arrivals = crowd()
-    simulation = all_resident(machine, policy)
-    simulation.run(arrivals)
-    assert max(step.num_ready for step in simulation.log) <= 3
-    assert longest_over_bound(simulation) <= 1e-9
+
+    def run() -> CheckedReplica:
+        if policy == "merged_only":
+            return served(machine, arrivals, policy)
+        simulation = all_resident(machine, policy)
+        simulation.run(arrivals)
+        return simulation
+
+    simulation = run()
+    assert (longest_over_bound(simulation) > 1e-9) == (policy == "merged_only")
+    assert policy == "merged_only" or max(step.num_ready for step in simulation.log) <= 3
     for _, request in arrivals:
         assert_answered(simulation, request)
+    with plainly():
+        plain = run()
+    assert (simulation.log, simulation.outputs) == (plain.log, plain.outputs)
 
 
-def test_the_measure_detects_a_policy_without_a_bound() -> None:
-    machine, arrivals = crowd()
-    simulation = CheckedReplica(machine, policy=make_policy("merged_only"))
-    simulation.run(arrivals)
-    assert longest_over_bound(simulation) > 0
-
-
-# -- shortcuts of the scheduler change no decision: it matches a plain implementation ---------------------------------
+# -- a plain implementation, without the scheduler's shortcuts --------------------------------------------------------
 
 
 class PlainCostModel(CostModel):
@@ -358,36 +355,15 @@ def plain_share_tokens(order: Sequence[TrackedRequest], starving: Set[str], max_
     return shares
 
 
-def decided(machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str) -> str:
-    """Every step with its times, and every answer, as text."""
-    simulation = CheckedReplica(machine, policy=make_policy(policy))
-    simulation.run(arrivals)
-    return repr(simulation.log) + repr(simulation.outputs)
-
-
-def decided_plainly(machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str) -> str:
+@contextmanager
+def plainly() -> Iterator[None]:
     with (
         mock.patch.object(scheduler, "Credits", PlainCredits),
         mock.patch.object(scheduler, "MemoryDemand", PlainMemoryDemand),
         mock.patch.object(checked_replica, "CostModel", PlainCostModel),
         mock.patch.object(budgets, "share_tokens", plain_share_tokens),
     ):
-        return decided(machine, arrivals, policy)
-
-
-@settings(max_examples=scaled(60))
-@given(machine=machines(), arrivals=loads(), policy=every_policy)
-def test_decisions_equal_the_plain_implementation(
-    machine: CheckedReplicaConfig, arrivals: Arrivals, policy: str
-) -> None:
-    arrivals = admitted(machine, arrivals)
-    assert decided(machine, arrivals, policy) == decided_plainly(machine, arrivals, policy)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_decisions_equal_the_plain_ones_under_memory_pressure(policy: str) -> None:
-    machine, arrivals = crowd()
-    assert decided(machine, arrivals, policy) == decided_plainly(machine, arrivals, policy)
+        yield
 
 
 # -- determinism ------------------------------------------------------------------------------------------------------
@@ -395,13 +371,9 @@ def test_decisions_equal_the_plain_ones_under_memory_pressure(policy: str) -> No
 
 def digest() -> str:
     """All events of the same load under every policy, as text."""
-    events = []
-    for policy in sorted(POLICIES):
-        machine, arrivals = crowd()
-        simulation = CheckedReplica(machine, policy=make_policy(policy), failing={"r3": 2})
-        simulation.run(arrivals, cancels=[(9, "r7")])
-        events.append(repr(simulation.log) + repr(simulation.outputs))
-    return "".join(events)
+    machine, arrivals = crowd()
+    runs = [served(machine, arrivals, policy, {"r3": 2}, [(9, "r7")]) for policy in sorted(POLICIES)]
+    return "".join(repr(run.log) + repr(run.outputs) for run in runs)
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from typing import Any
 
 import msgspec
 import pytest
@@ -54,22 +55,28 @@ def test_the_tokens_of_a_step(
 # -- ends of requests -------------------------------------------------------------------------------------------------
 
 
-def test_a_head_answers_in_one_pass_over_the_prompt() -> None:
-    simulation = box()
-    simulation.add(make_request("h", "a", head="kind", prompt=9, max_tokens=50))
-    simulation.run()
-    (output,) = simulation.outputs["h"]
-    assert output.finish_reason == "head" and output.head is not None and output.head.label == "yes"
-    assert len(simulation.log) == 1
+ENDS_SECOND = next(f"r{i}" for i in range(1000) if sampled_token(f"r{i}", 1) == EOS)
 
 
-@pytest.mark.parametrize(("ignore_eos", "reason", "number"), [(False, "stop", 2), (True, "length", 5)])
-def test_an_end_token_stops_a_request_unless_it_ignores_it(ignore_eos: bool, reason: str, number: int) -> None:
-    name = next(f"r{i}" for i in range(1000) if sampled_token(f"r{i}", 1) == EOS)
+@pytest.mark.parametrize(
+    ("settings", "end", "num_tokens"),
+    [
+        ({"head": "kind", "prompt": 9, "max_tokens": 50}, "head", 0),
+        ({"max_tokens": 5, "ignore_eos": False}, "stop", 2),
+        ({"max_tokens": 5}, "length", 5),
+        # A late answer is an error; its tokens are returned.
+        ({"max_tokens": 3, "max_latency_s": 2.5}, "deadline_missed", 3),
+        ({"max_tokens": 3, "max_latency_s": 3.5}, "length", 3),
+        ({"head": "kind", "max_latency_s": 0.9}, "deadline_missed", 0),
+        ({"head": "kind", "max_latency_s": 1.5}, "head", 0),
+    ],
+)
+def test_the_end_of_a_request(settings: dict[str, Any], end: str, num_tokens: int) -> None:
     simulation = box()
-    simulation.add(make_request(name, max_tokens=5, ignore_eos=ignore_eos))
+    simulation.add(make_request(ENDS_SECOND, "a", **settings))
     simulation.run()
-    assert simulation.end(name) == reason and len(simulation.tokens(name)) == number
+    assert simulation.end(ENDS_SECOND) == end and (simulation.last(ENDS_SECOND).head is not None) == (end == "head")
+    assert len(simulation.tokens(ENDS_SECOND)) == num_tokens and len(simulation.log) == max(1, num_tokens)
 
 
 def test_an_error_fails_only_its_own_request() -> None:
@@ -89,25 +96,17 @@ def test_an_error_fails_only_its_own_request() -> None:
 
 def test_cancelling_frees_memory_and_returns_one_output() -> None:
     simulation = box()
-    simulation.add(make_request("x", "a", prompt=9))
-    simulation.step()
-    assert simulation.block_manager.holders == {"x"}
-    output = simulation.scheduler.cancel("x")
+    scheduler = simulation.scheduler
+    simulation.add(make_request("x"), make_request("y"))
+    batch = scheduler.schedule(NOTHING)
+    assert batch is not None and simulation.block_manager.holders == {"x", "y"}
+    result = simulation.machine.run(batch)
+    output = scheduler.cancel("x")
     assert output is not None and output.finish_reason == "cancelled"
     assert output.error is not None and output.error.code == "aborted"
-    assert simulation.block_manager.holders == frozenset() and not simulation.scheduler.has_work
-    assert simulation.scheduler.cancel("x") is None
-    assert simulation.scheduler.fail("x", ErrorValue("error", "late")) is None
-
-
-def test_cancelling_during_a_step_leaves_no_state() -> None:
-    simulation = box()
-    simulation.add(make_request("x"), make_request("y"))
-    batch = simulation.scheduler.schedule(NOTHING)
-    assert batch is not None
-    result = simulation.machine.run(batch)
-    assert simulation.scheduler.cancel("x") is not None
-    assert [output.request_id for output in simulation.scheduler.record(batch, result)] == ["y"]
+    assert scheduler.cancel("x") is None and scheduler.fail("x", ErrorValue("error", "late")) is None
+    assert [output.request_id for output in scheduler.record(batch, result)] == ["y"], "cancelled within the step"
+    assert simulation.block_manager.holders == {"y"}
     simulation.check_integrity()
 
 
@@ -168,19 +167,6 @@ def test_a_request_that_waits_past_its_deadline_fails() -> None:
     assert timings is not None and timings.latency_s == timings.queue_s == 3.0
 
 
-@pytest.mark.parametrize(
-    ("head", "bound", "end"),
-    [(None, 2.5, "deadline_missed"), (None, 3.5, "length"), ("h", 0.9, "deadline_missed"), ("h", 1.5, "head")],
-)
-def test_a_late_answer_is_an_error(head: str | None, bound: float, end: str) -> None:
-    """The tokens are returned, but the request did not finish."""
-    simulation = box()
-    simulation.add(make_request("r", "a" if head else None, head=head, max_tokens=3, max_latency_s=bound))
-    simulation.run()
-    assert simulation.end("r") == end and (simulation.last("r").head is not None) == (end == "head")
-    assert len(simulation.tokens("r")) == (0 if head else 3)
-
-
 def test_ended_requests_are_released_before_their_deadline() -> None:
     def num_held() -> int:
         gc.collect()
@@ -219,22 +205,15 @@ def test_a_request_too_long_for_memory_is_refused() -> None:
 # -- adapters ---------------------------------------------------------------------------------------------------------
 
 
-def test_only_requests_with_a_resident_adapter_run() -> None:
-    simulation = box()
-    simulation.add(make_request("x", "a"), make_request("base"))
-    assert list(shares(simulation.step_with())) == ["base"]
-    assert simulation.scheduler.demand.adapters_by_credit() == ("a",)
-    assert simulation.scheduler.demand.adapters_in_use() == frozenset()
-
-
 def test_adapters_are_ordered_by_the_credit_of_their_requests() -> None:
     simulation = box()
     demand = simulation.scheduler.demand
-    for name, adapter in (("x", "b"), ("y", "a")):
+    for name, adapter in (("x", "b"), ("y", "a"), ("base", None)):
         simulation.add(make_request(name, adapter))
         simulation.scheduler.admit(frozenset())
         simulation.clock.now += 1.0
-    assert demand.adapters_by_credit() == ("b", "a")
+    assert list(shares(simulation.step_with())) == ["base"], "only requests with a resident adapter run"
+    assert demand.adapters_by_credit() == ("b", "a") and demand.adapters_in_use() == frozenset()
     simulation.step_with("b")
     assert demand.adapters_by_credit() == ("a", "b"), "x has just run"
     assert demand.adapters_in_use() == {"b"}
@@ -374,42 +353,18 @@ def test_a_request_counts_once_per_mode() -> None:
     assert timings is not None and timings.steps_by_mode == {"merged": 3}
 
 
-def test_timings_start_at_arrival() -> None:
+def test_timings_start_at_arrival_and_requests_are_counted_by_state() -> None:
     simulation = box(Script("x", "y"))
     simulation.add(make_request("x", max_tokens=9), make_request("y", prompt=5, max_tokens=2))
-    for _ in range(3):
-        simulation.step()
+    simulation.step()
+    stats = simulation.stats
+    assert (stats.num_waiting, stats.num_running, stats.total_blocks - stats.free_blocks) == (1, 1, 1)
+    simulation.step()
+    simulation.step()
     timings = simulation.last("y").timings
     assert timings is not None
     assert (timings.queue_s, timings.ttft_s, timings.latency_s) == (1.0, 2.0, 3.0)
     assert (timings.num_prompt_tokens, timings.num_completion_tokens) == (5, 2)
-
-
-def test_waiting_and_running_requests_are_counted() -> None:
-    simulation = box(max_batch_size=2)
-    simulation.add(*(make_request(f"r{i}") for i in range(5)))
-    simulation.step()
-    stats = simulation.stats
-    assert (stats.num_waiting, stats.num_running, stats.total_blocks - stats.free_blocks) == (3, 2, 2)
-
-
-def test_credit_is_wait_plus_next_step_plus_switch() -> None:
-    simulation = box(Merging())
-    simulation.add(make_request("w", "a", max_tokens=5))
-    simulation.step()
-    assert simulation.policy.credits == {"w": 0.0}, "no costs are known yet"
-    simulation.run()
-    for name, adapter in (("x", "a"), ("y", "b"), ("z", None)):
-        simulation.add(make_request(name, adapter, max_tokens=50))
-    for _ in range(6):
-        simulation.step()
-    credits = simulation.policy.credits
-    assert credits["x"] == pytest.approx(1.0, rel=0.02), "it has just run, and steps take a second"
-    assert credits["y"] - credits["x"] == pytest.approx(0.5, abs=0.02), "a merge takes half a second"
-    assert credits["z"] - credits["x"] == pytest.approx(0.5, abs=0.02), "W0 is not in place either"
-    simulation.clock.now += 3.0
-    simulation.step()
-    assert simulation.policy.credits["x"] == pytest.approx(4.0, rel=0.02)
 
 
 def test_the_cost_model_observes_the_contents_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,22 +378,6 @@ def test_the_cost_model_observes_the_contents_of_each_step(monkeypatch: pytest.M
     assert samples == [(StepSize(10, (5, 5 + 2), 0), 1.0), (StepSize(3, (1, 1 + 1), 10), 1.0)]
 
 
-@pytest.mark.parametrize("num_requests", [2, 4, 16])
-def test_theta_grows_with_the_number_of_ready_requests(num_requests: int) -> None:
-    """Steps of 0.2 s, theta 0.1 s: theta is at least two of them, and one that waits for its turn does not starve."""
-    simulation = box(theta_s=0.1, max_batch_size=4, costs=Costs(base_s=0.2))
-    simulation.add(*(make_request(f"r{i}", "ab"[i % 2], max_tokens=50) for i in range(num_requests)))
-    num_starving = num_ready = 0
-    for step in range(40):
-        simulation.step()
-        if step > 1 and simulation.policy.credits:  # step times are unknown before a step of each kind
-            theta_s, credits = simulation.policy.theta_s, simulation.policy.credits.values()
-            assert theta_s >= (1 + math.ceil(len(credits) / 4)) * 0.2 * 0.99
-            num_starving += sum(credit > theta_s for credit in credits)
-            num_ready += len(credits)
-    assert num_starving <= 0.3 * num_ready
-
-
 # -- adapters and KV share one memory ---------------------------------------------------------------------------------
 
 
@@ -450,26 +389,29 @@ def crowded(num_pages: int, adapters: str) -> CheckedReplica:
     return simulation
 
 
-def test_unneeded_adapters_are_evicted_before_requests_are_preempted() -> None:
-    """The needed one was loaded first, and is the most recently used one."""
-    simulation = crowded(12, "ucw")
-    simulation.add(*(make_request(name, "u", prompt=8, max_tokens=8) for name in ("r1", "r2")))
+@pytest.mark.parametrize(
+    ("num_pages", "adapters", "users", "left", "kept", "last"),
+    [
+        # The least recently used one of those that are not needed; requests renew their adapter.
+        (12, "ucw", "uu", {"w", "u"}, frozenset(), {"u"}),
+        # Needed and merged ones are not evicted: the requests run one after the other.
+        (8, "ab", "ab", {"a", "b"}, {"a"}, {"a"}),
+    ],
+)
+def test_unneeded_adapters_are_evicted_before_requests_are_preempted(
+    num_pages: int, adapters: str, users: str, left: set[str], kept: Set[str], last: set[str]
+) -> None:
+    """Adapters of two pages, one of the KV blocks' size, in memory from the start."""
+    simulation = box(num_pages=num_pages, max_adapter_pages=2 * len(adapters), adapters=dict.fromkeys(adapters, 2))
+    for name in adapters:
+        simulation.adapter_cache.allocate(name, 2)
+    simulation.add(*(make_request(f"r{i}", name, prompt=8, max_tokens=8) for i, name in enumerate(users)))
     simulation.run()
-    assert simulation.stats.num_preemptions == 0
-    assert simulation.adapter_cache.resident == {"w", "u"}, "only the least recently used one"
-    simulation.adapter_cache.evict_for_blocks(1, kept=frozenset())
-    assert simulation.adapter_cache.resident == {"u"}, "requests renew their adapter"
-
-
-def test_needed_and_merged_adapters_are_not_evicted() -> None:
-    simulation = crowded(8, "ab")
-    simulation.add(*(make_request(f"r{name}", name, prompt=8, max_tokens=8) for name in "ab"))
-    simulation.run()
-    assert simulation.stats.num_preemptions == 0
-    assert [len(step.batch.items) for step in simulation.log] == [1] * 16, "one after the other"
-    assert simulation.adapter_cache.resident == {"a", "b"}
-    simulation.adapter_cache.evict_for_blocks(8, kept={"a"})
-    assert simulation.adapter_cache.resident == {"a"}
+    assert simulation.stats.num_preemptions == 0 and simulation.adapter_cache.resident == left
+    if users == "ab":
+        assert [len(step.batch.items) for step in simulation.log] == [1] * 16
+    simulation.adapter_cache.evict_for_blocks(len(last), kept=kept)
+    assert simulation.adapter_cache.resident == last
 
 
 # -- more adapters than memory holds: each stays for a quantum --------------------------------------------------------

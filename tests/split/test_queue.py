@@ -64,55 +64,50 @@ def pass_layers(calls: CallQueue[str], client: str, layers: int, *, rows: int = 
         calls.computed(batch, SHORT_S if rows < 8 else LONG_S, now)
 
 
-def test_calls_of_one_layer_are_computed_together() -> None:
-    calls = queue()
-    for client in "abc":
-        calls.add(Call(client, "layer 1" if client != "c" else "layer 2", 4, 0.0))
-    assert keys(calls.next(0.0)) == ["a", "b"]
-    assert keys(calls.next(0.0)) == ["c"]
-    assert calls.next(0.0) == () and calls.wait_s(0.0) is None
-
-
-def test_calls_of_many_rows_are_computed_alone() -> None:
+def test_which_calls_are_computed_together() -> None:
+    """Those of one layer, unless they have many rows. A client that leaves takes its call with it."""
     calls = queue(join_rows=8)
+    for client, layer, rows in (("a", 1, 8), ("b", 1, 4), ("c", 2, 4)):
+        calls.add(Call(client, layer, rows, 0.0))
+    assert [keys(calls.next(0.0)) for _ in range(2)] == [["a", "b"], ["c"]]
+    assert calls.next(0.0) == () and calls.wait_s(0.0) is None
     for client, rows in (("a", 8), ("b", 9), ("c", 1)):
         calls.add(Call(client, 0, rows, 0.0))
     assert sorted(map(keys, iter(lambda: calls.next(0.0), ()))) == [["a", "c"], ["b"], ["b"]]
-
-
-def test_a_client_ahead_waits_for_one_behind() -> None:
-    calls = apart()
-    pass_layers(calls, "a", 9, now=1.0)
-    calls.add(Call("b", 8, 1, 1.0))
-    assert keys(calls.next(1.0)) == ["b"]  # it is behind, and does not wait
-    calls.computed([Call("b", 8, 1, 1.0)], SHORT_S, 1.0)
-    calls.add(Call("a", 9, 1, 1.0))
-    assert calls.next(1.0) == () and calls.wait_s(1.0) == pytest.approx(2 * SHORT_S)
-    calls.add(Call("b", 9, 1, 1.0005))
-    assert keys(calls.next(1.0005)) == ["a", "b"]
+    calls.add(Call("a", 0, 1, 0.0))
+    calls.leave("a")
+    assert not len(calls) and calls.next(0.0) == ()
 
 
 @pytest.mark.parametrize(
-    ("settings", "wait_s"), [({}, 2 * SHORT_S), ({"max_wait_s": 0.0}, 0.0), ({"max_wait_s": 0.0005}, 0.0005)]
+    ("ours", "theirs", "max_wait_s", "wait_s"),
+    [
+        (1, 1, 0.01, 2 * SHORT_S),
+        (1, 1, 0.0, 0.0),
+        (1, 1, 0.0005, 0.0005),
+        # Large requests wait longer, and small ones not for much larger ones.
+        (32, 32, 1.0, 2 * LONG_S),
+        (1, 4, 1.0, 2 * SHORT_S),
+        (1, 5, 1.0, 0.0),
+        (32, 1, 1.0, 2 * LONG_S),
+    ],
 )
-def test_a_wait_is_bounded_and_ends_when_nobody_comes(settings: dict[str, Any], wait_s: float) -> None:
-    calls = apart(**settings)
-    calls.add(Call("a", 9, 1, 0.0))
-    assert calls.wait_s(0.0) == pytest.approx(wait_s)
-    assert not wait_s or calls.next(0.95 * wait_s) == ()
-    assert keys(calls.next(1.05 * wait_s)) == ["a"]
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "wait_s"),
-    [(1, 1, 2 * SHORT_S), (32, 32, 2 * LONG_S), (1, 4, 2 * SHORT_S), (1, 5, 0), (32, 1, 2 * LONG_S)],
-)
-def test_large_requests_wait_longer_and_small_ones_not_for_much_larger_ones(
-    ours: int, theirs: int, wait_s: float
-) -> None:
-    calls = apart(ours, theirs, max_wait_s=1.0)
-    calls.add(Call("a", 9, ours, 0.0))
-    assert calls.wait_s(0.0) == pytest.approx(wait_s)
+def test_a_client_ahead_waits_for_one_behind(ours: int, theirs: int, max_wait_s: float, wait_s: float) -> None:
+    """The wait is bounded, and ends when the other one comes or does not come."""
+    for comes in (True, False):
+        calls = apart(ours, theirs, max_wait_s=max_wait_s)
+        pass_layers(calls, "a", 9, rows=ours)
+        calls.add(Call("b", 8, theirs, 0.0))
+        assert keys(calls.next(0.0)) == ["b"], "it is behind, and does not wait"
+        calls.computed([Call("b", 8, theirs, 0.0)], SHORT_S if theirs < 8 else LONG_S, 0.0)
+        calls.add(Call("a", 9, ours, 0.0))
+        assert calls.wait_s(0.0) == pytest.approx(wait_s)
+        if wait_s:
+            assert calls.next(0.95 * wait_s) == ()
+            if comes:
+                calls.add(Call("b", 9, theirs, 0.0))
+        together = ["a", "b"] if comes and wait_s else ["a"]
+        assert keys(calls.next(0.95 * wait_s if comes else 1.05 * wait_s)) == together
 
 
 def test_an_idle_client_and_one_that_left_are_not_waited_for() -> None:
@@ -122,13 +117,6 @@ def test_an_idle_client_and_one_that_left_are_not_waited_for() -> None:
             calls.leave("b")
         calls.add(Call("a", 9, 1, now))
         assert keys(calls.next(now)) == ["a"]
-
-
-def test_a_client_that_leaves_takes_its_call_with_it() -> None:
-    calls = queue()
-    calls.add(Call("a", 0, 1, 0.0))
-    calls.leave("a")
-    assert not len(calls) and calls.next(0.0) == ()
 
 
 def test_clients_with_fewer_rows_come_first() -> None:
@@ -146,35 +134,25 @@ def test_clients_with_fewer_rows_come_first() -> None:
     assert calls.rows_served == {"a": 64 * order.count("a"), "b": order.count("b"), "c": 0}
 
 
-def test_a_late_client_gets_no_credit_for_its_absence() -> None:
+def test_a_client_gets_no_credit_for_its_absence_or_idle_time() -> None:
     calls = queue()
     for step in range(100):
         calls.add(Call("a", 0, 64, float(step)))
         calls.next(float(step))
     calls.join("late")
-    calls.add(Call("a", 0, 64, 100.0))
-    calls.add(Call("late", 1, 64, 100.0))
+    order = []
+    for client in ("a", "b", "late"):
+        calls.add(Call(client, client, 64, 100.0))
+    for _ in range(12):
+        (call,) = calls.next(100.0)
+        order.append(call.client)
+        calls.add(dataclasses.replace(call, first=0))
+    assert order.count("a") == order.count("b") == 4, "b was idle"
     calls.leave("c")
     calls.leave("b")
     calls.join("later")
-    calls.add(Call("later", 2, 64, 100.0))
-    served = [calls.next(100.0)[0].client for _ in range(3)]
-    assert served.index("later") > 0  # b and c had not been served, so "late" starts like them
-
-
-def test_a_client_that_returns_gets_no_credit_for_its_idle_time() -> None:
-    calls = queue()
-    for step in range(40):
-        calls.add(Call("a", 0, 64, float(step)))
-        calls.next(float(step))
-    calls.add(Call("a", 0, 64, 40.0))
-    calls.add(Call("b", 1, 64, 40.0))
-    served = []
-    for _ in range(8):
-        (call,) = calls.next(40.0)
-        served.append(call.client)
-        calls.add(dataclasses.replace(call, first=0))
-    assert served.count("a") == served.count("b") == 4
+    calls.add(Call("later", "later", 64, 100.0))
+    assert "later" in [calls.next(100.0)[0].client for _ in range(3)]
 
 
 def test_a_client_that_used_much_is_not_stopped_for_long() -> None:
@@ -208,22 +186,17 @@ class Simulated(NamedTuple):
         rows: Of its calls.
         own_s: Its own work between an answer and its next call.
         trains: Each second pass is backward, and so is the first: before that, the queue takes it for inference.
-        prompt: Rows of the calls of its first pass, and of each 17th one.
     """
 
     rows: int
     own_s: float
     trains: bool = False
-    prompt: int = 0
 
     def call(self, number: int, done: int, now: float) -> Call[int]:
         """Its call after as many as are done."""
         at, layer = divmod(done, LAYERS)
         backward = self.trains and at % 2 == 0
-        return Call(number, (backward, layer), self.rows_of(done), now, backward=backward)
-
-    def rows_of(self, done: int) -> int:
-        return self.prompt if self.prompt and done // LAYERS % 17 == 0 else self.rows
+        return Call(number, (backward, layer), self.rows, now, backward=backward)
 
 
 DECODER, TRAINER = Simulated(DECODE_ROWS, 0.001), Simulated(TRAIN_ROWS, 0.002, trains=True)
@@ -255,9 +228,6 @@ class Simulation(NamedTuple):
 
     def mean_s(self, clients: slice) -> float:
         return statistics.fmean(took for each in self.passes[clients] for took in each[3:])
-
-    def rows_served(self, clients: Sequence[Simulated]) -> int:
-        return sum(client.rows * len(each) for client, each in zip(clients, self.passes, strict=True))
 
 
 def simulate(
@@ -298,7 +268,7 @@ def simulate(
         for call in batch:
             assert call.first == computed[call.client], "each row is computed once"
             computed[call.client] += call.rows
-            if computed[call.client] == clients[call.client].rows_of(done[call.client]):
+            if computed[call.client] == clients[call.client].rows:
                 computed[call.client] = 0
                 done[call.client] += 1
                 heapq.heappush(arrivals, (now + clients[call.client].own_s * pace(), call.client))
@@ -321,22 +291,6 @@ def test_decoders_that_start_apart_come_to_travel_together() -> None:
     assert patient.together > 3.5
     assert without.together < 2.5, "they travel together without waiting: the test shows nothing"
     assert patient.mean_s(slice(4)) < 0.75 * without.mean_s(slice(4))
-
-
-def test_trainings_slow_decoding_by_at_most_their_share_of_the_clients() -> None:
-    eight = simulate(CallQueue(), [DECODER] * 8, 20).mean_s(slice(8))
-    six = simulate(CallQueue(), [DECODER] * 6, 20).mean_s(slice(6))
-    clients = [DECODER] * 6 + [TRAINER] * 2
-    mixed = simulate(CallQueue(), clients, 60)
-    assert mixed.mean_s(slice(6)) <= 8 / 6 * six
-    whole = simulate(WholeCallQueue(), clients, 60)
-    assert whole.mean_s(slice(6)) > 2 * 8 / 6 * six, "whole calls do not slow decoding: the test shows nothing"
-    # The trainings get on meanwhile, and more rows are served than by eight decoders.
-    alone = simulate(CallQueue(), [TRAINER], 20).mean_s(slice(1))
-    assert mixed.mean_s(slice(6, 8)) < 1.5 * 8 * alone
-    assert eight > six
-    decoders = simulate(CallQueue(), [DECODER] * 8, 60).rows_served([DECODER] * 8)
-    assert mixed.rows_served(clients) > 1.05 * decoders
 
 
 @settings(max_examples=scaled(15))
@@ -362,11 +316,11 @@ def test_the_slowdown_is_bounded_for_all_sizes(
     assert all(queue.rows_served[number] >= least for number in range(decoders, len(clients)))
 
 
-def test_prefills_have_no_pauses_beside_decoding_and_training() -> None:
-    clients = [DECODER._replace(prompt=TRAIN_ROWS), *[DECODER] * 5, TRAINER, TRAINER]
-    first_token_s = statistics.fmean(simulate(CallQueue(), clients, 60).passes[0][17::17])
-    # Alone it takes 12 times two pieces; with pauses for an equal share of the time, 8 times as long.
-    assert first_token_s < 4 * LAYERS * 2 * SLOW.took_s(64)
+def test_whole_calls_of_trainings_slow_decoding_down() -> None:
+    """The negative control."""
+    alone = simulate(CallQueue(), [DECODER] * 6, 20).mean_s(slice(6))
+    whole = simulate(WholeCallQueue(), [DECODER] * 6 + [TRAINER] * 2, 60)
+    assert whole.mean_s(slice(6)) > 2 * 8 / 6 * alone
 
 
 def test_a_client_that_infers_after_a_training_has_no_pauses() -> None:
@@ -433,13 +387,9 @@ def test_pieces_of_quick_products_are_larger() -> None:
 
 def test_a_pause_pays_for_the_calls_that_waited() -> None:
     for waiting, pause_s in ((0, 0.0), (1, 0.5 * 2 * 0.02), (2, 2 * 0.02)):
-        queue: CallQueue[str] = CallQueue()
-        decoders = ("b", "c")
-        for client in ("a", *decoders):
-            queue.join(client)
+        queue, decoders = joined(), ("b", "c")
         for client in decoders:
-            queue.add(Call(client, 0, 1, 0.0))
-            queue.computed(queue.next(0.0), 0.001, 0.0)
+            serve(queue, client)
         queue.add(Call("a", 0, 128, 0.0, backward=True))
         (piece,) = queue.next(0.0)
         queue.computed([piece], 0.02, 0.02)
