@@ -1,42 +1,49 @@
-"""Emulation of the library of grouped products on the CPU: the same functions with the same addresses as on the GPU."""
+"""Emulation of the library of grouped products on the CPU: the same functions with the same addresses as on the GPU.
+
+`problems.h`, which computes the addresses, is compiled for this machine; the products themselves are torch's.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
-import struct
+import os
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from atmm import cutlass
 from atmm.cutlass import TileKernels
 from atmm.cutlass.tiling import SPACE, Tile
 
-_PROBLEM = struct.Struct("8q")
+_WRAPPER = """
+#include "problems.h"
+extern "C" int point(const atmm::Problem* problems, int64_t count, char* buffer, char* x, int64_t x_stride,
+                     int64_t d_in, char* pool, char* hidden, char* y, int64_t y_stride, int64_t column, void*) {
+  const atmm::Layer layer{x, pool, hidden, y, d_in, x_stride, y_stride, column};
+  for (int64_t index = 0; index < count; ++index) atmm::point(problems, count, index, layer, buffer);
+  return 0;
+}
+"""
 
 
-def point(
-    problems: int, count: int, buffer: int, x: int, x_stride: int, d_in: int, pool: int, hidden: int,
-    y: int, y_stride: int, column: int, stream: int,
-) -> int:  # fmt: skip
-    """Python version of `point` in `problems.h`."""
-    for index in range(count):
-        token, num_tokens, rank, d_out, a, bt, y_column, start = _PROBLEM.unpack(
-            ctypes.string_at(problems + _PROBLEM.size * index, _PROBLEM.size)
-        )
-        values = hidden + 2 * start
-        inputs, outputs = x + 2 * token * x_stride, y + 2 * (token * y_stride + y_column - column)
-        shrink = (inputs, pool + 2 * a, values, x_stride, d_in, rank), (num_tokens, rank, d_in)
-        expand = (values, pool + 2 * bt, outputs, rank, d_out, y_stride), (num_tokens, d_out, rank)
-        for half, (addresses, sizes) in enumerate((shrink, expand)):
-            begin = buffer + 64 * count * half
-            for field, value in enumerate(addresses):
-                ctypes.c_int64.from_address(begin + 8 * (field * count + index)).value = value
-            for field, value in enumerate(sizes):
-                ctypes.c_int32.from_address(begin + 48 * count + 4 * (3 * index + field)).value = value
-    return 0
+@functools.cache
+def _compiled_point() -> Callable[..., int]:
+    """`point` of the header."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, made = Path(folder, "wrapper.cpp"), Path(folder, "wrapper.so")
+        source.write_text(_WRAPPER)
+        flags = ("-std=c++17", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{Path(cutlass.__file__).parent}")
+        subprocess.run([os.environ.get("CXX", "c++"), *flags, source, "-o", made], check=True)
+        function = ctypes.CDLL(str(made)).point
+    function.argtypes = (ctypes.c_int64,) * 12
+    return function
 
 
 class Product(NamedTuple):
@@ -75,7 +82,7 @@ class Emulated:
 
     def point(self, *arguments: int) -> int:
         self.calls.append("point")
-        return point(*arguments)
+        return _compiled_point()(*arguments)
 
     def _kernels_of(self, tile: Tile, dtype: torch.dtype) -> tuple[Callable[..., int], Callable[..., int]]:
         def shrink(buffer: int, count: int, num_tiles: int, stream: int) -> int:

@@ -17,17 +17,16 @@ import psutil
 import pytest
 import torch
 
-from atmm import Lane, SegmentPlan, cache, cpu
+from atmm import Lane, SegmentPlan, cache, cpu, merge
 from atmm.cpu.lanes import Compiled, Scattered
 from atmm.tuning import tables
 from tests.atmm import test_quantized as quantized
-from tests.atmm.cases import check_against_reference, make_group, make_input, segments
+from tests.atmm.cases import check_against_reference, make_group, make_input, needs_compiler, segments
 from tests.atmm.test_merge import rounded_as_torch_does
 from vlora import tune
 from vlora.errors import BadConfig
 
 ROOT = Path(__file__).parents[2]
-needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler here")
 
 
 @pytest.fixture
@@ -100,7 +99,7 @@ def test_processors_without_wide_vectors_agree_with_the_reference(
             assert check_against_reference(group, plan, x, outputs) > 1
             assert check_against_reference(group, plan, x.t().contiguous().t(), columns) > 1
             assert all(isinstance(strategy, Scattered) for strategy in plan.prepared.values())
-        rounded_as_torch_does()
+        rounded_as_torch_does(merge)
         built = cpu.library()
         assert built is not None and built.has_int8 is (older == "x86-64-v3")
         if built.has_int8:

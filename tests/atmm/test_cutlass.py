@@ -5,72 +5,43 @@ The products are emulated on the CPU with the same addresses; the CUTLASS kernel
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atmm import Lane, SegmentPlan, SiteGroup, add_delta, cutlass, dispatch
+from atmm import Lane, SegmentPlan, add_delta, cutlass, dispatch
 from atmm.batch_stats import BatchStats
 from atmm.cutlass import build, lanes
-from atmm.cutlass.lanes import legal, problems_of
+from atmm.cutlass.lanes import legal
 from atmm.cutlass.tiling import SPACE
-from atmm.layers import Layout
 from atmm.strategies.registry import Batched, known, served
 from atmm.tuning import search, tables
 from atmm.tuning.buckets import Bucket
-from tests.atmm import emulated
 from tests.atmm.cases import (
     KINDS,
     ROUNDINGS,
+    Batch,
+    batches,
     check_against_reference,
+    check_batch,
     check_group_against_reference,
-    lay_in_arena,
     make_group,
     make_input,
+    needs_compiler,
     segments,
+    stats_of,
 )
 from tests.atmm.emulated import Emulated
 from tests.example_counts import scaled
 
 NAME = SPACE[0].name
-HEADER = Path(cutlass.__file__).parent / "problems.h"
-WRAPPER = """
-#include "problems.h"
-extern "C" int point(const atmm::Problem* problems, int64_t count, char* buffer, char* x, int64_t x_stride,
-                     int64_t d_in, char* pool, char* hidden, char* y, int64_t y_stride, int64_t column, void*) {
-  const atmm::Layer layer{x, pool, hidden, y, d_in, x_stride, y_stride, column};
-  for (int64_t index = 0; index < count; ++index) atmm::point(problems, count, index, layer, buffer);
-  return 0;
-}
-"""
-
-
-@pytest.fixture(scope="module")
-def header(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
-    """`problems.h`, compiled for this machine."""
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
-        pytest.skip("no C++ compiler here")
-    folder = tmp_path_factory.mktemp("problems")
-    (folder / "wrapper.cpp").write_text(WRAPPER)
-    made = folder / "wrapper.so"
-    flags = ("-std=c++17", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{HEADER.parent}")
-    subprocess.run([compiler, *flags, folder / "wrapper.cpp", "-o", made], check=True)
-    function = ctypes.CDLL(str(made)).point
-    function.argtypes = (ctypes.c_int64,) * 12
-    return function
 
 
 @pytest.fixture
@@ -95,6 +66,7 @@ ROUNDS = {"mixed mode": 2, "one adapter twice": 3, "one adapter there and back":
 """Expands of a batch, if more than one: each adds to a token once."""
 
 
+@needs_compiler
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("name", [SPACE[0].name, SPACE[-1].name])
 @pytest.mark.parametrize("kind", BATCHES)
@@ -114,107 +86,14 @@ def test_every_kind_of_batch(kind: str, name: str, dtype: torch.dtype, library: 
     assert len(plan.prepared) == bool(kinds)
 
 
-class Batch(NamedTuple):
-    """A drawn case, all sizes multiples of 8. gap: elements before, between and after the rows of x, y and factors."""
-
-    ranks: dict[str, int]
-    missing: list[tuple[str, int]]
-    lanes: list[Lane]
-    num_tokens: int
-    d_in: int
-    d_outs: tuple[int, ...]
-    gap: int
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> Batch:
-    """1 to 40 adapters in ragged segments, some of them empty, with base tokens between them.
-
-    In some cases, a lane with sign -1 subtracts one adapter from a range of tokens, which may include its own.
-    """
-    ranks = {str(key): draw(st.sampled_from((0, 8, 16, 24, 64, 128))) for key in range(draw(st.integers(1, 40)))}
-    drawn: list[Lane] = []
-    at = 0
-    for key in ranks:
-        at += draw(st.sampled_from((0, 0, 2)))
-        length = draw(st.sampled_from((0, 1, 2, 5, 19)))
-        drawn.append(Lane(key, at, at + length, draw(st.sampled_from((1.0, 1.0, -1.0)))))
-        at += length
-    num_tokens = at + draw(st.integers(0, 2))
-    if draw(st.booleans()):
-        start, stop = sorted((draw(st.integers(0, num_tokens)), draw(st.integers(0, num_tokens))))
-        drawn.append(Lane(draw(st.sampled_from(sorted(ranks))), start, stop, -1.0))
-    d_outs = tuple(draw(st.lists(st.sampled_from((8, 16, 40, 72)), min_size=1, max_size=3)))
-    sites = st.tuples(st.sampled_from(sorted(ranks)), st.integers(0, len(d_outs) - 1))
-    missing = draw(st.lists(sites, max_size=4))
-    d_in = draw(st.sampled_from((8, 24, 64)))
-    return Batch(ranks, missing, drawn, num_tokens, d_in, d_outs, draw(st.sampled_from((0, 3, 8))))
-
-
+@needs_compiler
 @pytest.mark.slow
 @settings(max_examples=scaled(60))
-@given(batch=batches(), dtype=st.sampled_from((torch.bfloat16, torch.float16)), whole=st.booleans())
-def test_drawn_batches(batch: Batch, dtype: torch.dtype, whole: bool) -> None:
+@given(batches(40, multiple=8), st.sampled_from((torch.bfloat16, torch.float16)), st.booleans())
+def test_any_batch_agrees_with_the_reference(batch: Batch, dtype: torch.dtype, whole: bool) -> None:
     with pytest.MonkeyPatch.context() as patched:
         use(Emulated(), patched)
-        group = make_group(batch.ranks, d_in=batch.d_in, d_outs=batch.d_outs, missing=batch.missing, dtype=dtype)
-        lay_in_arena(group, batch.gap)
-        pack_into_poison(group, list(batch.ranks))
-        assume(group.packed is not None)  # at least one adapter has factors
-        plan = SegmentPlan(batch.num_tokens, batch.lanes, NAME)
-        prepare_poisoned(group, plan)
-        x, outputs = make_input(batch.num_tokens, group, dtype)
-        x, *outputs = (in_poison(tensor, batch.gap) for tensor in (x, *outputs))
-        if whole:
-            check_group_against_reference(group, plan, x, outputs)
-        else:
-            check_against_reference(group, plan, x, outputs)
-
-
-def pack_into_poison(group: SiteGroup, keys: list[str]) -> None:
-    num_bytes = group.packed_bytes(keys)
-    group.pack(keys, torch.full((num_bytes,), 0xFF, dtype=torch.uint8))  # NaN in all bytes that are not written
-
-
-def prepare_poisoned(group: SiteGroup, plan: SegmentPlan) -> None:
-    assert group.packed is not None
-    stats = BatchStats(plan, group.packed.layout)
-    if stats.live:
-        plain = torch.empty
-
-        def poisoned(*size: int, **options: Any) -> torch.Tensor:
-            memory = plain(*size, **options)
-            memory.view(torch.uint8).fill_(0xFF)  # NaN in every type
-            return memory
-
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(torch, "empty", poisoned)
-            plan.prepared[group.packed.layout] = lanes.Grouped(stats, NAME)
-
-
-def in_poison(tensor: torch.Tensor, gap: int) -> torch.Tensor:
-    rows, width = tensor.shape
-    room = torch.full((rows, width + 2 * gap), float("nan"), dtype=tensor.dtype)
-    return room[:, gap : gap + width].copy_(tensor)
-
-
-@settings(max_examples=scaled(30))
-@given(batch=batches(), start=st.integers(0, 2**40), column=st.sampled_from((0, 8, 40)))
-def test_the_header_computes_the_same_addresses_as_python(
-    header: Callable[..., int], batch: Batch, start: int, column: int
-) -> None:
-    group = make_group(batch.ranks, d_in=batch.d_in, d_outs=batch.d_outs, dtype=torch.bfloat16)
-    group.pack(batch.ranks)
-    assert group.packed is not None
-    stats = BatchStats(SegmentPlan(batch.num_tokens, batch.lanes), group.packed.layout)
-    found = problems_of(stats).problems
-    problems = torch.tensor(found, dtype=torch.int64)
-    buffers = [torch.zeros(cutlass.ARGUMENT_BYTES * len(found), dtype=torch.uint8) for _ in range(2)]
-    for buffer, function in zip(buffers, (header, emulated.point), strict=True):
-        layer = start, 3 * batch.d_in, batch.d_in, 2 * start, 3 * start, 5 * start, 1000, column
-        assert function(problems.data_ptr(), len(found), buffer.data_ptr(), *layer, 0) == 0
-    assert torch.equal(*buffers)
-    assert not found or buffers[0].any()
+        check_batch(batch, NAME, dtype, whole=whole)
 
 
 @pytest.mark.parametrize("change", ({"d_in": 44}, {"d_outs": (40, 12, 16)}, {"dtype": torch.float32}, {"rank": 12}))
@@ -229,6 +108,7 @@ def test_rows_without_128_bit_alignment_use_another_strategy(change: dict, libra
     assert all(isinstance(strategy, Batched) for strategy in plan.prepared.values())
 
 
+@needs_compiler
 def test_an_odd_rank_without_a_lane_is_harmless_and_a_failed_launch_raises_an_error(library: Emulated) -> None:
     group = make_group({"a": 5, "b": 8, "c": 16}, dtype=torch.bfloat16)
     group.pack("abc")
@@ -254,14 +134,8 @@ def test_without_a_gpu_grouped_table_entries_use_another_strategy() -> None:
 
 
 def on_gpu(ranks: dict[str, int], num_tokens: int, lengths: dict[str, int]) -> BatchStats:
-    """Statistics of sites on a GPU, without their tensors."""
-    group = make_group(ranks, d_in=64, d_outs=(64, 32), dtype=torch.bfloat16)
-    group.pack(ranks)
-    assert group.packed is not None
-    near = group.packed.layout
-    spans = tuple(tuple(site.values()) for site in near.spans)
-    layout = Layout(near.keys, spans, near.d_in, near.d_outs, near.dtype, torch.device("cuda"))
-    return BatchStats(SegmentPlan(num_tokens, segments(lengths)), layout)
+    options = {"d_in": 64, "d_outs": (64, 32), "dtype": torch.bfloat16}
+    return stats_of(ranks, segments(lengths), num_tokens=num_tokens, on_gpu=True, **options)
 
 
 @pytest.fixture

@@ -17,34 +17,41 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 
 
+INTERPRETED = {"TRITON_INTERPRET": "1"}  # it is selected for a whole process when the kernels are imported
 # One check of each kind of kernel, which `make test` runs.
 _SAMPLE = (
-    "check_tiled.py::test_every_kind_of_batch[tiled-mixed mode]",
-    "check_tiled.py::test_every_kind_of_batch[tiled m32 n128 k64 s0 p2-mixed mode]",
-    "check_tiled.py::test_factors_are_read_in_place_at_every_layer[None-decode-torch.float32]",
-    "check_tiled.py::test_merge[torch.float32-8-70-40]",
-    "check_tiled.py::test_a_merge_into_eight_bits_rounds_the_exact_sum[torch.float32-8-70-40]",
-    "check_decode.py::test_a_padding_row_reads_one_token_only",
-    "check_decode.py::test_other_block_sizes[8-torch.float32]",
-    "check_pointwise.py",
-)
-# Checks share a process, which takes seconds to start.
-_INTERPRETED = (
-    ("check_tiled.py", "check_decode.py", "check_pointwise.py"),
-    ("check_styles.py", "check_engine.py"),
+    "test_add_delta.py::test_every_strategy_agrees_with_the_reference[tiled-odd-torch.float32]",
+    "test_add_delta.py::test_every_strategy_agrees_with_the_reference[tiled m32 n128 k64 s0 p2-equal-torch.bfloat16]",
+    "interpreted/check_tiled.py::test_factors_are_read_in_place_at_every_layer[None-decode-torch.float32]",
+    "test_merge.py::test_merge_agrees_with_the_reference[triton, -torch.float32-8-70-40]",
+    "interpreted/check_tiled.py::test_a_merge_into_eight_bits_rounds_the_exact_sum[torch.float32-8-70-40]",
+    "interpreted/check_decode.py::test_a_padding_row_reads_one_token_only",
+    "interpreted/check_decode.py::test_every_grouping_length_block_and_number_of_splits[4-2-16-lengths12-8-None-torch.float32]",
+    "test_pointwise.py::test_norms_equal_those_of_eager_torch[3-128-torch.float32]",
+    "test_pointwise.py::test_rotations_equal_those_of_eager_torch_in_place[5-14-2-64-torch.bfloat16]",
+    "test_pointwise.py::test_gates[3-1024-torch.float16]",
+    "test_pointwise.py::test_writes_to_the_cache[4-128-torch.int32-torch.float32]",
+    "test_pointwise.py::test_rounding_to_eight_bits[3-1024-torch.float32]",
 )
 
 
 def test_one_kernel_of_each_kind_agrees_with_the_reference_in_the_interpreter() -> None:
-    _passes([f"interpreted/{check}" for check in _SAMPLE], {"TRITON_INTERPRET": "1"})
+    _passes(_SAMPLE, INTERPRETED)
 
 
 @pytest.mark.gpu_sim
 @pytest.mark.timeout(1200)  # for a busy machine; an idle one takes about a minute
-@pytest.mark.parametrize("checks", _INTERPRETED, ids=("kernels", "bench and engine"))
+@pytest.mark.parametrize(
+    "checks",
+    (
+        ("test_add_delta.py", "test_merge.py", "test_pointwise.py", "check_tiled.py", "check_decode.py"),
+        ("check_styles.py", "check_engine.py"),
+    ),
+    ids=("kernels", "bench and engine"),
+)
 def test_kernels_agree_with_the_reference_in_the_interpreter(checks: tuple[str, ...]) -> None:
-    # The interpreter is selected for a whole process when the kernels are imported.
-    _passes([f"interpreted/{check}" for check in checks], {"TRITON_INTERPRET": "1"})
+    """Checks share a process, which takes seconds to start."""
+    _passes([f"interpreted/{check}" if check.startswith("check") else check for check in checks], INTERPRETED)
 
 
 @pytest.mark.gpu_sim

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from atmm import STRATEGIES, matmul, processor, reference
@@ -159,14 +157,11 @@ def test_a_wrong_strategy_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- tilings and kernels of a GPU -------------------------------------------------------------------------------------
 
 
-@given(st.sampled_from(list(tiling.space(2))))
-def test_a_tiling_is_found_again_by_its_name(each: Tiling) -> None:
-    assert Tiling.named(each.name) == each
-    assert all(size & (size - 1) == 0 for size in each[:4]) and min(each[:3]) >= 16
-
-
 @pytest.mark.parametrize("name", ("tiled m16", "tiled", "tiled m16 n128 k128 s4 p3 w8", "loop"))
-def test_an_invalid_tiling_name_is_refused(name: str) -> None:
+def test_a_tiling_is_found_again_by_its_name(name: str) -> None:
+    for each in tiling.space(2):
+        assert Tiling.named(each.name) == each
+        assert all(size & (size - 1) == 0 for size in each[:4]) and min(each[:3]) >= 16
     with pytest.raises(ValueError, match="is not a tiling"):
         Tiling.named(name)
 
@@ -254,7 +249,7 @@ def test_samples_of_one_kernel_are_recognized() -> None:
 
 
 class Immediate:
-    """As Replays, without a graph: calls, and counts what is launched before each call."""
+    """As Replays, without a graph."""
 
     def __init__(self, call: Callable[[], object], before: Callable[[], object], parts: int) -> None:
         self.call, self.before, self.parts = call, before, parts
@@ -271,23 +266,14 @@ def test_a_replayed_call_adds_the_deltas_of_every_copy(strategy: str, monkeypatc
     monkeypatch.setattr(search, "MOST_COPIES", 3)
     case = Case(Shape(48, (40, 16)), 8, "float32", 3, 12, True)
     group = case.group("cpu")
-    drawn: list[Tensor] = []
-    plain = Case.input
-
-    def recorded(self: Case, device: str) -> tuple[Tensor, list[Tensor]]:
-        x, outputs = plain(self, device)
-        drawn.append(x)
-        return x, outputs
-
-    monkeypatch.setattr(Case, "input", recorded)
     (call,) = search.replayed_calls(case, group, [strategy], "cpu").values()
     assert isinstance(call, Immediate) and call.parts == 3
     with torch.inference_mode():
         assert call() == pytest.approx(1 / 3)
     _, plan, x, y = call.call.args  # type: ignore[attr-defined]
-    assert x is drawn[0] and y.shape == (12, 56)
     exact = [reference.add_delta(torch.zeros(12, site.d_out), x, site, plan) for site in group.sites]
     torch.testing.assert_close(y.double(), 3 * torch.cat(exact, 1), rtol=1e-4, atol=1e-5)
+    assert x.abs().max() > 0.1 and y.shape == (12, 56)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.example_counts import scaled
-from tests.orchestrator.checked_replica import CheckedReplica, CheckedReplicaConfig, Script, box, shares, tight
+from tests.orchestrator.checked_replica import CheckedReplica, Script, box, shares, tight
 from tests.orchestrator.sample_requests import EOS, make_request, sampled_token
 from vlora.errors import PromptTooLong
 from vlora.orchestrator import POLICIES, Candidate, CostModel, Costs, Decision, PolicyState, StepSize, make_policy
@@ -79,21 +79,6 @@ def test_the_end_of_a_request(settings: dict[str, Any], end: str, num_tokens: in
     assert len(simulation.tokens(ENDS_SECOND)) == num_tokens and len(simulation.log) == max(1, num_tokens)
 
 
-def test_an_error_fails_only_its_own_request() -> None:
-    simulation = box(failing={"bad": 2})
-    simulation.add(make_request("good"), make_request("bad"))
-    simulation.run()
-    assert simulation.last("bad").error == ErrorValue("bad_image", "this one fails alone")
-    assert simulation.end("good") == "length"
-    stats = simulation.stats
-    assert (stats.num_finished, stats.num_failed, stats.num_cancelled, stats.highest_credit_s) == (1, 1, 0, 0)
-    simulation.add(make_request("left"))
-    assert simulation.stats.highest_credit_s > 0
-    simulation.scheduler.cancel("left")
-    stats = simulation.stats
-    assert (stats.num_finished, stats.num_failed, stats.num_cancelled) == (1, 1, 1)
-
-
 def test_cancelling_frees_memory_and_returns_one_output() -> None:
     simulation = box()
     scheduler = simulation.scheduler
@@ -153,18 +138,6 @@ def test_a_step_in_flight_counts_for_nothing_after_the_end_of_its_request() -> N
     scheduler.advance(second)
     assert scheduler.finish(second, machine.run(second)) == () and not scheduler.has_work
     simulation.check_integrity()
-
-
-def test_a_request_that_waits_past_its_deadline_fails() -> None:
-    simulation = box(Script("x", "x", "x"))
-    simulation.add(make_request("x", max_tokens=9), make_request("late", max_latency_s=2.0))
-    for _ in range(3):
-        simulation.step()
-        assert not simulation.outputs["late"], "two seconds pass only in the third step"
-    simulation.step()
-    timings = simulation.last("late").timings
-    assert simulation.end("late") == "deadline_missed"
-    assert timings is not None and timings.latency_s == timings.queue_s == 3.0
 
 
 def test_ended_requests_are_released_before_their_deadline() -> None:
@@ -290,22 +263,6 @@ def test_which_requests_are_preempted(
     assert {simulation.end(name) for name in names} == {"length"}
 
 
-@pytest.mark.usefixtures("no_kv_admission")
-def test_a_preempted_request_keeps_its_tokens_and_recomputes_its_kv() -> None:
-    simulation = tight(Script("x", "x", "x", "y", "x"), 4)
-    simulation.add(make_request("y", prompt=9, max_tokens=1), make_request("x", prompt=6, max_tokens=5))
-    for _ in range(3):
-        simulation.step()
-    batch = simulation.step()
-    assert batch is not None and batch.preempted == ("x",)
-    assert shares(simulation.step()) == {"x": (0, 9)}, "six prompt tokens and three sampled ones"
-    simulation.run()
-    assert simulation.tokens("x") == [sampled_token("x", place) for place in range(5)]
-    timings, stats = simulation.last("x").timings, simulation.stats
-    assert timings is not None and timings.num_preemptions == 1 and timings.num_completion_tokens == 5
-    assert stats.num_needed_tokens == 9 + 6 + 4 and stats.num_step_tokens == stats.num_needed_tokens + 8
-
-
 def test_preempted_requests_enter_before_new_ones() -> None:
     simulation = box(num_pages=4, max_adapter_pages=0)
     for _ in range(1000):
@@ -337,20 +294,6 @@ def test_the_oldest_runs_if_no_selected_request_gets_blocks() -> None:
 
 
 # -- counters ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_request_counts_once_per_mode() -> None:
-    simulation = box()
-    simulation.add(make_request("x", "a", max_tokens=3), make_request("y", "a", max_tokens=3))
-    simulation.run()
-    simulation.add(make_request("u", "a", max_tokens=2), make_request("v", "b", max_tokens=2))
-    simulation.run()
-    stats, timings = simulation.stats, simulation.last("x").timings
-    assert stats.steps_by_mode == {"merged": 3, "unmerged": 2}
-    assert stats.requests_by_mode == {"merged": 2, "unmerged": 2}
-    assert stats.num_switches == 2 and stats.switch_s == 0.5, "one switch to a; restoring W0 is free"
-    assert simulation.scheduler.costs.merge_s == 0.5, "and is not part of the average"
-    assert timings is not None and timings.steps_by_mode == {"merged": 3}
 
 
 def test_timings_start_at_arrival_and_requests_are_counted_by_state() -> None:
@@ -442,21 +385,6 @@ def test_the_quantum_is_a_multiple_of_the_load_time(
     assert not any(quantum.has_expired(name, now) for name, now in not_expired.items())
 
 
-def rotating(policy: str, num_places: int, num_adapters: int, load_s: float, costs: Costs) -> CheckedReplica:
-    """Memory holds some of the adapters a0, a1, ... of one page."""
-    config = CheckedReplicaConfig(
-        num_pages=200,
-        max_adapter_pages=num_places,
-        max_batch_size=32,
-        max_step_tokens=128,
-        theta_s=0.05,
-        adapters={f"a{i}": 1 for i in range(num_adapters)},
-        load_s=load_s,
-        costs=costs,
-    )
-    return CheckedReplica(config, policy=make_policy(policy))
-
-
 @settings(max_examples=scaled(15))
 @given(
     policy=st.sampled_from(sorted(POLICIES.keys() - {"merged_only"})),
@@ -469,18 +397,20 @@ def test_the_wait_for_an_adapter_is_bounded_by_the_quanta_before_it(
     policy: str, num_adapters: int, num_places: int, load_s: float, each: int
 ) -> None:
     """Answers are much longer than a quantum; without quanta the last adapters would wait for all of them."""
-    simulation = rotating(policy, num_places, num_adapters, load_s, Costs(base_s=0.05, merge_s=0.01))
+    simulation = box(
+        make_policy(policy),
+        num_pages=200,
+        max_adapter_pages=num_places,
+        max_batch_size=32,
+        max_step_tokens=128,
+        theta_s=0.05,
+        adapters={f"a{i}": 1 for i in range(num_adapters)},
+        load_s=load_s,
+        costs=Costs(base_s=0.05, merge_s=0.01),
+    )
     names = [(f"r{i}-{n}", f"a{i}") for n in range(each) for i in range(num_adapters)]
     simulation.add(*(make_request(name, adapter, max_tokens=60) for name, adapter in names))
     simulation.run()
     bring_s = num_places * load_s + 0.1  # with as many loads as slots; the last one is observed one step late
     rounds = math.ceil(num_adapters / num_places)
     assert max(simulation.first_answer_s(name) for name, _ in names) <= 0.3 + rounds * (9 * bring_s + 0.5)
-
-
-@pytest.mark.parametrize("policy", ["algorithm1", "unmerged_only"])
-def test_an_adapter_is_loaded_for_several_steps(policy: str) -> None:
-    simulation = rotating(policy, 3, 12, 0.05, Costs(base_s=0.02, merge_s=0.02))
-    simulation.add(*(make_request(f"r{i}", f"a{i % 12}", max_tokens=20) for i in range(48)))
-    simulation.run()
-    assert simulation.loader.num_loads < 36, "answers take 20 steps, and each load serves several requests"

@@ -19,6 +19,7 @@ import torch
 
 from tests.engine.moves import shuffle
 from tests.families import build_model
+from tests.harness import FixedModes
 from tests.simulated_cuda import Kind, counting
 from tests.simulated_cuda.capture import Operation
 from tests.simulated_cuda.counts import HOST_WAITS
@@ -49,14 +50,11 @@ class RandomModes:
         candidates: list[Candidate] = sorted(ready, key=lambda each: each.request_id)
         self._random.shuffle(candidates)
         chosen = candidates[: self._random.randint(1, state.max_batch_size)]
-        adapters = sorted({each.adapter for each in chosen if each.adapter is not None})
-        merged = self._random.choice([None, *adapters])
-        if merged is None:
-            return Decision(Mode.UNMERGED, None, tuple(each.request_id for each in chosen))
-        if self._random.random() < 0.4:
-            chosen = [each for each in chosen if each.adapter == merged]
-            return Decision(Mode.MERGED, merged, tuple(each.request_id for each in chosen))
-        return Decision(Mode.MIXED, merged, tuple(each.request_id for each in chosen))
+        merged = self._random.choice([None, *sorted({each.adapter for each in chosen if each.adapter is not None})])
+        mode = Mode.UNMERGED if merged is None else Mode.MIXED
+        if merged is not None and self._random.random() < 0.4:
+            mode, chosen = Mode.MERGED, [each for each in chosen if each.adapter == merged]
+        return Decision(mode, merged, tuple(each.request_id for each in chosen))
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +194,7 @@ def operations(engine: Engine, size: int, *, lanes: bool) -> list[Operation]:
 
 def decode(engine: Engine, prompts: list[int], adapters: list[str | None]) -> None:
     """Decode steps of requests with prompts of these lengths, which have cached no blocks."""
-    engine.parts.scheduler.policy = AllUnmerged()
+    engine.parts.scheduler.policy = FixedModes(Mode.UNMERGED, None)
     ids = [f"readiness {len(prompts)} {length}" for length in prompts]
     for name, length, adapter in zip(ids, prompts, adapters, strict=True):
         sampling = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -205,11 +203,6 @@ def decode(engine: Engine, prompts: list[int], adapters: list[str | None]) -> No
         while engine.has_work:
             engine.step()
     assert counts.names(Kind.LAUNCH)["graph"] > 0
-
-
-class AllUnmerged:
-    def decide(self, ready: Any, state: PolicyState) -> Decision:
-        return Decision(Mode.UNMERGED, None, tuple(each.request_id for each in ready)[: state.max_batch_size])
 
 
 def differences(engine: Engine) -> list[tuple[Operation | None, ...]]:
@@ -294,31 +287,28 @@ def answer(engine: Engine) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-def rows_of_steps() -> Iterator[Batch]:
-    """Steps of three requests, of which one pauses: the prompts, then single tokens in rows that change."""
-    lengths = {"x": 5, "y": 9, "z": 3}
-    tables = {name: (2 * place, 2 * place + 1) for place, name in enumerate(lengths)}
-    num_tokens = dict(lengths)
-    start = dict.fromkeys(lengths, 0)
-    for names in ("xyz", "xyz", "zx", "zyx", "y", "xy", "yx"):
-        items = [BatchItem(name, None, start[name], num_tokens[name], tables[name], True) for name in names]
-        for name in names:
-            start[name] += num_tokens[name]
-            num_tokens[name] = 1
-        yield Batch(Mode.UNMERGED, None, tuple(items))
+LENGTHS = {"x": 5, "y": 9, "z": 3}  # of prompts
 
 
 def run_steps(engine: Engine, *, ahead: bool) -> list[dict[str, int]]:
-    """The tokens of each step. ahead: a step is launched before the host has the tokens of the last one."""
+    """The tokens of each step of three requests, of which one pauses: prompts, then single tokens in rows that change.
+
+    ahead: a step is launched before the host has the tokens of the last one.
+    """
     runner = engine.parts.device.runner
-    for index, (name, length) in enumerate({"x": 5, "y": 9, "z": 3}.items()):
+    for index, (name, length) in enumerate(LENGTHS.items()):
         sampling = SamplingParams(max_tokens=9, temperature=0.9 * index, seed=index)
         runner.add(Request(request_id=name, prompt_ids=tuple(range(3, 3 + length)), sampling=sampling), None)
+    tables = {name: (2 * place, 2 * place + 1) for place, name in enumerate(LENGTHS)}
+    start, num_tokens = dict.fromkeys(LENGTHS, 0), dict(LENGTHS)
     tokens: list[dict[str, int]] = []
     last = None
-    for batch in rows_of_steps():
+    for names in ("xyz", "xyz", "zx", "zyx", "y", "xy", "yx"):
+        items = [BatchItem(name, None, start[name], num_tokens[name], tables[name], True) for name in names]
+        start |= {name: start[name] + num_tokens[name] for name in names}
+        num_tokens |= dict.fromkeys(names, 1)
         with counting() as counts:
-            step = runner.launch(batch)
+            step = runner.launch(Batch(Mode.UNMERGED, None, tuple(items)))
         assert counts.total(*HOST_WAITS) == 0 and counts.total(Kind.H2D_ASYNC) == 1, counts.report(*HOST_WAITS)
         if last is not None:
             tokens.append(runner.collect(last).tokens)
@@ -338,7 +328,7 @@ def test_a_step_ahead_of_the_host_reads_the_tokens_on_the_device(cuda_graphs: bo
 
 def test_adapters_without_a_graph_are_logged_once(adapters: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine(adapters)
-    engine.parts.scheduler.policy = AllUnmerged()
+    engine.parts.scheduler.policy = FixedModes(Mode.UNMERGED, None)
     caplog.set_level(logging.WARNING)
     for index in range(2):
         sampling = SamplingParams(max_tokens=4, ignore_eos=True)

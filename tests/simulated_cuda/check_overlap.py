@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2VLConfig
 
 from tests.simulated_cuda import Kind, counting
+from tests.simulated_cuda.models import qwen2_vl
 from vlora.bench.dummy import dummy_picture, language_shapes, write_adapter
 from vlora.config import EngineConfig
 from vlora.engine.engine import Engine
@@ -28,6 +28,7 @@ from vlora.memory.host_to_device import Inline
 from vlora.memory.written_blocks import WrittenBlocks
 from vlora.models.loading import dummy_model
 from vlora.orchestrator.admission.kv_admission import AnswerLengths
+from vlora.simulator.machine import Clock
 from vlora.types import Batch, Request, RequestOutput, SamplingParams
 
 BLOCK_SIZE = 8
@@ -36,39 +37,12 @@ IMAGE = VOCAB - 3
 ADAPTERS = ("a0", "a1", "a2")
 
 
-def config() -> Qwen2VLConfig:
-    return Qwen2VLConfig(
-        text_config={
-            "vocab_size": VOCAB,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 256,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-        },
-        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
-        vision_start_token_id=VOCAB - 1,
-        vision_end_token_id=VOCAB - 2,
-        image_token_id=IMAGE,
-        video_token_id=VOCAB - 4,
-    )
-
-
-@dataclasses.dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+CONFIG = qwen2_vl(VOCAB, 32, 2, heads=2, mrope=(2, 3, 3))
 
 
 def build_engine(device: str, root: Path, clock: Clock, num_pages: int = 512) -> Engine:
     """An engine with the adapters; the same weights on every device."""
-    model = dummy_model(config(), "float32", torch.device(device), 0)
+    model = dummy_model(CONFIG, "float32", torch.device(device), 0)
     shapes = language_shapes(model)
     settings = EngineConfig(
         model="dummy",
@@ -89,16 +63,13 @@ def build_engine(device: str, root: Path, clock: Clock, num_pages: int = 512) ->
     return engine
 
 
-class _InFlight:
-    """A launched step. written: the blocks that it writes."""
-
-    def __init__(self, number: int, batch: Batch) -> None:
-        self.number, self.batch = number, batch
-        self.written = {
-            block
-            for item in batch.items
-            for block in item.block_table[item.start // BLOCK_SIZE : -(-(item.start + item.num_tokens) // BLOCK_SIZE)]
-        }
+def written_by(batch: Batch) -> set[int]:
+    """The KV blocks that a step writes."""
+    return {
+        block
+        for item in batch.items
+        for block in item.block_table[item.start // BLOCK_SIZE : -(-(item.start + item.num_tokens) // BLOCK_SIZE)]
+    }
 
 
 class Watched:
@@ -117,7 +88,7 @@ class Watched:
         self.fail = {"launch": False, "collect": False}
         self.failed: set[str] = set()
         self.events: list[tuple[str, int]] = []
-        self._in_flight: dict[int, _InFlight] = {}  # by launched step
+        self._in_flight: dict[int, tuple[int, Batch, set[int]]] = {}  # by launched step: number, batch, written blocks
         self._num_launched = self.num_ahead = 0
         device = engine.parts.device
         runner, allocator = device.runner, engine.parts.block_manager.allocator
@@ -134,20 +105,20 @@ class Watched:
             self.num_ahead += bool(self._in_flight)
             step = launch(batch)
             self._num_launched += 1
-            self._in_flight[id(step)] = _InFlight(self._num_launched, batch)
+            self._in_flight[id(step)] = self._num_launched, batch, written_by(batch)
             self.events.append(("launch", self._num_launched))
             return step
 
         def collecting(step: Any) -> Any:
-            in_flight = self._in_flight.pop(id(step))
-            self.events.append(("collect", in_flight.number))
+            number, batch, _ = self._in_flight.pop(id(step))
+            self.events.append(("collect", number))
             result = collect(step)
-            if self._fails("collect", in_flight.batch):
+            if self._fails("collect", batch):
                 raise StepFailed("collected in vain")
             return result
 
         def freeing(block: int) -> None:
-            written = set[int]().union(*(step.written for step in self._in_flight.values()))
+            written = set[int]().union(*(blocks for _, _, blocks in self._in_flight.values()))
             assert block not in written, "freed while a launched step writes it"
             free_block(block)
 
@@ -158,8 +129,8 @@ class Watched:
             return block
 
         def moving(block: int, target: int) -> None:
-            for step in self._in_flight.values():
-                step.written.discard(block)  # the copy follows the step on its stream
+            for _, _, written in self._in_flight.values():
+                written.discard(block)  # the copy follows the step on its stream
             move_block(block, target)
 
         runner.launch, runner.collect = launching, collecting  # type: ignore[method-assign]
@@ -349,30 +320,22 @@ def test_steps_that_need_the_last_token_run_in_order(roomy: Watched, sampling: d
     assert roomy.events == [(event, number) for number in range(1, 6) for event in ("launch", "collect")]
 
 
-def test_an_ended_request_keeps_its_blocks_until_its_last_step_is_collected(roomy: Watched) -> None:
-    engine, blocks = roomy.engine, roomy.engine.parts.block_manager
+def test_an_ended_request_keeps_its_blocks_and_frees_its_id(roomy: Watched, reference: Engine) -> None:
+    """Blocks until its last step is collected, the id at once."""
+    engine, blocks, again = roomy.engine, roomy.engine.parts.block_manager, decoding(6, temperature=1.0, seed=3)
     engine.add(decoding(50))
     while roomy.num_ahead < 3:
         roomy.step()
     held = blocks.num_taken_blocks
     assert engine.cancel("r") is not None
     assert blocks.num_taken_blocks == held and not blocks.holders and engine.has_work
-    assert roomy.step() == ()
-    assert blocks.num_taken_blocks == 0 and not engine.has_work
-
-
-def test_an_id_may_be_used_again_while_its_step_is_in_flight(roomy: Watched, reference: Engine) -> None:
-    engine, again = roomy.engine, decoding(6, temperature=1.0, seed=3)
-    engine.add(decoding(50))
-    while roomy.num_ahead < 3:
-        roomy.step()
-    engine.cancel("r")
     engine.add(again)
     assert answers_of(engine)["r"] == alone(reference, again)
+    assert blocks.num_taken_blocks == 0
 
 
 def test_encoding_images_waits_for_the_end_of_the_step_only(roomy: Watched) -> None:
-    picture = dummy_picture(config(), 4)
+    picture = dummy_picture(CONFIG, 4)
     engine = roomy.engine
     engine.add(Request(request_id="r", prompt_ids=(*[IMAGE] * picture.num_tokens, 5), vision=(picture,)))
     with counting() as counts:

@@ -14,9 +14,7 @@ from typing import NamedTuple
 import torch
 
 ROOT = Path(__file__).parents[2]
-_OWN = tuple(
-    str(Path(__file__).with_name(f"{name}.py")) for name in ("counts", "flash", "install", "streams", "tensor")
-)
+_OWN = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in ("counts", "install", "streams", "tensor"))
 _TORCH = str(Path(torch.__file__).parent)
 SERVING = "default"
 """The name of the stream that runs the steps."""

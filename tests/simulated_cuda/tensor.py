@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.atmm.flash_oracle import varlen_attn_2_11
 from tests.simulated_cuda import capture
 from tests.simulated_cuda.counts import Kind
-from tests.simulated_cuda.flash import varlen_attention
 from tests.simulated_cuda.streams import count, pinned
 
 CUDA = torch.device("cuda:0")
@@ -227,7 +227,7 @@ def execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         host_kwargs["device"] = torch.device("cpu")
     if name == "_varlen_attn":
         with torch._C._DisableTorchDispatch():
-            out = varlen_attention(func._schema, host_args, host_kwargs)
+            out = _varlen_attention(func._schema, host_args, host_kwargs)
     else:
         out = func(*host_args, **host_kwargs)
     if device is not None and not creates:
@@ -257,6 +257,22 @@ def _record(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any],
                 target.copy_(source)
 
     captured.record(name, (out, *args, *(item for pair in kwargs.items() for item in pair)), again)
+
+
+def _varlen_attention(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Torch's flash kernel for packed sequences. The other outputs, used in training, are empty.
+
+    schema: of `torch_attn::_varlen_attn`, which differs between versions of torch.
+    """
+    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+    causal = given["is_causal"]
+    whole = given.get("window_size") in (None, [-1, 0 if causal else -1])
+    if not whole or given.get("seqused_k") is not None or given.get("block_table") is not None:
+        raise NotImplementedError("the simulated device has no windows and no pages in varlen_attn")
+    names = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k")
+    window = (-1, 0 if causal else -1)
+    out = varlen_attn_2_11(*(given[name] for name in names), scale=given["scale"], window_size=window)
+    return out, torch.empty(out.shape[1], len(out)), torch.empty(2, dtype=torch.uint64)
 
 
 def _results(out: Any) -> list[torch.Tensor]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.families import FAMILIES
-from tests.simulated_cuda.own_process import passes
 
 pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
 
 ENGINE = "tests/engine"
 ANSWERS = f"{ENGINE}/test_answers.py"
@@ -15,6 +20,22 @@ LORA = f"{ANSWERS}::test_lora"
 FAST = "qwen2_vl"  # its fast tests run apart from the others
 LEFT = f"{FAST} and (chunks or evicted)"
 QWEN = " or ".join([LEFT, *(family for family in FAMILIES if "qwen" in family and family != FAST)])
+
+
+def passes(*arguments: str) -> None:
+    """Run pytest on the simulated device in a process of its own; fails with its output unless all tests pass.
+
+    Triton's interpreter is selected for a whole process when the kernels are imported.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--device", "simulated-cuda"]
+    # One thread: several processes with a pool of threads each disturb each other.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    environment |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from atmm import processor
 from atmm.formats import FORMATS
 from atmm.quantized import QuantizedWeight
-from tests.atmm.test_cpu import needs_compiler
+from tests.atmm.cases import needs_compiler
 from tests.families import FAMILIES, IMAGE, build_model, make_prompt
 from tests.harness import FixedModes, RecordingEngine
 from tests.references import Reference

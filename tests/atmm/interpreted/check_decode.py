@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,12 +11,12 @@ import torch
 
 from atmm.triton import attention
 from atmm.triton.attention import Scratch, decode, make_scratch, num_splits
+from tests.atmm.cases import poisoned_memory
 from tests.atmm.test_attention import TOLERANCE, reference
 
 BLOCK = 16
 RAGGED = (1, 2, 15, 16, 17, 63, 64, 65, 300)
 """Lengths around the sizes of a block and a tile, and of several tiles."""
-LONG = (1025, 3000)
 
 
 class Case:
@@ -66,40 +67,34 @@ class Case:
 
 
 @pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = torch.empty
-
-    def empty(*size: Any, **options: Any) -> torch.Tensor:
-        return plain(*size, **options).fill_(math.nan)
-
-    monkeypatch.setattr("atmm.triton.attention.torch.empty", empty)
+def poisoned() -> Iterator[None]:
+    with poisoned_memory():
+        yield
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), ((7, 1, 64), (14, 2, 128), (8, 2, 16), (3, 3, 128), (16, 1, 32)))
-def test_every_grouping_and_length(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
-    case = Case(heads, kv_heads, dim, dtype)
-    assert case.error(case.decode()) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_contexts_of_several_thousand_tokens(dtype: torch.dtype) -> None:
-    case = Case(16, 1, 32, dtype, LONG)
-    assert case.error(case.decode()) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("splits", (1, 2, 4, 8, 16))
-def test_every_number_of_splits(splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "num_splits", lambda batch, kv_heads: splits)
-    case = Case(4, 1, 64, dtype, (1, 64, 65, 130, 1000))
-    assert case.error(case.decode()) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("block", (1, 8, 32, 64))
-def test_other_block_sizes(block: int, dtype: torch.dtype) -> None:
-    case = Case(4, 2, 16, dtype, (1, 7, 64, 65, 200), block)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "lengths", "block", "splits"),
+    (
+        *((*heads, RAGGED, BLOCK, None) for heads in ((7, 1, 64), (14, 2, 128), (8, 2, 16), (3, 3, 128), (16, 1, 32))),
+        (16, 1, 32, (1025, 3000), BLOCK, None),
+        *((4, 1, 64, (1, 64, 65, 130, 1000), BLOCK, splits) for splits in (1, 2, 4, 8, 16)),
+        *((4, 2, 16, (1, 7, 64, 65, 200), block, None) for block in (1, 8, 32, 64)),
+    ),
+)
+def test_every_grouping_length_block_and_number_of_splits(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    lengths: tuple[int, ...],
+    block: int,
+    splits: int | None,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if splits is not None:
+        monkeypatch.setattr(attention, "num_splits", lambda batch, kv_heads: splits)
+    case = Case(heads, kv_heads, dim, dtype, lengths, block)
     assert case.error(case.decode()) < TOLERANCE[dtype]
 
 
@@ -116,11 +111,10 @@ def test_rows_of_a_larger_batch_and_strided_queries() -> None:
 
 
 def test_scratch_of_a_step_is_used_again() -> None:
-    case, shorter = Case(4, 2, 16, torch.float32, (200, 200)), Case(4, 2, 16, torch.float32, (1, 3))
+    cases = [Case(4, 2, 16, torch.float32, lengths) for lengths in ((200, 200), (1, 3))]
     scratch = make_scratch(2, 4, 2, 16, torch.device("cpu"))
-    assert case.error(case.decode(scratch=scratch)) < 1e-5
-    assert shorter.error(shorter.decode(scratch=scratch)) < 1e-5
-    assert case.error(case.decode(scratch=scratch)) < 1e-5
+    for case in (cases[0], cases[1], cases[0]):
+        assert case.error(case.decode(scratch=scratch)) < 1e-5
 
 
 def test_a_padding_row_reads_one_token_only() -> None:
