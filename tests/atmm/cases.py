@@ -25,7 +25,7 @@ from atmm.layers import Layout
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 STRATEGIES: tuple[str | None, ...] = (*atmm.STRATEGIES, None)
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DTYPES: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 if INTERPRETED:
     STRATEGIES = ("tiled", "tiled m16 n64 k64 s2 p2", "tiled m32 n128 k64 s0 p2")
     DTYPES = DTYPES[1:]

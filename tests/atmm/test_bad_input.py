@@ -154,21 +154,22 @@ def test_heads_that_do_not_fit(bad: HeadRows, words: str) -> None:
         head_logits(torch.zeros(12), [head(WEIGHT)])
 
 
-def test_separate_halves_and_gradients_that_do_not_fit() -> None:
+def test_separate_halves_gradients_and_norms_that_do_not_fit() -> None:
     group, lane = make_group({"a": 4}, d_in=16, d_outs=(8,)), Lane("a", 0, 3)
     site, (a, bt) = group.sites[0], group.sites[0].factors["a"]
     shrink, plan, x, g = Shrink([ShrinkPart(lane, a)], 3), SegmentPlan(3, [lane]), torch.zeros(3, 16), torch.zeros(3, 8)
+    mixed, norm = [ShrinkPart(lane, a), ShrinkPart(lane, a.bfloat16())], r"expected contiguous \(8,\) torch.float32"
     bad: list[tuple[Callable[[], object], str]] = [
         (lambda: shrink(torch.zeros(2, 16)), r"\(2, 16\) values of torch.float32 do not fit 3 tokens"),
         (lambda: shrink(x.bfloat16()), r"factors of torch\.float32 in rows of 16; prepare"),
         (lambda: shrink(x[:, 1:]), r"\(3, 15\) values .*in rows of 16"),
         (lambda: Expand([ExpandPart(lane, bt, [0])], 3)(torch.zeros(4, 8), shrink(x)), "do not fit 3 tokens"),
-        (
-            lambda: Shrink([ShrinkPart(lane, a), ShrinkPart(lane, a.bfloat16())], 3),
-            r"factors of torch\.bfloat16 in rows of 16 and torch\.float32 in",
-        ),
+        (lambda: Shrink(mixed, 3), r"factors of torch\.bfloat16 in rows of 16 and torch\.float32 in"),
         (lambda: delta_gradients(x.clone(), x, x, site, plan), r"site0: g has shape \(3, 16\)"),
         (lambda: delta_gradients(x.clone(), g, x.bfloat16(), site, plan), r"x is torch.bfloat16"),
+        (lambda: atmm.rms_norm(g, torch.ones(7), 1e-6), norm),
+        (lambda: atmm.rms_norm(g, torch.ones(8, dtype=torch.bfloat16), 1e-6), norm),
+        (lambda: atmm.rms_norm(g, torch.ones(16)[::2], 1e-6), norm),
     ]
     for call, words in bad:
         with pytest.raises(ValueError, match=words):
@@ -199,13 +200,3 @@ def test_attention_that_does_not_fit(chunk: bool) -> None:
         with pytest.raises(ValueError, match=words):
             (atmm.attend_chunk if chunk else atmm.attend)(**{**good, **change})
     assert not good["out"].any()
-
-
-@pytest.mark.parametrize(
-    "weight",
-    [torch.ones(7), torch.ones(8, dtype=torch.bfloat16), torch.ones(16)[::2]],
-    ids=["shape", "type", "strided"],
-)
-def test_weights_of_norms_that_do_not_fit(weight: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"expected contiguous \(8,\) torch.float32"):
-        atmm.rms_norm(torch.ones(2, 8), weight, 1e-6)

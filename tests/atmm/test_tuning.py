@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -355,26 +355,27 @@ def test_contention_is_the_time_without_a_core_of_all_threads(tmp_path: Path, mo
 class Machine:
     """A clock that every method advances by its configured time."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, rows: float, library: float, float32: float) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
         self.now = 0.0
         self.calls: list[tuple[str, int]] = []
-        for method, taken in {"rows": rows, "library": library, "float32": float32}.items():
-            monkeypatch.setitem(matmul.METHODS, method, self._timed(method, taken))  # type: ignore[misc]
+        self.seconds = {"rows": 4.0, "library": 3.0, "float32": 1.0, **seconds}
+        for method in self.seconds:
+            monkeypatch.setitem(matmul.METHODS, method, functools.partial(self._call, method))  # type: ignore[misc]
 
     def __call__(self) -> float:
         return self.now
 
-    def _timed(self, method: str, taken: float) -> Any:
-        def call(x: Tensor, layers: Sequence[Weights]) -> Tensor:
-            self.now += taken
-            self.calls.append((method, len(x)))
-            return x.new_empty(len(x), 0)
+    def _call(self, method: str, x: Tensor, layers: Sequence[Weights]) -> Tensor:
+        self.now += self.taken_s(method, len(x))
+        self.calls.append((method, len(x)))
+        return x.new_empty(len(x), 0)
 
-        return call
+    def taken_s(self, method: str, num_rows: int) -> float:
+        return self.seconds[method]
 
 
 @pytest.fixture
-def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A separate cache folder, no measured choices, and layers of all sizes measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(matmul, "measured", {})
@@ -383,12 +384,12 @@ def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(matmul, "prefers_weight_left", lambda *given: False)
     monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: False)
     monkeypatch.setattr(Contention, "disturbs", lambda self: False)
-    yield tmp_path
+    return tmp_path
 
 
 @pytest.fixture
 def machine(isolated: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return Machine(monkeypatch, 4.0, 3.0, 1.0)
+    return Machine(monkeypatch)
 
 
 WEIGHTS = [torch.zeros(8, 4, dtype=torch.bfloat16) for _ in range(3)]
@@ -435,28 +436,26 @@ def test_disturbed_measurements_are_discarded(machine: Machine, monkeypatch: pyt
 def test_small_differences_and_small_models_keep_the_rule(isolated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(matmul_choice, "LARGE", 10**9)
-        machine = Machine(monkeypatch, 4.0, 3.0, 1.0)
+        machine = Machine(monkeypatch)
         matmul_choice.measure(WEIGHTS, machine)
         assert not machine.calls and method_for(3) == "rows" and not (isolated / "vlora").exists()
-    matmul_choice.measure(WEIGHTS, Machine(monkeypatch, 1.0, 0.98, 0.96))
+    matmul_choice.measure(WEIGHTS, Machine(monkeypatch, rows=1.0, library=0.98, float32=0.96))
     assert method_for(8) == "rows" and method_for(64) == "float32"
 
 
-@pytest.mark.usefixtures("isolated")
-def test_a_pause_during_one_measurement_does_not_change_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, 4.0, 3.0, 2.0)
-    num_paused = 0
+def test_a_pause_during_one_measurement_does_not_change_the_rule(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow method is not called more often."""
+    paused = iter((100.0, 100.0, 100.0))
 
-    def pausing(x: Tensor, layers: Sequence[Weights]) -> Tensor:
-        nonlocal num_paused
-        paused = len(x) == 512 and num_paused < 3  # a slow method is not called more often
-        num_paused += paused
-        machine.now += 100.0 if paused else 2.0
-        return x.new_empty(len(x), 0)
+    def taken_s(method: str, num_rows: int) -> float:
+        seconds = {"rows": 4.0, "library": 3.0, "float32": 2.0}[method]
+        return next(paused, seconds) if (method, num_rows) == ("float32", 512) else seconds
 
-    monkeypatch.setitem(matmul.METHODS, "float32", pausing)  # type: ignore[misc]
+    monkeypatch.setattr(machine, "taken_s", taken_s)
     matmul_choice.measure(WEIGHTS, machine)
-    assert num_paused == 3 and [method_for(rows) for rows in (8, 256, 512)] == ["float32"] * 3
+    assert next(paused, None) is None and [method_for(rows) for rows in (8, 256, 512)] == ["float32"] * 3
 
 
 @pytest.mark.parametrize(

@@ -183,19 +183,6 @@ def test_one_starving_request_is_mixed_in(other: str | None) -> None:
     assert steps[first + 1][0].mode is Mode.MERGED, "it no longer starves after running"
 
 
-def test_an_adapter_without_room_takes_turns_with_the_resident_one() -> None:
-    simulation = cameras_box(room=1)
-    ask(simulation, "traffic", 6, max_tokens=400)
-    served(simulation)
-    ask(simulation, "gate", 1, max_tokens=30)
-    turns = ["".join(sorted({str(camera)[0] for camera in served(simulation)[1]})) for _ in range(60)]
-    assert "g" in turns[:7], "after half a second"
-    assert 6 <= turns.count("g") <= 54 and turns.count("t") + turns.count("g") == 60, "both progress, one at a time"
-    changes = sum(turn != before for before, turn in itertools.pairwise(turns))
-    assert changes <= 2 * 60 / 5 + 2, "they alternate every half second, not every step"
-    assert simulation.stats.num_preemptions == 0, "waiting requests keep their KV"
-
-
 def test_two_requests_finish_with_room_for_one_adapter_and_context() -> None:
     """A preempted request keeps its adapter until it yields a token; otherwise both preempt each other forever."""
     settings = {"max_adapter_pages": 2, "max_batch_size": 1, "max_step_tokens": 2, "theta_s": 0.001}

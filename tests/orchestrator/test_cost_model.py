@@ -97,7 +97,11 @@ def test_nothing_is_assumed_before_the_first_sample_which_predicts_the_same_step
     cost, size = CostModel(TRUE.thresholds), step(16, (2,) * 8, 4000)
     assert cost.costs.step_s(size) == cost.switch_s == 0.0
     cost.observe_step(size, 0.2)
-    assert abs(cost.costs.step_s(size) - 0.2) < 0.01
+    cost.observe_switch(0.1)
+    assert abs(cost.costs.step_s(size) - 0.2) < 0.01 and cost.switch_s == 0.1
+    for _ in range(20):
+        cost.observe_switch(0.3)
+    assert 0.29 < cost.switch_s < 0.3, "an exponential average"
 
 
 def test_time_is_attributed_to_lanes_until_a_merged_step_is_seen() -> None:
@@ -205,15 +209,6 @@ def test_estimates_are_nonnegative_and_grow_with_the_step(
             *(predicted._replace(lanes=each) for each in ((*lanes, more), *longer)),
         ):
             assert estimate <= cost.costs.step_s(larger) * (1 + 1e-12)
-
-
-def test_switch_costs_are_an_exponential_average() -> None:
-    cost = CostModel()
-    cost.observe_switch(0.1)
-    assert cost.switch_s == 0.1
-    for _ in range(20):
-        cost.observe_switch(0.3)
-    assert 0.29 < cost.switch_s < 0.3
 
 
 @pytest.mark.parametrize("seconds", [[0.0], [-5.0, 1.0], [1e-19, 1e9]])

@@ -417,13 +417,14 @@ def test_a_name_that_returns_starts_beside_the_others(
 
 def test_tenant_shares_precede_adapter_shares() -> None:
     adapters, tenants = FairShares({"*": 1.0}, adapter_of), FairShares({"*": 1.0}, tenant_of)
-    found: dict[str, TrackedRequest] = {}
-    for name, adapter, tenant in (("xa1", "a", "x"), ("xa2", "a", "x"), ("xb", "b", "x"), ("ya", "a", "y")):
-        found[name] = TrackedRequest(make_request(name, adapter, tenant=tenant), 0.0, None)
-        adapters.add(found[name])
-        tenants.add(found[name])
+    found = [
+        TrackedRequest(make_request(name, name[1], tenant=name[0]), 0.0, None) for name in ("xa1", "xa2", "xb", "ya")
+    ]
+    for tracked in found:
+        adapters.add(tracked)
+        tenants.add(tracked)
     # x's and y's first requests have equal counters, and x's others follow; among x's own, b's precedes a's second.
-    order = [t.request_id for t in scheduling_order(list(found.values()), [adapters, tenants])]
+    order = [t.request_id for t in scheduling_order(found, [adapters, tenants])]
     assert order == ["xa1", "ya", "xb", "xa2"]
 
 

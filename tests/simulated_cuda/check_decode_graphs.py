@@ -195,9 +195,8 @@ def operations(engine: Engine, size: int, *, lanes: bool) -> list[Operation]:
 def decode(engine: Engine, prompts: list[int], adapters: list[str | None]) -> None:
     """Decode steps of requests with prompts of these lengths, which have cached no blocks."""
     engine.parts.scheduler.policy = FixedModes(Mode.UNMERGED, None)
-    ids = [f"readiness {len(prompts)} {length}" for length in prompts]
-    for name, length, adapter in zip(ids, prompts, adapters, strict=True):
-        sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    for length, adapter in zip(prompts, adapters, strict=True):
+        name, sampling = f"readiness {len(prompts)} {length}", SamplingParams(max_tokens=8, ignore_eos=True)
         engine.add(Request(request_id=name, prompt_ids=(5,) * length, adapter=adapter, sampling=sampling))
     with counting() as counts:
         while engine.has_work:
@@ -279,8 +278,9 @@ def test_a_step_that_cannot_be_captured_runs_without_graphs(
     assert answer(engine) == answer(make_engine({}, cuda_graphs=False)) == answer(make_engine({}))
 
 
-def answer(engine: Engine) -> list[int]:
-    engine.add(Request(request_id="r", prompt_ids=(3, 4, 5), sampling=SamplingParams(max_tokens=9, ignore_eos=True)))
+def answer(engine: Engine, name: str = "r", adapter: str | None = None) -> list[int]:
+    sampling = SamplingParams(max_tokens=9, ignore_eos=True)
+    engine.add(Request(request_id=name, prompt_ids=(3, 4, 5), adapter=adapter, sampling=sampling))
     outputs: list[RequestOutput] = []
     while engine.has_work:
         outputs += engine.step()
@@ -330,11 +330,8 @@ def test_adapters_without_a_graph_are_logged_once(adapters: dict[str, str], capl
     engine = make_engine(adapters)
     engine.parts.scheduler.policy = FixedModes(Mode.UNMERGED, None)
     caplog.set_level(logging.WARNING)
-    for index in range(2):
-        sampling = SamplingParams(max_tokens=4, ignore_eos=True)
-        engine.add(Request(request_id=f"r{index}", prompt_ids=(3, 4), adapter="high", sampling=sampling))
-    while engine.has_work:
-        engine.step()
+    for name in ("r0", "r1"):
+        answer(engine, name, "high")
     words = [record.message for record in caplog.records if "without CUDA graphs" in record.message]
     assert len(words) == 1 and "rank 72" in words[0]
 

@@ -94,11 +94,6 @@ def test_all_requests_are_answered_while_replicas_fail(rule: str, quick: bool) -
     assert steady.num_failures == 0 and steady.latency_s < found.latency_s
 
 
-def test_all_replicas_may_fail_at_once() -> None:
-    found = replay(crowd(30, 5.0), UNMERGED, ClusterConfig(replicas=2, mtbf_s=4.0, restart_s=1.0, detect_s=5.0))
-    assert found.num_finished == 30
-
-
 @pytest.mark.parametrize("quick", [False, True])
 def test_moved_requests_continue_their_answers(quick: bool) -> None:
     """Two replicas with one long answer each, which are consolidated after ten seconds."""
@@ -166,29 +161,6 @@ def test_requests_meet_where_their_prefix_is_known() -> None:
         found = replay(arrivals, config, ClusterConfig(replicas=4, rule=rule, quick=True))
         share[rule] = found.num_reused / (400 * 512)
     assert share["placed"] > 0.85 and share["round_robin"] < share["placed"] - 0.1
-
-
-def test_the_router_keeps_the_order_of_priorities_and_bounds() -> None:
-    """At twice the capacity: urgent requests are answered first, hopeless ones are refused."""
-    arrivals = [each._replace(priority=number % 2) for number, each in enumerate(crowd(200, 20.0))]
-    config = dataclasses.replace(UNMERGED, max_batch_size=4)
-    for quick in (False, True):
-        # Tenants stand for priorities in the measures.
-        named = [each._replace(tenant=f"p{each.priority}") for each in arrivals]
-        found = replay(named, config, ClusterConfig(replicas=2, quick=quick)).as_dict()
-        assert found["tenants"]["p1"]["mean_latency_s"] < 0.7 * found["tenants"]["p0"]["mean_latency_s"]
-        bounded = [each._replace(max_ttft_s=5.0) for each in arrivals]
-        late = replay(bounded, config, ClusterConfig(replicas=2, quick=quick))
-        assert late.num_finished + late.num_unreachable == 200 and late.num_unreachable > 40
-        assert late.as_dict()["refusal_s"]["p99"] <= 6.0, "at the end of a step"
-
-
-@pytest.mark.parametrize("policy", ["algorithm1", pytest.param("dlora", marks=pytest.mark.exhaustive)])
-def test_on_every_replica_the_waiting_bound_holds(policy: str) -> None:
-    config = dataclasses.replace(UNMERGED, policy=policy, max_batch_size=4)
-    found = replay(crowd(120, 12.0), config, ClusterConfig(replicas=3))
-    assert found.most_waiting > 20
-    assert 0 < found.longest_wait_s <= found.wait_bound_s
 
 
 def test_a_simulation_is_reproducible() -> None:

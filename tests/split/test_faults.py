@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from vlora.split.addresses import secured
 from vlora.split.admission import Limits
 from vlora.split.batching import Call, CallQueue
 from vlora.split.connection import BaseConnection
-from vlora.split.frames import CALL_BYTES, DTYPES, PROTOCOL, BaseInfo, CallHead, ClientInfo, Direction
+from vlora.split.frames import DTYPES, PROTOCOL, BaseInfo, CallHead, ClientInfo, Direction
 from vlora.wire import framing, handshake
 from vlora.wire.address import Address
 
@@ -286,19 +287,11 @@ def test_a_connection_is_used_by_one_call_at_a_time(served: Serving) -> None:
     def product(value: int) -> torch.Tensor:
         return connection.call(Direction.FORWARD, 0, 1, [torch.full((2, width), float(value))])[0].clone()
 
-    expected = {value: product(value) for value in range(4)}
-    wrong: list[int] = []
-
-    def call(value: int) -> None:
-        wrong.extend(value for _ in range(50) if not torch.equal(product(value), expected[value]))
-
-    threads = [threading.Thread(target=call, args=(value,)) for value in expected]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        expected = [product(value) for value in range(4)]
+        for found in threads.map(lambda _: list(map(product, range(4))), range(50)):
+            assert all(map(torch.equal, found, expected))
     connection.close()
-    assert not wrong
 
 
 # -- executors --------------------------------------------------------------------------------------------------------
@@ -356,7 +349,8 @@ def test_an_executor_killed_within_a_training_loses_nothing(
 def test_an_executor_without_free_descriptors_pauses_its_listener(
     served: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    accept, refusals = socket.socket.accept, []
+    accept = socket.socket.accept
+    refusals: list[socket.socket] = []
 
     def without_descriptors(listener: socket.socket) -> Any:
         if not refusals:
@@ -384,62 +378,32 @@ def test_an_executor_that_is_gone_or_has_another_model_is_one_line(model: Any, t
     other.close()
 
 
-class Impostor:
-    """In place of an executor: admits clients, and closes the connection at each call."""
+class Dying(CallQueue[Any]):
+    """Every call ends its connection, after a time."""
 
-    def __init__(self, info: BaseInfo, *, delay_s: float = 0.0) -> None:
-        """delay_s: before it closes a connection."""
-        self.num_calls = 0
-        self._messages = (
-            handshake.encode(handshake.Challenge(PROTOCOL.version, bytes(32), needs_proof=False)),
-            handshake.encode(handshake.Welcome(b"", msgspec.msgpack.encode(info))),
-        )
-        self._delay_s = delay_s
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._thread = threading.Thread(target=self._run)
+    def __init__(self, delay_s: float) -> None:
+        super().__init__()
+        self.num_calls, self._delay_s = 0, delay_s
 
-    def __enter__(self) -> Impostor:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._listener.close()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            deadline = time.monotonic() + PATIENCE_S
-            with sock, contextlib.suppress(OSError):
-                for message in self._messages:
-                    framing.receive(sock, 4096, deadline)
-                    framing.send(sock, message)
-                framing.receive_exactly(sock, CALL_BYTES, deadline)
-                self.num_calls += 1
-                time.sleep(self._delay_s)
+    def add(self, call: Call[Any]) -> None:
+        self.num_calls += 1
+        time.sleep(self._delay_s)
+        raise ConnectionResetError
 
 
-@pytest.fixture(scope="module")
-def info(served: Serving) -> BaseInfo:
-    sock, found = admitted(served.tcp)
-    sock.close()
-    return found
-
-
-def test_a_call_that_ends_every_connection_is_given_up(info: BaseInfo) -> None:
-    with Impostor(info) as dying, connect(dying.address, patience_s=30.0) as base:
-        with pytest.raises(Disconnected, match=r"failed 4 times during one call .* see its log") as failure:
+@pytest.mark.parametrize(
+    ("delay_s", "patience_s", "reason", "least", "most"),
+    [(0.0, 30.0, "failed 4 times during one call .* see its log", 4, 4), (0.3, 0.5, "does not answer for 0.5 s", 1, 2)],
+)
+def test_a_call_that_ends_every_connection_is_given_up(
+    delay_s: float, patience_s: float, reason: str, least: int, most: int, model: Any, tmp_path: Path
+) -> None:
+    queue = Dying(delay_s)
+    with serving(model, tmp_path, queue=queue) as dying, connect(dying.tcp, patience_s=patience_s) as base:
+        with pytest.raises(Disconnected, match=reason) as failure:
             forward(base)
-        assert dying.num_calls == 4 and base.num_repeated == 3 and "\n" not in str(failure.value)
-    with Impostor(info, delay_s=0.3) as slow, connect(slow.address, patience_s=0.5) as base:
-        with pytest.raises(Disconnected, match=r"does not answer for 0.5 s"):
-            forward(base)
-        assert 1 <= slow.num_calls <= 2
+        assert least <= queue.num_calls <= most and "\n" not in str(failure.value)
+        assert base.num_repeated == queue.num_calls - 1 or delay_s
 
 
 def test_a_closed_base_is_not_opened_again_by_a_call(served: Serving, model: Any) -> None:
@@ -529,16 +493,14 @@ def test_tls(served: Serving, model: Any, tmp_path: Path) -> None:
     with serving(model, tmp_path, tls=server, tokens=TOKENS) as secure:
         ask(secure.tcp, token=SECRET, tls=client)
         ask(secure.unix, token=SECRET)  # on one machine there is no network to protect
-        refused: tuple[tuple[dict[str, Any], str], ...] = (
-            ({"tls": contexts()[1]}, "no TLS connection"),
-            ({}, "require TLS"),
-        )
-        for settings, reason in refused:
+        for address, tls, reason in (
+            (secure.tcp, contexts()[1], "no TLS connection"),
+            (secure.tcp, None, "require TLS"),
+            (served.tcp, client, "no TLS connection"),
+        ):
             with pytest.raises(Disconnected, match=reason):
-                connect(secure.tcp, token=SECRET, patience_s=5.0, **settings)
+                connect(address, token=SECRET, patience_s=5.0, tls=tls)
         ask(secure.tcp, token=SECRET, tls=client)
-    with pytest.raises(Disconnected, match="no TLS connection"):
-        connect(served.tcp, tls=client, patience_s=5.0)
 
 
 # -- addresses and Unix sockets ---------------------------------------------------------------------------------------

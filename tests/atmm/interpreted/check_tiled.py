@@ -30,7 +30,12 @@ from tests.atmm.cases import (
 )
 
 SINGLE = "tiled m32 n128 k64 s0 p2"
-PLANS = (segments({"a": 5, "b": 1, "c": 16}), KINDS["mixed mode"][1], [], [Lane("b", 21, 22, -1.0)])
+PLANS: tuple[list[Lane], ...] = (
+    segments({"a": 5, "b": 1, "c": 16}),
+    KINDS["mixed mode"][1],
+    [],
+    [Lane("b", 21, 22, -1.0)],
+)
 
 
 class Captured(NamedTuple):
