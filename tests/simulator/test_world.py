@@ -94,6 +94,11 @@ def test_all_requests_are_answered_while_replicas_fail(rule: str, quick: bool) -
     assert steady.num_failures == 0 and steady.latency_s < found.latency_s
 
 
+def test_all_replicas_may_fail_at_once() -> None:
+    found = replay(crowd(30, 5.0), UNMERGED, ClusterConfig(replicas=2, mtbf_s=4.0, restart_s=1.0, detect_s=5.0))
+    assert found.num_finished == 30
+
+
 @pytest.mark.parametrize("quick", [False, True])
 def test_moved_requests_continue_their_answers(quick: bool) -> None:
     """Two replicas with one long answer each, which are consolidated after ten seconds."""
