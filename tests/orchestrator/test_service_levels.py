@@ -144,6 +144,18 @@ def test_an_admitted_request_is_answered_even_if_late() -> None:
     assert simulation.end("x") == "length" and simulation.first_answer_s("x") == 1.0
 
 
+def test_requests_that_wait_for_kv_count_in_predictions() -> None:
+    """Two of the admitted requests wait for blocks; the answer of a later one would follow theirs."""
+    simulation = box(num_pages=10, max_adapter_pages=0, adapters={})
+    simulation.add(*(make_request(f"r{i}", prompt=12, max_tokens=20, max_ttft_s=200.0) for i in range(3)))
+    for _ in range(3):
+        simulation.step()
+    assert simulation.stats.num_waiting_for_kv == 2
+    simulation.add(make_request("late", prompt=12, max_tokens=1, max_ttft_s=3.0))
+    simulation.run()
+    assert [simulation.end(name) for name in ("r0", "r1", "r2", "late")] == ["length"] * 3 + ["deadline_unreachable"]
+
+
 @pytest.mark.parametrize("only_first", [True, False])
 def test_admission_recovers_after_one_slow_step(only_first: bool) -> None:
     """One step of a hundred seconds, of a request without a deadline or of an admitted one."""
