@@ -120,28 +120,16 @@ def simulate(
 def test_requests_take_at_most_the_promised_time(
     costs: Costs, load: float, slowdown: float, least: float, most: int | None
 ) -> None:
-    """least: share of the time that other work gets. For batches the promise holds at each quantile."""
+    """least: share of the time that other work gets, close to what it gets today.
+
+    Where memory limits a batch, the promise is shown to hold at each quantile.
+    """
     alone, beside = simulate(load, None, 0.0, costs), simulate(load, slowdown, 0.005, costs, max_batch_size=most)
     assert 1 < beside.p99 / alone.p99 <= slowdown
     for share in (0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99) if most else ():
         before, after = (sorted(run.durations)[int(share * len(run.durations))] for run in (alone, beside))
         assert after / before <= slowdown, share
     assert beside.other_s / beside.end_s > least
-
-
-@pytest.mark.parametrize(("load", "least"), [(0.3, 0.22), (0.6, 0.25), (0.9, 0.1)])
-def test_other_work_gets_its_share_of_the_most_that_a_promise_allows(load: float, least: float) -> None:
-    """least: share of the bound on any schedule by which requests take `slowdown` times as long.
-
-    For N requests at a time a step takes a + b N, so that the rate of steps of requests, N / (a + b N), is concave: by
-    Jensen's inequality it is at most that for the mean of N, which is the arrivals' rate L times the mean duration R
-    (Little), divided by the share y of the time in which steps run. All L n steps a second have to be taken:
-    L n <= y g(L R / y) with g(N) = N / (a + b N), thus y >= b n L R / (R - a n).
-    """
-    alone, found = simulate(load, None, 0.0, BATCHED), simulate(load, 1.15, 0.005, BATCHED)
-    rate, mean_s = load * BATCHED.capacity, 1.15 * sum(alone.durations) / len(alone.durations)
-    bound = 1 - BATCHED.own_s * NUM_STEPS * rate * mean_s / (mean_s - BATCHED.shared_s * NUM_STEPS)
-    assert least * bound < found.other_s / found.end_s < bound
 
 
 def test_a_batch_is_full_while_others_wait() -> None:

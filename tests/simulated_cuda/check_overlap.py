@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen2VLConfig
 
 from tests.simulated_cuda import Kind, counting
 from tests.simulated_cuda.models import qwen2_vl
@@ -37,12 +38,14 @@ IMAGE = VOCAB - 3
 ADAPTERS = ("a0", "a1", "a2")
 
 
-CONFIG = qwen2_vl(VOCAB, 32, 2, heads=2, mrope=(2, 3, 3))
+def config() -> Qwen2VLConfig:
+    """A new one for each model, as building a model changes it."""
+    return qwen2_vl(VOCAB, 32, 2, heads=2, mrope=(2, 3, 3))
 
 
 def build_engine(device: str, root: Path, clock: Clock, num_pages: int = 512) -> Engine:
     """An engine with the adapters; the same weights on every device."""
-    model = dummy_model(CONFIG, "float32", torch.device(device), 0)
+    model = dummy_model(config(), "float32", torch.device(device), 0)
     shapes = language_shapes(model)
     settings = EngineConfig(
         model="dummy",
@@ -335,7 +338,7 @@ def test_an_ended_request_keeps_its_blocks_and_frees_its_id(roomy: Watched, refe
 
 
 def test_encoding_images_waits_for_the_end_of_the_step_only(roomy: Watched) -> None:
-    picture = dummy_picture(CONFIG, 4)
+    picture = dummy_picture(config(), 4)
     engine = roomy.engine
     engine.add(Request(request_id="r", prompt_ids=(*[IMAGE] * picture.num_tokens, 5), vision=(picture,)))
     with counting() as counts:
