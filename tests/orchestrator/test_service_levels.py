@@ -253,6 +253,21 @@ def test_a_deadline_shorter_than_theta_interrupts_merged_steps() -> None:
     assert waited[3.0] <= 3.0 < 5.0 <= waited[None]
 
 
+@pytest.mark.parametrize("policy", BOUNDED)
+def test_urgent_requests_do_not_break_the_waiting_bound_of_others(policy: str) -> None:
+    """One of them is admitted at a time, so two are ready: the bound is theta and two steps."""
+    simulation = box(policy, max_batch_size=1, theta_s=4.0)
+    flood = [(0.9 * i, make_request(f"u{i}", "a", head="kind", priority=9, max_ttft_s=3.0)) for i in range(40)]
+    simulation.run([(0.0, make_request("old", "b", max_tokens=3)), *flood])
+    assert sum(simulation.end(f"u{i}") == "head" for i in range(40)) > 20
+    waits_since = 0.0
+    for step in simulation.log:
+        if any(item.request_id == "old" for item in step.batch.items):
+            longest = max(step.end_s - step.start_s for step in simulation.log)
+            assert step.start_s - waits_since <= step.theta_s + 2 * longest
+            waits_since = step.end_s
+
+
 def overload(simulation: CheckedReplica, rate: float, bound: float, seed: int = 0) -> list[Request]:
     """A hundred and fifty requests, a third of them heads, at `rate` per second, each with that deadline."""
     draws = random.Random(seed)
