@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
 
 from fusion.data.load import DomainData, load_domains
-from fusion.plan.schema import read_plan_file
-from vlora.plan_files.errors import PlanErrors
+from fusion.plan.schema import DomainPlan, read_plan_file
+from fusion.teachers.opening import open_teacher
+from fusion.teachers.protocol import Teacher
+from vlora.plan_files.errors import PlanErrors, PlanText
 
 
 def picture(file: Path, seed: int, size: tuple[int, int] = (24, 32)) -> Path:
@@ -44,6 +47,17 @@ def write_plan(folder: Path, *domains: str, more: str = "") -> Path:
     file = folder / "plan.yaml"
     file.write_text(text)
     return file
+
+
+def open_plans_teacher(fields: dict[str, Any], task: str) -> Teacher:
+    """The teacher of a domain. Raises BadPlan."""
+    domain = DomainPlan(name="a", source="x", question="q", threshold=0.5, teacher=fields)  # type: ignore[arg-type]
+    errors = PlanErrors(PlanText())
+    assert domain.teacher is not None
+    teacher = open_teacher(domain.teacher, task, errors)
+    errors.raise_if_any()
+    assert teacher is not None
+    return teacher
 
 
 def load_plan(file: Path) -> dict[str, DomainData]:

@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-import fusion
 from fusion.data.load import DomainData
 from fusion.data.samples import Splits
 from fusion.plan.check import check_plan
@@ -218,13 +217,13 @@ SHIPPED = {
     [pytest.param(*row, id=row[0], marks=[pytest.mark.exhaustive] * (row[0] != "demo")) for row in SHIPPED.items()],
 )
 def test_the_plans_that_ship_can_be_run(name: str, shipped: tuple[list[int], list[int], list[int]]) -> None:
-    domains = summarize(check_plan(read_plan_file(Path(fusion.__file__).parent / "plans" / f"{name}.yaml")))
-    test, validation, frames = shipped
-    assert [domain.counts["test"] for domain in domains] == test
-    assert [domain.counts["validation"] for domain in domains] == validation
-    assert [domain.frames for domain in domains] == frames
+    code, output = run(name, "--check", "--json")
+    domains, (test, validation, frames) = json.loads(output)["domains"], shipped
+    assert code == 0 and [domain["counts"]["test"] for domain in domains] == test
+    assert [domain["counts"]["validation"] for domain in domains] == validation
+    assert [domain["frames"] for domain in domains] == frames
     if name == "demo-full":  # scores around a half need most samples: photos, counts, boxes, references have enough
-        assert [domain.needs for domain in domains] == [619] * 8
+        assert [domain["needs"] for domain in domains] == [619] * 8
 
 
 @pytest.mark.parametrize(

@@ -71,26 +71,6 @@ def test_the_checkpoint_loads_in_transformers(whole: Path) -> None:
     assert found["overall"].num_questions > 30 and found["overall"].share < 0.5  # three steps are not enough to learn
 
 
-def test_each_part_learns_until_its_own_end(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path, Budget(1000, None), torch.device("cpu"), 0)
-    rates: dict[str, list[float]] = {"vision": [], "rest": []}
-    for step in (0, 100, 149, 150, 200, 599, 600, 999):
-        trainer.step = step
-        trainer.set_rates()
-        for part, found in rates.items():
-            groups = [group for o in trainer.optimizers for group in o.param_groups if group["part"] == part]
-            shares = {round(group["lr"] / group["base"], 9) for group in groups}
-            assert len(shares) == 1
-            found += shares
-    warm, early, _, joined, _, last, fixed, end = rates["vision"]
-    assert warm < 0.03 and early > 0.9 and joined > 0.8 and last < 1e-4 and fixed == end == 0
-    assert rates["rest"][:4] == [0, 0, 0, 0] and rates["rest"][4] > 0.9 and rates["rest"][-1] < 1e-4
-    counted = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
-    assert counted == {id(p) for p in (*trainer.model.parameters(), *trainer.probes.parameters())}
-    vision = {id(p) for o in trainer.optimizers for g in o.param_groups if g["part"] == "vision" for p in g["params"]}
-    assert vision >= {id(p) for p in trainer.vision.parameters()} and id(trainer.probes.kind.bias) in vision
-
-
 @pytest.mark.parametrize(
     ("main", "arguments", "message"),
     [

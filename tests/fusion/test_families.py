@@ -200,10 +200,7 @@ def test_losses_and_answers_are_those_of_peft(tmp_path: Path, family: str) -> No
     reference = PeftModel.from_pretrained(build_model(family), str(tmp_path)).eval()
     losses, texts = [], []
     for sample, one in zip(own.splits.train, own.train, strict=True):
-        inputs = inputs_of_transformers(base.processor, sample, one.answer)
-        logits = reference(**inputs).logits[0]
-        chosen = torch.log_softmax(logits[-len(one.answer) - 1 : -1].float(), -1)
-        losses.append(float(-chosen[torch.arange(len(one.answer)), torch.tensor(one.answer)].mean()))
+        losses.append(loss_of_transformers(reference, base.processor, sample, one.answer))
         prompt = inputs_of_transformers(base.processor, sample, ())
         limit = 2 * max(len(each.answer) for each in own.train)
         tokens = reference.generate(**prompt, max_new_tokens=limit, do_sample=False)[0, len(one.ids) :].tolist()

@@ -483,6 +483,7 @@ WRONG: list[tuple[Build, str]] = [
     (lambda root: "{format: voc, path: .}", "contains no XML file with an <annotation>"),
     (two_files, "has 2 JSON files that name no part (train, validation, test): a.json, b.json; set"),
     (lambda root: "{format: coco, path: .}", "has no JSON file, nor has a folder in it"),
+    (lambda root: "{format: coco, path: none.json}", "there is no file or folder"),
 ]
 
 

@@ -17,14 +17,11 @@ import torch
 from torch import nn
 
 from fusion.data.items import NamedBox
-from fusion.plan.schema import DomainPlan
 from fusion.teachers.detector_layouts import Output, raw_boxes
 from fusion.teachers.onnx_detector import place
-from fusion.teachers.opening import open_teacher
 from fusion.teachers.protocol import Teacher
-from tests.fusion.made import load_plan, write_plan
+from tests.fusion.made import load_plan, open_plans_teacher, write_plan
 from vlora.errors import BadPlan
-from vlora.plan_files.errors import PlanErrors, PlanText
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -61,14 +58,7 @@ def constant_model(
 
 
 def opened(file: Path, task: str = "detection", **fields: Any) -> Teacher:
-    teacher = {"kind": "onnx_detector", "file": str(file), "labels": LABELS, **fields}
-    domain = DomainPlan(name="a", source="x", question="q", threshold=0.5, teacher=teacher)  # type: ignore[arg-type]
-    errors = PlanErrors(PlanText())
-    assert domain.teacher is not None
-    found = open_teacher(domain.teacher, task, errors)
-    errors.raise_if_any()
-    assert found is not None
-    return found
+    return open_plans_teacher({"kind": "onnx_detector", "file": str(file), "labels": LABELS, **fields}, task)
 
 
 def refused(file: Path, **fields: Any) -> str:

@@ -20,17 +20,15 @@ from torch import nn
 from fusion.data.items import NamedBox
 from fusion.data.load import DomainData
 from fusion.data.samples import Sample, Splits
-from fusion.plan.schema import DomainPlan
 from fusion.synthetic.sources import load_source
 from fusion.teachers.built_in import TEACHERS, SmallNetwork
 from fusion.teachers.labelling import restrict_answers
-from fusion.teachers.opening import FromBoxes, UserFunction, open_teacher
-from fusion.teachers.protocol import Teacher, classify
+from fusion.teachers.opening import FromBoxes, UserFunction
+from fusion.teachers.protocol import classify
 from fusion.training.objectives import objective_of
 from heads import Box
-from tests.fusion.made import load_plan, video, write_plan
+from tests.fusion.made import load_plan, open_plans_teacher, video, write_plan
 from vlora.errors import BadPlan
-from vlora.plan_files.errors import PlanErrors, PlanText
 
 
 @pytest.mark.slow
@@ -464,18 +462,8 @@ def face() -> np.ndarray:
     return np.asarray(astronaut())
 
 
-def opened(lines: dict[str, Any], task: str) -> Teacher:
-    domain = DomainPlan(name="a", source="x", question="q", threshold=0.5, teacher=lines)  # type: ignore[arg-type]
-    errors = PlanErrors(PlanText())
-    assert domain.teacher is not None
-    teacher = open_teacher(domain.teacher, task, errors)
-    errors.raise_if_any()
-    assert teacher is not None
-    return teacher
-
-
 def test_a_cascade_finds_a_face() -> None:
-    (found,) = opened({"kind": "cascade", "min_confidence": 0.9}, "detection").label([[face()]])
+    (found,) = open_plans_teacher({"kind": "cascade", "min_confidence": 0.9}, "detection").label([[face()]])
     ((label, left, top, right, bottom, confidence),) = cast(tuple[NamedBox, ...], found.answer)
     # The face is at about (177 to 270, 70 to 170) of 512 x 512 pixels.
     assert label == "face" and left < 0.4 < 0.46 < right and top < 0.18 < 0.28 < bottom
@@ -492,13 +480,13 @@ def test_a_cascade_finds_a_face() -> None:
     ],
 )
 def test_a_cascades_answers_for_other_tasks(task: str, with_face: object, without: object) -> None:
-    teacher = opened({"kind": "cascade", "min_confidence": 0.9, "absent": "empty street"}, task)
+    teacher = open_plans_teacher({"kind": "cascade", "min_confidence": 0.9, "absent": "empty street"}, task)
     blank = np.full((64, 64, 3), 128, np.uint8)
     assert [one.answer for one in teacher.label([[face()], [blank]])] == [with_face, without]
     with pytest.raises(BadPlan, match="not captioning"):
-        opened({"kind": "cascade"}, "captioning")
+        open_plans_teacher({"kind": "cascade"}, "captioning")
     with pytest.raises(BadPlan, match="`only` names cat"):
-        opened({"kind": "cascade", "only": ["cat"]}, task)
+        open_plans_teacher({"kind": "cascade", "only": ["cat"]}, task)
 
 
 def test_the_people_detector_finds_a_person() -> None:
@@ -508,12 +496,12 @@ def test_the_people_detector_finds_a_person() -> None:
     cv2.ellipse(frame, (100, 135), (26, 48), 0, 0, 360, (40, 40, 40), -1)
     for x in (88, 112):
         cv2.line(frame, (x, 170), (x, 245), (40, 40, 40), 18)
-    (found,) = opened({"kind": "hog"}, "detection").label([[frame]])
+    (found,) = open_plans_teacher({"kind": "hog"}, "detection").label([[frame]])
     assert found.answer and all(isinstance(box, NamedBox) and box.label == "person" for box in found.answer)
     box = found.answer[0]
     assert isinstance(box, NamedBox) and box.left < 0.5 < box.right and box.top < 0.45 < box.bottom
     for size in ((96, 96), (127, 64), (128, 63), (1, 1)):  # too small for a person
-        (none,) = opened({"kind": "hog"}, "detection").label([[np.zeros((*size, 3), np.uint8)]])
+        (none,) = open_plans_teacher({"kind": "hog"}, "detection").label([[np.zeros((*size, 3), np.uint8)]])
         assert none.answer == ()
 
 

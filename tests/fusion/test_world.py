@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections import Counter
 from pathlib import Path
 
@@ -39,15 +38,6 @@ from fusion.synthetic.streets import draw_street, look_for_person
 from tools.embedded_model import unlearned_words
 from tools.embedded_model.conversations import Conversations
 from tools.embedded_model.model import IMAGE_TOKENS
-from tools.embedded_model.probes import (
-    DIRECTIONS,
-    GIST_FEATURES,
-    PATCH_FEATURES,
-    SCALES,
-    as_pixels,
-    gist,
-    patch_spectra,
-)
 from tools.embedded_model.processor import build_processor, build_tokenizer
 from tools.embedded_model.unlearned_words import learned_tokens, separate_unlearned
 
@@ -135,21 +125,6 @@ def test_questions_of_a_row_do_not_attend_to_each_other() -> None:
     named = rows.meant[..., 0] >= 0
     assert int((rows.present >= 0).sum()) > 0 and int(named.sum()) > 0
     assert bool((rows.meant[named] >= 0).all()) and bool((rows.turns[named] > 0).all())
-
-
-def test_spectra_tell_scale_direction_and_brightness() -> None:
-    """Of a wave in each patch: its cell has the most energy, and a lighter picture a larger mean."""
-    down, across = np.mgrid[:SIZE, :SIZE]
-    edges = np.geomspace(0.05, 0.75, SCALES + 1)
-    for scale, direction in itertools.product(range(1, SCALES - 1), range(DIRECTIONS)):
-        angle, frequency = math.pi * direction / DIRECTIONS, math.sqrt(edges[scale] * edges[scale + 1])
-        wave = np.cos(2 * math.pi * frequency * (across * math.cos(angle) + down * math.sin(angle)))
-        frames = [np.repeat((mean + 60 * wave)[..., None], 3, -1).astype(np.uint8) for mean in (80, 160)]
-        spectra = patch_spectra(as_pixels(np.stack(frames)))
-        assert spectra.shape == (2, 36, PATCH_FEATURES) and (spectra[1, :, -1] > spectra[0, :, -1]).all()
-        cells = spectra[0, :, :-1].mean(0).argmax()
-        assert divmod(int(cells), DIRECTIONS) == (scale, direction)
-    assert gist(spectra).numel() == 2 * GIST_FEATURES
 
 
 # Words of adapters' labels.
