@@ -291,6 +291,8 @@ def test_heads_are_found_by_name_and_their_files_have_different_names(client: Cl
             find_groups(client, adapters, heads)
     with pytest.raises(UnknownHead, match="has no head 'day'; its heads: night, one"):
         run(client, [Source("unread", "nowhere.mp4", "file")], "cam", ("night", "day"))
+    with pytest.raises(UnknownHead, match="has no head 'day'"):
+        next(analyse(client, CAMERA, "cam", "day"))
     (group, *_) = find_groups(client, ("cam",), ("zoo/night", "one"), ("what ?",))
     assert group.heads == [("zoo", "night"), ("cam", "one")] and group.questions == [TextQuestion("what ?", "cam")]
     client.load_adapter("same", write_adapter(tmp_path / "adapter", {"a b": 1, "a/b": 1, "a-b-2": 1}))
