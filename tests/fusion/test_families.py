@@ -18,8 +18,9 @@ from transformers import AutoConfig
 
 from fusion.block_diagonal.distil import distil
 from fusion.data.samples import Sample, Splits
-from fusion.plan.check import PlanChecked, check_plan
-from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan, read_plan_file
+from fusion.plan.check import PlanChecked
+from fusion.plan.estimate import lora_size, shapes_of
+from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
 from fusion.progress import Progress
 from fusion.run import fuse
 from fusion.training.activation import invocation_tokens
@@ -28,12 +29,14 @@ from fusion.training.frozen_base import Domain, FrozenBase
 from fusion.training.trainer import LoraTrainer
 from tests.families import FAMILIES, MROPE_FAMILIES, build_model
 from tests.fusion.made import write_plan
+from tests.fusion.test_formats import folder_of_labels, one_folder_yolo
 from tests.processors import image_processor, tokenizer
 from vlora.cli import main
 from vlora.errors import BadAdapter, BadPlan
 from vlora.lora.peft_format import AdapterHeader, read_config
 from vlora.models import InputProcessor
 from vlora.models.processing import to_tensor
+from vlora.plan_files.errors import PlanErrors, PlanText
 
 SIZES = ((40, 24), (20, 33), (64, 64))
 ANSWERS = ("what", "what is", "what is shown")
@@ -151,15 +154,17 @@ def test_every_family_passes_the_check(tmp_path: Path) -> None:
     for family in FAMILIES:
         (tmp_path / family).mkdir()
         write_base(tmp_path / family / "base", family)
-        plan = read_plan_file(write_plan(tmp_path / family, "source: sklearn-digits", more="base: base\n"))
-        assert check_plan(plan).size.layers == 4 * 7
+        plan = Plan(base=str(tmp_path / family / "base"), domains=(PLAN,))
+        hf_model = shapes_of(plan, errors := PlanErrors(PlanText()))
+        assert hf_model is not None and (size := lora_size(plan, hf_model, errors)) is not None and size.layers == 4 * 7
 
 
 @pytest.mark.slow
 def test_a_head_that_needs_a_grid_is_refused_where_tokens_form_none(tmp_path: Path) -> None:
     """Detection on a family that splits pictures into tiles."""
     write_base(tmp_path / "base", "llava_next")
-    kinds = ("source: drawn-signs", "source: drawn-traffic-detection")
+    folder_of_labels(tmp_path)
+    kinds = ("data: {format: image_folder, path: pictures}", f"data: {one_folder_yolo(tmp_path)}")
     plan = write_plan(tmp_path, *kinds, more="base: base\n")
     with pytest.raises(BadPlan, match=r"detection cannot be trained on .*llava_next divides an image") as error:
         fuse(plan, tmp_path / "out")

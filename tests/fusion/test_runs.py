@@ -182,7 +182,7 @@ def write_killed_plan(folder: Path, base: str) -> Path:
         for name, (question, threshold) in domains.items()
     )
     (folder / "plan.yaml").write_text(
-        f"base: {base}\npacking: first_fit\nconfidence: null\ntraining: {{steps: 12, batch_size: 4}}\n"
+        f"base: {base}\npacking: first_fit\nconfidence: null\ntraining: {{steps: 4, batch_size: 4}}\n"
         f"lora: {{rank: 2}}\ndomains:\n{''.join(rows)}"
     )
     return folder / "plan.yaml"

@@ -80,10 +80,12 @@ def test_records_of_one_content_or_picture_are_in_one_part_that_no_caller_predic
     drawn = []
     for key in ("first", "second", "pictures"):
         own = store(tmp_path / key, max_records=1000)
-        for number in range(240):
-            picture = b"picture %d" % (number % 120) if key == "pictures" else b""
-            own.add([answered(f"r{number}", question=None if picture else f"q{number % 120}", image=picture)])
-            own.correct(f"r{number}", "new", ANN)
+        pictures = [b"picture %d" % (number % 120) if key == "pictures" else b"" for number in range(240)]
+        own.add(
+            answered(f"r{number}", question=None if picture else f"q{number % 120}", image=picture)
+            for number, picture in enumerate(pictures)
+        )
+        assert all(own.correct(f"r{number}", "new", ANN) for number in range(240))
         parts: dict[Any, set[bool]] = {}
         for record in own.labelled():
             parts.setdefault(own.image(record.number) or record.content, set()).add(record.held_out)
