@@ -1,7 +1,7 @@
 """Messages about adapters' files, on the same connection as those of the engine. The replica's process answers them.
 
-A front end offers a content. The replica answers with the folder in which it has it, or with the files that it lacks;
-then these follow in pieces.
+A front end offers a content. The replica answers with the folder in which it has it; otherwise its files follow in
+pieces.
 """
 
 from __future__ import annotations
@@ -13,24 +13,21 @@ from vlora.operations import Operation
 
 
 class ShippedFile(msgspec.Struct, frozen=True):
-    """One of `ADAPTER_FILES`. digest: hash of its content."""
+    """One of `ADAPTER_FILES`."""
 
     name: str
     size: int
-    digest: str
 
 
 class Files(msgspec.Struct, frozen=True):
     """What a replica has of a content.
 
     Attributes:
-        path: The folder with the content; empty: it is not there.
-        missing: Names of the files that are to be sent.
+        path: The folder with the content; empty: its files are to be sent.
         busy: Another process of the machine is receiving this content.
     """
 
     path: str = ""
-    missing: tuple[str, ...] = ()
     busy: bool = False
 
 
@@ -40,7 +37,7 @@ class Offer(Operation, frozen=True, kw_only=True):
     Attributes:
         path: Where it may be on the replica's machine.
         files: Its files; empty if the front end does not have them.
-        receive: Begin to receive the files that are missing.
+        receive: Begin to receive them if they are not there.
         adapter_bytes: The limit of one content that is received.
         total_bytes: The limit of all received contents on the machine.
     """
@@ -55,7 +52,7 @@ class Offer(Operation, frozen=True, kw_only=True):
 
 
 class Piece(Operation, frozen=True):
-    """The next bytes of a file that is missing. Files come in the order of the reply to the offer."""
+    """The next bytes of a file. Files come in the order of the offer."""
 
     result = Files
     version: str

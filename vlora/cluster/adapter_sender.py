@@ -14,7 +14,6 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from vlora.adapter_files import ADAPTER_FILES, CONFIG_FILE, content_hash, other_weights
-from vlora.cluster.adapter_incoming import digest_of
 from vlora.cluster.adapter_messages import Files, Finish, Hold, Offer, Piece, ShippedFile
 from vlora.cluster.adapter_state import DesiredAdapter
 from vlora.engine.ipc.client import EngineClient
@@ -71,7 +70,7 @@ class AdapterSender:
                 raise BadAdapter(f"{path}: {problem}")
             if (known := self._known.get(path)) is not None and known[0] == stamp:
                 return known[1]
-            files = tuple(ShippedFile(name, size, digest_of(Path(path, name))) for name, size, *_ in stamp)
+            files = tuple(ShippedFile(name, size) for name, size, *_ in stamp)
             found = AdapterContent(content_hash(Path(path)), files)
             if _stamp_of(Path(path)) != stamp:
                 raise BadAdapter(f"{path} was changed while it was read; try again once its files are complete")
@@ -118,7 +117,7 @@ class ReplicaFiles:
         return None
 
     async def send(self, wanted: DesiredAdapter, is_wanted: Callable[[], bool] = lambda: True) -> str:
-        """Send what the replica's machine lacks of a content. Returns the folder there.
+        """Send a content, unless the replica's machine has it. Returns the folder there.
 
         Args:
             is_wanted: Returns whether to go on; called before each piece.
@@ -139,9 +138,7 @@ class ReplicaFiles:
             async with self._sender.sending:
                 reply = await self._offer(wanted, content, receive=True)
                 if not reply.busy:
-                    return self._found(
-                        wanted, reply.path or await self._send_files(wanted, content, reply.missing, is_wanted)
-                    )
+                    return self._found(wanted, reply.path or await self._send_files(wanted, content, is_wanted))
             if asyncio.get_running_loop().time() > ends_s:
                 raise Aborted(
                     f"another process of the machine has been receiving the adapter, or using a damaged copy, for "
@@ -184,14 +181,11 @@ class ReplicaFiles:
         )
         return await self._answer(self._client.post(offer))
 
-    async def _send_files(
-        self, wanted: DesiredAdapter, content: AdapterContent, missing: tuple[str, ...], is_wanted: Callable[[], bool]
-    ) -> str:
-        files = [file for file in content.files if file.name in missing]
-        total, sent = sum(file.size for file in files), 0
+    async def _send_files(self, wanted: DesiredAdapter, content: AdapterContent, is_wanted: Callable[[], bool]) -> str:
+        total, sent = sum(file.size for file in content.files), 0
         answers: deque[asyncio.Future[Reply[msgspec.Raw]]] = deque()
         try:
-            for file in files:
+            for file in content.files:
                 async for data in pieces_of(Path(wanted.path, file.name), file.size):
                     if not is_wanted():
                         raise Aborted("it is not wanted there any more")

@@ -13,19 +13,14 @@ import os
 import re
 import shutil
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
 from vlora.adapter_files import ADAPTER_FILES, CONFIG_FILE, content_hash
-from vlora.cluster.adapter_incoming import IncomingFiles, digest_of
 from vlora.cluster.adapter_messages import Offer, ShippedFile
 from vlora.errors import BadAdapter, BadRequest, OverCapacity
 
-DIGESTS = "digests.json"  # in each folder, so that a content with some of its files is not received in full
-DIGESTS_BYTES = 512  # at most
 PART, LOCK, COMMON_LOCK = ".part", ".lock", "store.lock"
 MAX_INCOMING = 4  # contents that a process receives at a time
 _PLACE = "the folder of received adapters"  # in errors, which users of the adapter get too
@@ -84,8 +79,8 @@ class AdapterStore:
         os.close(self._held.pop(offer.version))
         return None
 
-    def begin(self, offer: Offer) -> tuple[str, ...]:
-        """Begin to receive a content that `find` has not found. Returns the names of the missing files.
+    def begin(self, offer: Offer) -> bool:
+        """Begin to receive a content that `find` has not found. Returns whether bytes are to follow.
 
         Raises:
             Busy: Another process is receiving it, or uses a damaged folder of it.
@@ -107,39 +102,31 @@ class AdapterStore:
                 raise Busy
             try:
                 self._remove(offer.version)  # the remains of a crash, or a damaged folder
-                self._make_room(needed + DIGESTS_BYTES, offer.total_bytes)
-                incoming = IncomingFiles(self._part(offer.version), offer.files, lock)
+                self._make_room(needed, offer.total_bytes)
+                self._incoming[offer.version] = IncomingFiles(self._part(offer.version), offer.files, lock)
             except BaseException:
                 self._drop(offer.version, lock)
                 raise
-        self._incoming[offer.version] = incoming
-        try:
-            incoming.take_from(self._candidates(offer))
-        except BaseException:
-            self.abort(offer.version)
-            raise
-        return incoming.missing
+        return needed > 0
 
     def write(self, version: str, name: str, data: bytes) -> None:
-        """Append to a file that is missing. Raises BadRequest out of turn, BadAdapter for a wrong file, and OSError."""
+        """Append to a file. Raises BadRequest out of turn, and OSError."""
         if (incoming := self._incoming.get(version)) is None:
             raise BadRequest("no content with this hash is being received")
         incoming.write(name, data)
 
     def finish(self, version: str) -> str:
-        """Check the content and put it in its place. Returns the folder. Raises as `write`."""
+        """Check the content and put it in its place. Returns the folder. Raises as `write`, and BadAdapter."""
         if (incoming := self._incoming.get(version)) is None:
             raise BadRequest("no content with this hash is being received")
         incoming.close()
         part, folder = self._part(version), self.root / version
         if (found := content_hash(part)) != version:
-            for source in incoming.sources:  # it may be damaged
-                (source / DIGESTS).unlink(missing_ok=True)
-            raise BadAdapter(f"the files that arrived have content {found} instead of {version}; they are dropped")
-        digests = {file.name: file.digest for file in incoming.files}
-        (part / DIGESTS).write_bytes(msgspec.json.encode(digests))
-        for path in (part / DIGESTS, part):
-            _synchronize(path)
+            raise BadAdapter(
+                f"the files that arrived have content {found} instead of {version}: they were changed while they were "
+                "sent, or on the way; they are dropped"
+            )
+        _synchronize(part)
         with self._alone():  # no other process takes the lock while it becomes a shared one
             os.rename(part, folder)
             fcntl.flock(incoming.lock, fcntl.LOCK_SH)
@@ -205,9 +192,8 @@ class AdapterStore:
             OverCapacity: The contents in use take too much room.
         """
         unused = deque(sorted(self._folders(), key=_age))
-        sizes = {folder: _sizes_of(folder) for folder in unused}  # once: there may be thousands of folders
-        num_folders = Counter(file for own in sizes.values() for file in own)  # that share a file
-        used = sum({file: size for own in sizes.values() for file, size in own.items()}.values())
+        sizes = {folder: _size_of(folder) for folder in unused}  # once: there may be thousands of folders
+        used = sum(sizes.values())
         while True:
             free = shutil.disk_usage(self.root).free
             stale = bool(unused) and unused[0].suffix == PART
@@ -220,8 +206,7 @@ class AdapterStore:
                 )
             folder = unused.popleft()
             if self._remove_unused(folder):
-                num_folders.subtract(sizes[folder].keys())
-                used -= sum(size for file, size in sizes[folder].items() if not num_folders[file])
+                used -= sizes[folder]
 
     def _remove_unused(self, folder: Path) -> bool:
         """Remove a folder and its lock, unless a process uses it. Returns whether it is gone."""
@@ -256,21 +241,57 @@ class AdapterStore:
             os.rename(path, part)
         shutil.rmtree(part, ignore_errors=True)
 
-    def _candidates(self, offer: Offer) -> Iterator[tuple[ShippedFile, Path, bool]]:
-        """Files on this machine that may be those of the offer, and whether they are received ones."""
-        for folder in self._folders():
+
+class IncomingFiles:
+    """Files that are received one after the other, in a folder of their own.
+
+    Attributes:
+        lock: The descriptor of the content's exclusive lock.
+    """
+
+    def __init__(self, folder: Path, files: tuple[ShippedFile, ...], lock: int) -> None:
+        """Make the folder. Its files have their full size at once, so that they count as used room. Raises OSError."""
+        self.lock = lock
+        self._folder = folder
+        self._waiting = deque(file for file in files if file.size)
+        self._file = -1
+        self._num_written = 0
+        folder.mkdir(mode=0o700)
+        for file in files:
+            made = os.open(folder / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                digests = msgspec.json.decode((folder / DIGESTS).read_bytes(), type=dict[str, str])
-            except (OSError, msgspec.MsgspecError):
-                continue
-            yield from (
-                (file, folder / file.name, True) for file in offer.files if digests.get(file.name) == file.digest
-            )
-        for file in offer.files:
-            local = Path(offer.path) / file.name
-            with contextlib.suppress(OSError):
-                if local.stat().st_size == file.size and digest_of(local) == file.digest:
-                    yield file, local, False
+                os.truncate(made, file.size)
+            finally:
+                os.close(made)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Append to the first file that is not complete. Raises BadRequest for another one, or if it gets longer."""
+        if not self._waiting or self._waiting[0].name != name:
+            raise BadRequest(f"a piece of {name[:64]!r} is out of turn")
+        file = self._waiting[0]
+        if self._num_written + len(data) > file.size or not data:
+            raise BadRequest(f"a piece of {len(data)} bytes does not fit into {name}, which has {file.size}")
+        if self._file < 0:
+            self._file = os.open(self._folder / name, os.O_WRONLY | os.O_CLOEXEC)
+        left = memoryview(data)
+        while left:
+            left = left[os.write(self._file, left) :]
+        self._num_written += len(data)
+        if self._num_written == file.size:
+            os.fsync(self._file)
+            self.discard()
+            self._waiting.popleft()
+            self._num_written = 0
+
+    def close(self) -> None:
+        """All pieces were written. Raises BadAdapter if some were not."""
+        if self._waiting:
+            raise BadAdapter(f"{self._waiting[0].name} has not arrived in full; the files are dropped")
+
+    def discard(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
 
 def check_offer(offer: Offer) -> None:
@@ -304,11 +325,11 @@ def _is_whole(folder: Path, offer: Offer) -> bool:
         return False
 
 
-def _sizes_of(folder: Path) -> dict[int, int]:
-    """The size of each file by its inode. A file that is being received has its full size."""
+def _size_of(folder: Path) -> int:
+    """Of all files. One that is being received has its full size."""
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
-        return {entry.inode(): entry.stat(follow_symlinks=False).st_size for entry in entries}
-    return {}
+        return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+    return 0
 
 
 def _age(folder: Path) -> tuple[bool, float]:

@@ -140,10 +140,10 @@ class AdapterReceiver:
 def _done(store: AdapterStore, operation: FilesOperation) -> Files:
     match operation:
         case Offer():
-            path, missing = store.find(operation), tuple[str, ...]()
-            if path is None and operation.receive and not (missing := store.begin(operation)):
+            path = store.find(operation)
+            if path is None and operation.receive and not store.begin(operation):
                 path = store.finish(operation.version)
-            return Files(path=path or "", missing=missing)
+            return Files(path=path or "")
         case Piece():
             store.write(operation.version, operation.name, operation.data)
         case Finish():
