@@ -21,15 +21,22 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.cluster.running import SLEEPING, InThread
+from tests import embedded_cases
+from tests.cluster import paced_engine
+from tests.cluster.running import SLEEPING, InThread, outputs_of
 from tests.cluster.sleeping_engine import COMMAND
+from tests.cluster.test_real_engine import check as check_real
 from tests.cluster.user_ray import UserRay
+from tests.embedded_cases import config, write_adapters
 from tests.processes import PATIENCE_S, free_port, is_alive, until
+from vlora.cluster.adapter_sender import ShippingLimits
 from vlora.cluster.members import Health
 from vlora.cluster.on_ray.cluster import RayCluster
 from vlora.cluster.on_ray.settings import RayOptions
+from vlora.engine import LocalEngine
+from vlora.engine.operations import RegisterAdapters
 from vlora.errors import BadConfig, EngineDead, VLoraError
-from vlora.types.replicas import SERVING
+from vlora.types.replicas import DOWN, SERVING
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,7 +45,7 @@ pytestmark = [
 ]
 
 NAMES = ("replica-0", "replica-1")
-PORTABLE = ("", *COMMAND[1:])
+PORTABLE, PACED = ("", *COMMAND[1:]), ("", *paced_engine.COMMAND[1:])
 VALUE_OF_USER = "of the user"
 
 
@@ -68,10 +75,10 @@ class Here(InThread):
 
 
 async def started(ray: UserRay, number: int = 2, **settings: Any) -> RayCluster:
-    names = ("cpus", "resources", "labels", "namespace", "placement", "wait_s", "runtime_env")
+    names = ("address", "cpus", "resources", "labels", "namespace", "placement", "wait_s", "runtime_env")
     options = {name: settings.pop(name) for name in names if name in settings}
     given = {"command": PORTABLE, "health": Health(missed=10), "hung_s": 1.0, "model_name": "sleeping", **settings}
-    return await RayCluster.start(SLEEPING, number, RayOptions(address=ray.address, **options), **given)
+    return await RayCluster.start(SLEEPING, number, RayOptions(**{"address": ray.address, **options}), **given)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +86,7 @@ def ray() -> Iterator[UserRay]:
     found = UserRay(num_cpus=0, keeps_state=True)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in found.environ.items():
+            for name, value in {**found.environ, "RAY_ADDRESS": found.address}.items():
                 patch.setenv(name, value)
             for zone in "ab":
                 found.add("--num-cpus=2", f"--labels=zone={zone}")
@@ -90,7 +97,7 @@ def ray() -> Iterator[UserRay]:
 
 @pytest.fixture(scope="module")
 def here(ray: UserRay) -> Iterator[Here]:
-    found = Here(ray, max_replicas=3, runtime_env={"env_vars": {"GIVEN": VALUE_OF_USER}})
+    found = Here(ray, address="auto", max_replicas=3, runtime_env={"env_vars": {"GIVEN": VALUE_OF_USER}})
     try:
         yield found
     finally:
@@ -105,7 +112,7 @@ def test_replicas_are_on_different_nodes_and_have_nothing_of_ray(here: Here, ray
     assert set(here.answer_all()) == {0} and here.serves()
     status = here.cluster.status().replicas
     assert len({each.node for each in status}) == 2 and all(each.actor and each.pid for each in status)
-    assert here.lines[0] == f"connecting to Ray at {ray.address}" and " serves (1 of 2) on " in here.lines[1]
+    assert here.lines[0] == "connecting to Ray at auto" and " serves (1 of 2) on " in here.lines[1]
     for actor, replica, engine in here.pids().values():
         assert [psutil.Process(pid).nice() for pid in (actor, replica, engine)] == [psutil.Process().nice()] * 3
         environ = psutil.Process(engine).environ()
@@ -147,13 +154,82 @@ def test_a_kill_loses_nothing(here: Here, what: str) -> None:
     assert set(here.answer_all()) == {0}
 
 
-def test_a_replica_is_added_and_released(here: Here) -> None:
+FOREIGN = """
+import sys, ray
+ray.init(address=sys.argv[1], namespace="vlora", log_to_driver=False)
+class Own:
+    def pid(self): import os; return os.getpid()
+actor = ray.remote(Own).options(name="replica-0", lifetime="detached", num_cpus=0, get_if_exists=True).remote()
+print(ray.get(actor.pid.remote()))
+"""
+
+
+def test_a_replica_is_added_and_released(here: Here, ray: UserRay) -> None:
+    """An actor of the user in the same namespace, even of such a name, is left alone."""
+    command = [sys.executable, "-c", FOREIGN, ray.address]
+    foreign = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.split()[-1])
     pids = here.pids()
     assert here.run(here.cluster.scale(3, 30.0))
     added = here.pids()["replica-2"]
     assert here.run(here.cluster.scale(2, 30.0))
     until(lambda: not any(map(is_alive, added)))
-    assert here.pids() == pids and here.serves() and set(here.answer_all()) == {0}
+    assert here.pids() == pids and here.serves() and set(here.answer_all()) == {0} and is_alive(foreign)
+
+
+def test_answers_of_real_engines_are_those_of_one(ray: UserRay, tmp_path: Path) -> None:
+    """While the actor of one is killed. Adapters are served from the files of the front end."""
+    folders, cases = write_adapters(tmp_path), embedded_cases.cases()
+    local = LocalEngine(config())
+    local.engine.register_adapters(folders)
+    want = local.run(cases.values())
+
+    async def main() -> None:
+        options = RayOptions(address=ray.address, namespace="real")
+        cluster = await RayCluster.start(config(), 2, options, shipping=ShippingLimits(), command=PACED)
+        try:
+            await cluster.call(RegisterAdapters(folders))
+            at = cluster.located[NAMES[0]].at
+
+            def kill() -> None:
+                os.kill(at.pid, signal.SIGKILL)
+
+            first, *others = cases.values()
+            found = await asyncio.gather(
+                outputs_of(cluster, first, 5, kill), *(outputs_of(cluster, request) for request in others)
+            )
+            for request, outputs in zip(cases.values(), found, strict=True):
+                check_real(request, outputs, want[request.request_id])
+            assert cluster.status().num_deaths == 1 and cluster.status().num_resubmitted
+        finally:
+            await cluster.close()
+
+    asyncio.run(main())
+
+
+def test_a_service_waits_for_a_node_with_room(here: Here, ray: UserRay) -> None:
+    """That is no failure of a start: a node that is added later gets the replica."""
+
+    async def main() -> None:
+        options = RayOptions(address=ray.address, namespace="waiting", resources={"camera": 1})
+        cluster = await RayCluster.start(SLEEPING, 1, options, max_replicas=2, command=PORTABLE)
+        try:
+            with pytest.raises(EngineDead, match=r"^replica-1 does not start: no node of Ray has room for replica-1, "):
+                await cluster.scale(2, 12.0)
+            status = cluster.status().replicas[1]
+            assert status.state == DOWN and "which needs 1 CPU, 1 camera: " in status.cause and not cluster.absent()[1]
+            began_s = time.monotonic()
+            await asyncio.to_thread(ray.add, "--num-cpus=1", '--resources={"camera": 1}')
+            added_s = time.monotonic()
+            assert await cluster.scale(2, PATIENCE_S)
+            print(f"used {time.monotonic() - added_s:.1f} s after `ray start`, which took {added_s - began_s:.1f} s")
+        finally:
+            await cluster.close()
+
+    node = ray.add("--num-cpus=1", '--resources={"camera": 1}')
+    asyncio.run(main())
+    for each in (node, ray.nodes.pop()):
+        each.kill()
+    ray.nodes.remove(node)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from vlora.cluster.on_ray.reports import (
 from vlora.cluster.on_ray.settings import Folder, RayOptions, with_own_cores, with_shared_cores
 from vlora.cluster.replica import ALONE_S, ReplicaSettings
 from vlora.config import EngineConfig
+from vlora.engine.host_resources import default_threads
 from vlora.engine.ipc.client import ENGINE_COMMAND
 from vlora.errors import BadConfig, BadRequest, EngineDead, VLoraError
 from vlora.routing import Advice, RecordedRouter, Router
@@ -86,6 +87,7 @@ class RayCluster(Cluster):
         self._scaling = asyncio.Lock()
         self._num_calls = 0  # of `scale`
         self._failures: dict[str, str] = {}  # of the latest starts
+        self._waiting: dict[str, str] = {}  # for room on a node of Ray, which may get one: that is no failure
         self._leaving: set[str] = set()  # drained by `scale`
         self._hung: dict[str, asyncio.TimerHandle] = {}  # by the names of lost replicas
         self.on_change: list[Callable[[], object]] = []
@@ -154,6 +156,8 @@ class RayCluster(Cluster):
         settings = driver_settings(options, replica, num_replicas, self.folder, model_name)
         self.ray = RayProcesses(settings, local, self._hear)
         try:
+            if is_local and config.device == "cpu" and num_replicas > (cores := default_threads()):
+                announce(f"{num_replicas} replicas share {cores} cores: more replicas than cores make a server slower")
             announce("starting Ray" if is_local else f"connecting to Ray at {options.address}")
             await self.ray.start()
             await self._wait_joined(num_replicas, announce, options.wait_s)
@@ -241,8 +245,8 @@ class RayCluster(Cluster):
             if call != self._num_calls:
                 return False
             if self._loop.time() > ends_s:
-                for name in sorted(self._failures):
-                    raise EngineDead(f"{name} does not start: {self._failures[name]}; it is tried again")
+                for name, why in sorted({**self._waiting, **self._failures}.items()):
+                    raise EngineDead(f"{name} does not start: {why}; it is tried again")
                 return False
             await asyncio.sleep(_PAUSE_S)
         return True
@@ -259,7 +263,8 @@ class RayCluster(Cluster):
 
     def _with_place(self, status: ReplicaStatus) -> ReplicaStatus:
         if status.state == DOWN:
-            status = msgspec.structs.replace(status, cause=self._failures.get(status.name, status.cause))
+            known = {**self._waiting, **self._failures}
+            status = msgspec.structs.replace(status, cause=known.get(status.name, status.cause))
         if (found := self.located.get(status.name)) is None:
             return status
         return msgspec.structs.replace(
@@ -357,7 +362,7 @@ class RayCluster(Cluster):
         await self.remove(name)
         self._cancel_kill(name)
         self._leaving.discard(name)
-        for known in (self._failures, self._changed, self.located):
+        for known in (self._failures, self._waiting, self._changed, self.located):
             known.pop(name, None)
 
     def _hear(self, event: Any) -> None:
@@ -380,10 +385,9 @@ class RayCluster(Cluster):
             case NoRoom(what=what):
                 if self._starting is not None:
                     self._starting.put_nowait(event)
-                if not what:
-                    self._failures.pop(name, None)
-                else:
-                    self._failures[name] = what
+                self._waiting.pop(name, None)
+                if what:
+                    self._waiting[name] = what
                     log.log(logging.WARNING if self._starting is None else logging.INFO, "%s", what)
             case Failed(error=error):
                 if self._starting is not None:

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -60,6 +60,7 @@ _ANSWER_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _AGAIN_S, _RESTART_S = 0.2, 2.0  # between two calls of an actor that has ended; in which it is started again
 _STOP_S, _END_S = 3.0, 1.5
+_PREFIX = "vlora-"  # of the names of actors
 _MAX_CHARS = 600  # of a message of Ray
 
 # -- before and at the connection -------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ class Lease:
     """The use of a namespace by one front end: an entry of Ray's own store that its driver renews."""
 
     _KEY = b"service"
-    RENEW_S, STALE_S = 1.0, 5.0
+    RENEW_S, STALE_S = 1.0, 10.0
 
     def __init__(self, namespace: str, service: Service) -> None:
         self._namespace = f"vlora:{namespace}".encode()
@@ -229,7 +230,7 @@ class Driver:
     def stop(self) -> None:
         """End the actors."""
         self._lease.release()
-        self._end(list_named_actors())
+        self._end(_own_actors())
 
     def scale(self, number: int) -> None:
         """Have the first replicas; end the actors of others."""
@@ -239,7 +240,7 @@ class Driver:
         for name in set(self._wanted) - self._following:
             self._following.add(name)
             threading.Thread(target=self._hold, args=(name,), name=name, daemon=True).start()
-        self._end(set(list_named_actors()) - set(self._wanted))
+        self._end(_own_actors() - set(self._wanted))
 
     def restart(self, name: str, replica_pid: int) -> None:
         if (handle := self._handles.get(name)) is not None:
@@ -252,10 +253,10 @@ class Driver:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _end(self, names: Any) -> None:
+    def _end(self, names: Collection[str]) -> None:
         for name in names:
             with contextlib.suppress(ValueError):  # it has ended
-                ray.kill(ray.get_actor(name), no_restart=True)
+                ray.kill(ray.get_actor(_PREFIX + name), no_restart=True)
 
     def _renew(self) -> None:
         while True:
@@ -320,7 +321,9 @@ class Driver:
         """Start the replica through its actor, and yield what follows. Raises RayError when the actor has ended."""
         # By name each time: an actor that has ended for good is replaced by a new one.
         handle: Any = (
-            ray.remote(ReplicaActor).options(name=name, **self._settings.actor).remote(self._settings.replica.alone_s)
+            ray.remote(ReplicaActor)
+            .options(name=_PREFIX + name, **self._settings.actor)
+            .remote(self._settings.replica.alone_s)
         )
         self._handles[name] = handle
         handle.start.remote(self._replica)
@@ -378,6 +381,11 @@ class Driver:
             found = self._actor(name)
             if found.get("State") == "ALIVE" and found["Pid"] != known.pid:
                 os._exit(RENEWED)
+
+
+def _own_actors() -> set[str]:
+    """The names of replicas with an actor in this namespace, in which the user may have others."""
+    return {name.removeprefix(_PREFIX) for name in list_named_actors() if name.startswith(_PREFIX)}
 
 
 def _of_actor(error: BaseException) -> str:
