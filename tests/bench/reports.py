@@ -62,6 +62,7 @@ def _step(patch: Patch, slow: float) -> Report:
 def _atmm(patch: Patch, slow: float) -> Report:
     def cell(case: Any, rounds: int) -> tuple[dict[str, Any], dict[str, list[float]]]:
         row = {"dtype": case.dtype, "tokens": case.num_tokens, "adapters": case.num_adapters, "chosen / best": slow}
+        row |= {"layer": "896x4864", "rank": case.rank, "us": 10.0, "chosen": "loop" if case.even else "tiled m16 n64"}
         others = ("gather and bmm", "padded einsum", "plain loop", "PEFT layer")
         row |= {"segments": "even" if case.even else "uneven", **dict.fromkeys(others, 10.0 / slow)}
         return row, {"chosen": [1.0] * 18 + [slow] * 2, "a": [1.0] * 20}
@@ -78,8 +79,11 @@ def _costs(patch: Patch, slow: float) -> Report:
 
 
 def _cluster(patch: Patch, slow: float) -> Report:
+    samples = [[0, 3], [2, 4], [1, 0]] * 4
     hour = [
-        cluster.row(part=cluster.HOUR, case=cluster.HOUR_MAIN, rule=rule, active=active, batch=25.0 / slow)
+        cluster.row(
+            part=cluster.HOUR, case=cluster.HOUR_MAIN, rule=rule, active=active, batch=25.0 / slow, samples=samples
+        )
         for rule, active in (("punica", 3.0 * slow), ("least_loaded", 15.0))
     ]
     drift = [
@@ -123,7 +127,8 @@ def _soak(patch: Patch, slow: float) -> Report:
 def _streams(patch: Patch, slow: float) -> Report:
     async def measure(server: object, threads: int, quick: bool, totals: Any, draws: object) -> list[dict[str, Any]]:
         totals.lost = totals.failed = int(slow > 1)
-        return [{"cameras": 3}]
+        shown = {"threads": threads, "tasks": 1, "adapters": "ordinary"}
+        return [{**shown, "fps": fps, "cameras": round(40 / fps)} for fps in (5.0, 1.0)]
 
     patch(streams, "embedded_model_server", "write_adapters", measure=measure)
     return measured(streams.BENCH, True)

@@ -207,8 +207,8 @@ def test_published_goals_follow_from_their_values(kept: Path) -> None:
 
 
 @pytest.mark.parametrize("name", modules())
-def test_goals_hold_for_measurements_that_meet_them_and_for_no_others(name: str) -> None:
-    """An inverted ratio, or a goal that cannot fail, is noticed."""
+def test_goals_hold_for_measurements_that_meet_them_and_for_no_others(name: str, tmp_path: Path) -> None:
+    """An inverted ratio, a goal that cannot fail, and a picture that cannot be drawn from the rows are noticed."""
     bench = bench_named(name)
     assert bench.name == name
     if name in OF_STORED:
@@ -220,6 +220,9 @@ def test_goals_hold_for_measurements_that_meet_them_and_for_no_others(name: str)
     assert [goal.name for goal in missed.goals if goal.holds] == []
     assert len(missed.goals) == len(met.goals) == len({goal.name for goal in met.goals})
     assert json.loads(json.dumps(met.as_dict(), default=str))["goals"][0]["holds"] is True
+    for file, picture in bench.pictures(met.rows).items() if bench.pictures else ():
+        picture.save(tmp_path / f"{file}.png")
+        assert (tmp_path / f"{file}.png").read_bytes().startswith(b"\x89PNG"), f"{file} has no rows"
 
 
 @pytest.mark.exhaustive
