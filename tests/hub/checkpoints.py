@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 from transformers.core_model_loading import revert_weight_conversion
 
 from tests.hub import vocabularies
+from tests.hub.vocabularies import PUBLISHED
 from tests.models.grouped_checkpoints import Layout, stored_layer
 from tests.qwen_vl import checkpoint as qwen_vl
 
@@ -30,21 +31,8 @@ SavedBy = Literal["hub", "4.49", "4.57", "5.23"]
 Files = dict[str, Any]
 """The files beside the weights by name: text, bytes, or values that become JSON."""
 
-PUBLISHED: Mapping[str, Mapping[str, Any]] = json.loads((Path(__file__).parent / "published.json").read_text())
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 128, 256, 2, 2, 1
 TOWER, TOWER_INNER, TOWER_LAYERS, TOWER_HEADS = 64, 96, 3, 2
-
-_QWEN2 = (
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>"),
-    *("<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
-    *("<|image_pad|>", "<|video_pad|>"),
-)
-_QWEN25 = (
-    *("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>"),
-    *("<|repo_name|>", "<|file_sep|>"),
-)
-_QWEN3 = ("<tool_response>", "</tool_response>", "<think>", "</think>")
-_CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,8 +53,8 @@ class Published:
     text_template: str | None
     shards: int = 1
     tokenizer: Literal["qwen", "llama"] = "qwen"
-    special: tuple[str, ...] = _QWEN2
-    plain: tuple[str, ...] = ()
+    special: tuple[str, ...]
+    plain: tuple[str, ...]
     tokenizer_class: str = "Qwen2Tokenizer"
     added_files: bool = False
     video: str | None = None
@@ -75,99 +63,21 @@ class Published:
     quantization: str | None = None
 
 
-_QWEN25_VL = Published(
-    config="qwen2.5-vl-7b",
-    image="qwen2.5-vl",
-    generation="qwen2.5-vl",
-    processor="Qwen2_5_VLProcessor",
-    vision_template="qwen2_vl",
-    text_template="qwen2_5_text",
-    plain=_QWEN25,
-    shards=5,
-)
-_QWEN25_VL_3B = dataclasses.replace(
-    _QWEN25_VL, shards=2, changes={"max_window_layers": 70, "vocab_size": 151_936, "tie_word_embeddings": True}
-)
-_LLAVA_FIELDS = {"image_token": "<image>", "num_additional_image_tokens": 1, "patch_size": 14}
-_LLAVA = Published(
-    config="llava-1.5-7b",
-    image="llava-1.5",
-    generation="llava",
-    processor="LlavaProcessor",
-    vision_template="llava",
-    text_template=None,
-    tokenizer="llama",
-    special=("<unk>", "<s>", "</s>", "<image>", "<pad>"),
-    tokenizer_class="LlamaTokenizer",
-    added_files=True,
-    processor_fields={**_LLAVA_FIELDS, "vision_feature_select_strategy": "default"},
-    shards=3,
-)
-_LLAVA_NEXT = dataclasses.replace(
-    _LLAVA, config="llava-v1.6-vicuna-7b", image="llava-1.6", processor="LlavaNextProcessor"
-)
-_INTERLEAVE = dataclasses.replace(
-    _LLAVA,
-    config="llava-interleave-qwen-0.5b",
-    image="interleave",
-    vision_template="interleave",
-    text_template="qwen2_text",
-    tokenizer="qwen",
-    special=_CHATML,
-    tokenizer_class="Qwen2Tokenizer",
-    processor_fields={**_LLAVA_FIELDS, "num_additional_image_tokens": 0, "vision_feature_select_strategy": "full"},
-    shards=1,
-)
-
-CHECKPOINTS: Mapping[str, Published] = {
-    "Qwen2-VL-2B": Published(
-        config="qwen2-vl-2b",
-        image="qwen2-vl",
-        generation="qwen2-vl",
-        processor="Qwen2VLProcessor",
-        vision_template="qwen2_vl",
-        text_template="qwen2_vl",
-        shards=2,
-    ),
-    "Qwen2.5-VL-3B": _QWEN25_VL_3B,
-    "Qwen2.5-VL-7B": _QWEN25_VL,
-    "Qwen2.5-VL-7B-early": dataclasses.replace(_QWEN25_VL, image="qwen2.5-vl-early"),
-    **{
-        f"Qwen2.5-VL-7B-{form}": dataclasses.replace(_QWEN25_VL, quantization=form, shards=2, added_files=True)
-        for form in PUBLISHED["quantization"]
-    },
-    "Qwen3-VL-2B": (
-        _qwen3 := Published(
-            config="qwen3-vl-2b",
-            image="qwen3-vl",
-            video="qwen3-vl",
-            generation="qwen3-vl",
-            processor="Qwen3VLProcessor",
-            vision_template="qwen3_vl",
-            text_template="qwen3_vl",
-            plain=_QWEN25 + _QWEN3,
+def _read_checkpoints() -> dict[str, Published]:
+    """The rows of published.json. `like`: another row, of which a row has all other fields."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, row in PUBLISHED["checkpoints"].items():
+        rows[name] = rows.get(row.get("like"), {}) | {field: value for field, value in row.items() if field != "like"}
+    tokens = {name: tuple(values) for name, values in PUBLISHED["tokens"].items()}
+    return {
+        name: Published(
+            **{**row, "special": tokens[row.get("special", "qwen2")], "plain": tokens[row.get("plain", "none")]}
         )
-    ),
-    "Qwen3-VL-30B-A3B": dataclasses.replace(_qwen3, config="qwen3-vl-30b-a3b", shards=13),
-    "llava-1.5-7b": _LLAVA,
-    "llava-v1.6-vicuna-7b": _LLAVA_NEXT,
-    "llava-v1.6-mistral-7b": dataclasses.replace(
-        _LLAVA_NEXT, config="llava-v1.6-mistral-7b", vision_template="mistral", text_template="mistral_text", shards=4
-    ),
-    "llava-onevision-qwen2-0.5b": dataclasses.replace(
-        _INTERLEAVE,
-        config="llava-onevision-qwen2-0.5b",
-        image="onevision",
-        video="onevision",
-        vision_template="onevision",
-        processor="LlavaOnevisionProcessor",
-        processor_fields={
-            **{"image_token": "<image>", "video_token": "<video>", "num_image_tokens": 729},
-            "vision_feature_select_strategy": "full",
-        },
-    ),
-    "llava-interleave-qwen-0.5b": _INTERLEAVE,
-}
+        for name, row in rows.items()
+    }
+
+
+CHECKPOINTS: Mapping[str, Published] = _read_checkpoints()
 QWEN_VL = ("Qwen-VL-Chat", "Qwen-VL")
 NAMES = (*CHECKPOINTS, *QWEN_VL)
 

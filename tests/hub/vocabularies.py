@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+PUBLISHED: Mapping[str, Mapping[str, Any]] = json.loads((Path(__file__).parent / "published.json").read_text())
+"""What the repositories have: configurations, tokens, the parts of tokenizers, and the rows of `checkpoints`."""
 
 LLAMA_SIZE = 32_000
 SPACE = "\u2581"
@@ -109,36 +111,17 @@ def added_token(number: int, content: str, *, special: bool, **fields: Any) -> d
     return {"id": number, "content": content, **flags, **fields}
 
 
-def _tokenizer_json(vocabulary: Vocabulary, added: Sequence[Mapping[str, Any]], **parts: Any) -> str:
-    model: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
-    model |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, **parts.pop("model")}
-    model |= {"vocab": vocabulary.vocab, "merges": [f"{a} {b}" for a, b in vocabulary.merges]}
-    found = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": list(added),
-        **parts,
-        "model": model,
-    }
-    return json.dumps(found, ensure_ascii=False)
+def _tokenizer_json(kind: str, vocabulary: Vocabulary, added: Sequence[Mapping[str, Any]]) -> str:
+    parts = PUBLISHED["tokenizer"][kind]
+    model = {**parts["model"], "vocab": vocabulary.vocab, "merges": [f"{a} {b}" for a, b in vocabulary.merges]}
+    return json.dumps({**parts, "added_tokens": list(added), "model": model}, ensure_ascii=False)
 
 
 def qwen_files(added: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """tokenizer.json, vocab.json and merges.txt."""
-    letters = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False, "type": "ByteLevel"}
-    split = {"type": "Split", "pattern": {"Regex": PRETOKENIZE_REGEX}, "behavior": "Isolated", "invert": False}
     vocabulary = qwen()
     return {
-        "tokenizer.json": _tokenizer_json(
-            vocabulary,
-            added,
-            normalizer={"type": "NFC"},
-            pre_tokenizer={"type": "Sequence", "pretokenizers": [split, letters]},
-            post_processor=letters,
-            decoder=letters,
-            model={"continuing_subword_prefix": "", "end_of_word_suffix": ""},
-        ),
+        "tokenizer.json": _tokenizer_json("qwen", vocabulary, added),
         "vocab.json": json.dumps(vocabulary.vocab, ensure_ascii=False),
         "merges.txt": "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in vocabulary.merges),
     }
@@ -146,43 +129,9 @@ def qwen_files(added: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def llama_files(added: Sequence[Mapping[str, Any]]) -> dict[str, str | bytes]:
     """tokenizer.json and tokenizer.model."""
-    first, second = ({"id": "A", "type_id": 0}, {"id": "B", "type_id": 1})
-    start = {"SpecialToken": {"id": "<s>", "type_id": 0}}
     vocabulary = llama()
     return {
-        "tokenizer.json": _tokenizer_json(
-            vocabulary,
-            added,
-            normalizer={
-                "type": "Sequence",
-                "normalizers": [
-                    {"type": "Prepend", "prepend": SPACE},
-                    {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
-                ],
-            },
-            pre_tokenizer=None,
-            post_processor={
-                "type": "TemplateProcessing",
-                "single": [start, {"Sequence": first}],
-                "pair": [
-                    start,
-                    {"Sequence": first},
-                    {"SpecialToken": {"id": "<s>", "type_id": 1}},
-                    {"Sequence": second},
-                ],
-                "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
-            },
-            decoder={
-                "type": "Sequence",
-                "decoders": [
-                    {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
-                    {"type": "ByteFallback"},
-                    {"type": "Fuse"},
-                    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-                ],
-            },
-            model={"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True},
-        ),
+        "tokenizer.json": _tokenizer_json("llama", vocabulary, added),
         "tokenizer.model": _sentencepiece(vocabulary.vocab),
     }
 

@@ -80,15 +80,6 @@ def test_growing_is_all_or_nothing() -> None:
     block_manager.check_integrity()
 
 
-def test_freeing_returns_every_block_once() -> None:
-    block_manager = BlockManager(PageAllocator(6, 2), block_size=8)
-    block_manager.grow("a", 20)
-    for _ in range(2):
-        block_manager.free("a")
-        assert block_manager.num_free_blocks == block_manager.total_blocks == 3
-    block_manager.check_integrity()
-
-
 def test_blocks_that_a_launched_step_writes_are_freed_after_it() -> None:
     block_manager = WrittenBlocks(PageAllocator(6, 1), block_size=8)
     for name in ("a", "b"):
@@ -131,12 +122,6 @@ def test_a_key_covers_all_tokens_up_to_the_end_of_its_block() -> None:
     assert one == keys(make_request(1, 2, 3, 4, 5, 6, 7, 8, 0)), "a partial block has no key"
     other = keys(make_request(0, 2, 3, 4, 5, 6, 7, 8, 9))
     assert not set(one) & set(other), "the second blocks have the same tokens but different prefixes"
-
-
-def test_adapters_and_their_versions_have_different_keys() -> None:
-    tokens = (1, 2, 3, 4)
-    made = [keys(make_request(*tokens, adapter=name))[0] for name in (None, "a@1", "a@2", "b@1")]
-    assert len(set(made)) == 4
 
 
 def test_keys_depend_on_the_token_where_the_adapter_begins() -> None:
@@ -205,17 +190,6 @@ def test_a_second_request_shares_full_blocks_and_computes_its_last_token() -> No
     assert [block_manager.num_users(block) for block in block_manager.table("a")] == [3, 2, 1]
 
 
-def test_blocks_of_ended_requests_are_kept_and_count_as_free() -> None:
-    block_manager = make_block_manager(3)
-    start(block_manager, "a", 1, 2, 3, 4, 5)
-    held = block_manager.table("a")
-    block_manager.free("a")
-    assert block_manager.num_cached_blocks == 2 and block_manager.num_free_blocks == 3
-    assert start(block_manager, "b", 1, 2, 3, 4, 6)[0] == 4
-    assert block_manager.table("b")[:2] == held[:2]
-    assert block_manager.num_cached_blocks == 0
-
-
 def test_cached_blocks_are_evicted_in_lru_order_the_end_of_a_prompt_first() -> None:
     block_manager = make_block_manager(6)
     chains = []
@@ -227,18 +201,6 @@ def test_cached_blocks_are_evicted_in_lru_order_the_end_of_a_prompt_first() -> N
     for lost in ([], [], [old[1]], [old[1], old[0]], [old[1], old[0], new[1]]):
         block_manager.grow("x", len(block_manager.table("x")) * 2 + 2)
         assert block_manager.known == {*old, *new} - set(lost)
-
-
-def test_a_shared_block_is_freed_with_its_last_user() -> None:
-    block_manager = make_block_manager(4)
-    start(block_manager, "a", 1, 2, 3)
-    start(block_manager, "b", 1, 2, 4)
-    shared, _ = block_manager.table("a")
-    block_manager.free("a")
-    assert block_manager.num_users(shared) == 1 and block_manager.num_cached_blocks == 0
-    assert not block_manager.grow("c", 2 * 3) and block_manager.grow("c", 2 * 2)
-    assert shared not in block_manager.table("c")
-    block_manager.check_integrity()
 
 
 def test_a_known_block_replaces_a_partially_filled_one() -> None:

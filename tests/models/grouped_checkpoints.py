@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from atmm.formats import FORMATS
 from tests.engine.test_quantized_answers import language_linears
 from tests.families import build_model
 
@@ -21,11 +22,11 @@ AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a checkpoint is written. group: -1 for whole rows. version: of GPTQ."""
+    """How a checkpoint is written. group: -1 for whole rows. version: of GPTQ. fp8, int8: of compressed-tensors."""
 
-    method: Literal["gptq", "awq", "packed"]
-    bits: int
-    group: int
+    method: Literal["gptq", "awq", "packed", "fp8", "int8"]
+    bits: int = 8
+    group: int = -1
     symmetric: bool = False
     version: Literal["gptq", "gptq_v2"] = "gptq"
 
@@ -56,22 +57,32 @@ class Layout:
                 "version": "gemm",
                 "modules_to_not_convert": ["visual"],
             }
+        whole_rows = self.group == -1
         weights = {
             "num_bits": self.bits,
-            "type": "int",
-            "symmetric": self.symmetric,
+            "type": "float" if self.method == "fp8" else "int",
+            "symmetric": self.symmetric or self.method != "packed",
             "dynamic": False,
-            "strategy": "channel" if self.group == -1 else "group",
-            "group_size": None if self.group == -1 else self.group,
+            "strategy": "channel" if whole_rows else "group",
+            "group_size": None if whole_rows else self.group,
             "actorder": None,
         }
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+        rounded = {**weights, "dynamic": True, "strategy": "token"}
+        group = {
+            "targets": ["Linear"],
+            "weights": weights,
+            "input_activations": None if self.method == "packed" else rounded,
+            "output_activations": None,
+        }
+        layouts = {"packed": "pack-quantized", "fp8": "float-quantized", "int8": "int-quantized"}
         return {
             "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
+            "format": layouts[self.method],
+            "quantization_status": "compressed",
             "config_groups": {"group_0": group},
-            "ignore": ["lm_head"],
+            "ignore": ["re:visual.*", "lm_head"],
             "kv_cache_scheme": None,
+            "sparsity_config": {},
         }
 
 
@@ -93,6 +104,11 @@ def packed(values: Tensor, bits: int, order: tuple[int, ...] | None = None) -> T
 def stored_layer(layout: Layout, d_out: int, d_in: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
     """The tensors of a layer with random values, and its weight in float32, computed one group at a time."""
     generator = torch.Generator().manual_seed(seed)
+    if layout.method in ("fp8", "int8"):
+        kind = FORMATS[layout.method]
+        held, scales = kind.encode(torch.randn(d_out, d_in, generator=generator) * 0.6 / d_in**0.5)
+        scales = (scales * 1.05).bfloat16()  # not the scale that rounding would choose
+        return {"weight": held, "weight_scale": scales}, kind.decode(held, scales.float())
     group = d_in if layout.group == -1 else layout.group
     num_groups, highest = d_in // group, 2**layout.bits - 1
     values = torch.randint(0, highest + 1, (d_out, d_in), generator=generator)
@@ -129,7 +145,7 @@ def stored_layer(layout: Layout, d_out: int, d_in: int, seed: int) -> tuple[dict
     return tensors, weight
 
 
-class StoredGroups:
+class Stored:
     """A checkpoint in a folder, and a model with its restored weights."""
 
     def __init__(self, family: str, layout: Layout, folder: Path) -> None:
@@ -149,10 +165,14 @@ class StoredGroups:
         self.set(quantization_config=layout.settings)
 
     def set(self, **fields: Any) -> None:
-        file = self.folder / "config.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+        set_config(self.folder, **fields)
 
     def rewrite(self, change: Callable[[dict[str, Tensor]], None]) -> None:
         tensors = load_file(self.file)
         change(tensors)
         save_file(tensors, self.file, metadata={"format": "pt"})
+
+
+def set_config(folder: Path, **fields: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))

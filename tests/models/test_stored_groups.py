@@ -1,4 +1,4 @@
-"""Checkpoints of GPTQ, AWQ and compressed-tensors' packed form: read bit for bit and served, or refused by name."""
+"""Checkpoints of GPTQ, AWQ and compressed-tensors: read bit for bit and served as stored, or refused by name."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from atmm.grouped import Grouped
-from tests.engine.test_quantized_answers import language_linears
+from tests.engine.test_quantized_answers import EXACT, language_linears
 from tests.families import build_model, make_prompt
 from tests.harness import FixedModes, RecordingEngine
-from tests.models.grouped_checkpoints import Layout, StoredGroups, stored_layer
+from tests.models.grouped_checkpoints import Layout, Stored, set_config, stored_layer
 from tests.oracle import Oracle
 from tests.references import assert_same
 from vlora.config import EngineConfig
-from vlora.engine import LocalEngine
+from vlora.engine import LocalEngine, quantize
 from vlora.errors import BadConfig, UnsupportedModel, VLoraError
 from vlora.memory.arena import PAGE_BYTES
 from vlora.models.loading import load_model, read_config
 from vlora.models.stored_groups import GroupedFiles, grouped_form
 from vlora.types import Mode
 
+GPTQ, INT8 = Layout("gptq", 4, 32, symmetric=True), Layout("int8")
 LAYOUTS = [
     *(
         Layout("gptq", bits, 64, even, version)
@@ -41,13 +42,16 @@ LAYOUTS = [
 ]
 
 
-def config_of(stored: StoredGroups, **settings: Any) -> EngineConfig:
+def config_of(stored: Stored, **settings: Any) -> EngineConfig:
     return EngineConfig(model=str(stored.folder), dtype="float32", arena_bytes=256 * PAGE_BYTES, **settings)
 
 
-@pytest.fixture
-def stored(tmp_path: Path) -> StoredGroups:
-    return StoredGroups("qwen2_5_vl", Layout("gptq", 4, 32, symmetric=True), tmp_path)
+@pytest.fixture(params=[GPTQ], ids=str)
+def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Stored:
+    return Stored("qwen2_5_vl", request.param, tmp_path)
+
+
+BOTH_FORMS = pytest.mark.parametrize("stored", [GPTQ, INT8], indirect=True, ids=str)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -66,8 +70,8 @@ def test_weights_are_read_bit_for_bit(layout: Layout, tmp_path: Path) -> None:
 
 def test_zeros_of_the_second_version_without_its_name(tmp_path: Path) -> None:
     """With sym the zeros are the middle, in whichever version they are stored."""
-    stored = StoredGroups("qwen2_5_vl", Layout("gptq", 4, 32, True, "gptq_v2"), tmp_path)
-    stored.set(quantization_config=Layout("gptq", 4, 32, True, "gptq").settings)
+    stored = Stored("qwen2_5_vl", Layout("gptq", 4, 32, True, "gptq_v2"), tmp_path)
+    stored.set(quantization_config=GPTQ.settings)
     wanted = language_linears(stored.model)
     for name, linear in language_linears(load_model(config_of(stored))).items():
         assert torch.equal(linear.weight, wanted[name].weight)
@@ -76,9 +80,12 @@ def test_zeros_of_the_second_version_without_its_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("qwen2_5_vl", Layout("gptq", 4, 32, symmetric=True)),
+        ("qwen2_5_vl", GPTQ),
         ("llava_onevision", Layout("awq", 4, 64)),
         ("qwen2_vl", Layout("gptq", 8, -1)),
+        ("qwen2_vl", Layout("fp8")),
+        ("qwen2_vl", INT8),
+        ("llava", Layout("fp8")),
     ],
     ids=str,
 )
@@ -89,7 +96,8 @@ def test_answers_are_those_of_the_restored_weights(
         return F.linear(x, own.decode(values, scales).to(x.dtype), bias)
 
     monkeypatch.setattr(Grouped, "product", exact_product)
-    own = StoredGroups(family, layout, tmp_path / "model")
+    monkeypatch.setattr(quantize, "FORMATS", EXACT)
+    own = Stored(family, layout, tmp_path / "model")
     oracle = Oracle(family, own.model)
     reference = SimpleNamespace(family=family, adapters=oracle.save(tmp_path / "adapters"))
     cases = [
@@ -97,78 +105,110 @@ def test_answers_are_those_of_the_restored_weights(
         for seed, adapter in enumerate(("wide8", None, "everywhere64"))
     ]
     recorded = RecordingEngine(reference, FixedModes(Mode.UNMERGED), checkpoint=str(own.folder))
-    linears = recorded.engine.parts.device.slabs.linears
     wanted = language_linears(own.model)
-    for name, linear in linears.items():
-        assert linear.quantized is not None and linear.quantized.format == grouped_format(layout)
+    for name, linear in recorded.engine.parts.device.slabs.linears.items():
+        assert linear.quantized is not None
         assert torch.equal(linear.quantized.float(), wanted[name.removeprefix("model.language_model.")].weight)
+        if layout.method not in EXACT:
+            group = None if layout.group == -1 else layout.group
+            assert linear.quantized.format == Grouped(layout.bits, group, symmetric=layout.symmetric)
     for got, (adapter, prompt) in zip(recorded.answer(cases, 6), cases, strict=True):
         assert_same(got, oracle.generate(prompt, adapter, 6))
 
 
-def grouped_format(layout: Layout) -> Grouped:
-    return Grouped(layout.bits, None if layout.group == -1 else layout.group, symmetric=layout.symmetric)
-
-
-def test_training_reads_the_restored_weights(stored: StoredGroups) -> None:
+@BOTH_FORMS
+def test_training_reads_the_restored_weights(stored: Stored, caplog: pytest.LogCaptureFixture) -> None:
     model = load_model(config_of(stored))
+    assert "UNEXPECTED" not in caplog.text
     for (name, weight), (_, wanted) in zip(model.named_parameters(), stored.model.named_parameters(), strict=True):
         assert torch.equal(weight, wanted), name
 
 
-def test_no_restored_weights_are_kept(stored: StoredGroups) -> None:
+def test_no_restored_weights_are_kept(stored: Stored) -> None:
     """The weight that transformers sees takes no memory."""
     model = load_model(config_of(stored, quantize="int4"))
     assert all(linear.weight.untyped_storage().nbytes() == 4 for linear in language_linears(model).values())
 
 
+def test_a_scale_for_all_rows(tmp_path: Path) -> None:
+    def one_scale(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("q_proj.weight_scale")]:
+            tensors[name] = torch.tensor([0.25])
+
+    stored = Stored("qwen2_vl", INT8, tmp_path)
+    stored.rewrite(one_scale)
+    stored.set(quantization_config=changed_settings(INT8, "config_groups group_0 weights strategy", "tensor"))
+    linears = LocalEngine(config_of(stored)).engine.parts.device.slabs.linears
+    scales = [linear.quantized.scales for name, linear in linears.items() if "q_proj" in name and linear.quantized]
+    assert scales and all(part.eq(0.25).all() for part in scales)
+
+
+# -- refused by name --------------------------------------------------------------------------------------------------
+
+
+def changed_settings(layout: Layout, path: str, value: Any) -> dict[str, Any]:
+    """path: names of the fields, one within the other."""
+    settings = layout.settings
+    place, (*outer, last) = settings, path.split()
+    for name in outer:
+        place = place[name]
+    place[last] = value
+    return settings
+
+
+GROUP = "config_groups group_0"
+
+
 @pytest.mark.parametrize(
-    ("layout", "path", "value", "words"),
+    ("method", "path", "value", "words"),
     [
-        ("gptq", ("bits",), 3, "gptq with bits 3"),
-        ("gptq", ("group_size",), 16, "gptq with group_size 16"),
-        ("gptq", ("group_size",), None, "gptq with group_size None"),
-        ("gptq", ("checkpoint_format",), "marlin", "gptq with checkpoint_format 'marlin'"),
-        ("gptq", ("lm_head",), True, "gptq with lm_head True"),
-        ("gptq", ("dynamic",), {"-:.*down.*": {}}, "gptq with dynamic"),
-        ("awq", ("version",), "gemv", "awq with version 'gemv'"),
-        ("awq", ("zero_point",), False, "awq with zero_point False"),
-        ("packed", ("config_groups", "group_0", "weights", "type"), "float", "pack-quantized with type 'float'"),
-        (
-            "packed",
-            ("config_groups", "group_0", "weights", "actorder"),
-            "group",
-            "pack-quantized with actorder 'group'",
-        ),
-        ("packed", ("config_groups", "group_0", "input_activations"), {"num_bits": 8}, "with input_activations"),
-        ("packed", ("config_groups",), {}, "pack-quantized with 0 config_groups"),
-        ("packed", ("quant_method",), "bitsandbytes", "quant_method 'bitsandbytes'"),
+        ("gptq", "bits", 3, "gptq with bits 3"),
+        ("gptq", "group_size", 16, "gptq with group_size 16"),
+        ("gptq", "group_size", None, "gptq with group_size None"),
+        ("gptq", "checkpoint_format", "marlin", "gptq with checkpoint_format 'marlin'"),
+        ("gptq", "lm_head", True, "gptq with lm_head True"),
+        ("gptq", "dynamic", {"-:.*down.*": {}}, "gptq with dynamic"),
+        ("awq", "version", "gemv", "awq with version 'gemv'"),
+        ("awq", "zero_point", False, "awq with zero_point False"),
+        ("packed", f"{GROUP} weights type", "float", "pack-quantized with type 'float'"),
+        ("packed", f"{GROUP} weights actorder", "group", "pack-quantized with actorder 'group'"),
+        ("packed", f"{GROUP} input_activations", {"num_bits": 8}, "with input_activations"),
+        ("packed", "config_groups", {}, "pack-quantized with 0 config_groups"),
+        ("packed", "quant_method", "bitsandbytes", "quant_method 'bitsandbytes'"),
+        ("int8", "quant_method", "gptq", "gptq with bits None"),
+        ("int8", "quant_method", "awq", "awq with bits None"),
+        ("int8", "format", "marlin-24", "format 'marlin-24', weights 'int'"),
+        ("int8", "kv_cache_scheme", {"num_bits": 8}, "with kv_cache_scheme"),
+        ("int8", "transform_config", {"config_groups": {"R1": {}}}, "with transform_config"),
+        ("int8", "sparsity_config", {"format": "sparse-24-bitmask"}, "with sparse weights"),
+        ("int8", "config_groups", {}, "with 0 config_groups"),
+        ("int8", f"{GROUP} weights num_bits", 4, "num_bits 4 of weights"),
+        ("int8", f"{GROUP} weights symmetric", False, "symmetric False of weights"),
+        ("int8", f"{GROUP} weights strategy", "group", "strategy 'group' of weights"),
+        ("int8", f"{GROUP} input_activations dynamic", False, "dynamic False of input_activations"),
+        ("int8", f"{GROUP} input_activations", None, "inputs None"),
+        ("int8", f"{GROUP} output_activations", {"num_bits": 8}, "with output_activations"),
     ],
 )
-def test_other_forms_are_refused_by_name(
-    layout: Any, path: tuple[str, ...], value: Any, words: str, tmp_path: Path
-) -> None:
-    settings = Layout(layout, 4, 32).settings
-    place = settings
-    for name in path[:-1]:
-        place = place[name]
-    place[path[-1]] = value
-    config = build_model("qwen2_5_vl").config
-    config.save_pretrained(tmp_path)
-    stored = SimpleNamespace(folder=tmp_path)
-    StoredGroups.set(stored, quantization_config=settings)  # type: ignore[arg-type]
+def test_other_forms_are_refused_by_name(method: Any, path: str, value: Any, words: str, tmp_path: Path) -> None:
+    layout = INT8 if method == "int8" else Layout(method, 4, 32)
+    build_model("qwen2_5_vl").config.save_pretrained(tmp_path)
+    set_config(tmp_path, quantization_config=changed_settings(layout, path, value))
     with pytest.raises(UnsupportedModel, match=f"stored quantized.*{words}.*Use the checkpoint in bfloat16"):
         read_config(str(tmp_path))
 
 
-def without(suffix: str) -> Callable[[dict[str, Tensor]], None]:
+Change = Callable[[dict[str, Tensor]], None]
+
+
+def without(suffix: str) -> Change:
     def change(tensors: dict[str, Tensor]) -> None:
         del tensors[next(name for name in tensors if name.endswith(f"layers.1.mlp.up_proj.{suffix}"))]
 
     return change
 
 
-def changed(suffix: str, edit: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+def changed(suffix: str, edit: Callable[[Tensor], Tensor]) -> Change:
     def change(tensors: dict[str, Tensor]) -> None:
         name = next(name for name in tensors if name.endswith(f"layers.1.mlp.up_proj.{suffix}"))
         tensors[name] = edit(tensors[name]).contiguous()
@@ -176,58 +216,55 @@ def changed(suffix: str, edit: Callable[[Tensor], Tensor]) -> Callable[[dict[str
     return change
 
 
-def with_a_layer_of_the_tower(tensors: dict[str, Tensor]) -> None:
-    tensors["visual.blocks.0.attn.qkv.qweight"] = torch.zeros(4, 96, dtype=torch.int32)
+def with_tower(suffix: str, tensor: Tensor) -> Change:
+    return lambda tensors: tensors.update({f"visual.blocks.0.attn.qkv.{suffix}": tensor})
 
 
 @pytest.mark.parametrize(
-    ("change", "kind", "words"),
+    ("stored", "change", "kind", "words"),
     [
-        (without("qweight"), BadConfig, r"has no .*layers\.1\.mlp\.up_proj\.qweight.*incomplete"),
-        (without("scales"), BadConfig, r"has no .*layers\.1\.mlp\.up_proj\.scales.*incomplete"),
-        (without("qzeros"), BadConfig, r"has no .*layers\.1\.mlp\.up_proj\.qzeros.*incomplete"),
-        (
-            changed("qweight", lambda t: t[:-1]),
-            BadConfig,
-            r"qweight has the shape \[7, 128\]; for 128 x 64.*\[8, 128\]",
+        *(
+            (layout, without(suffix), BadConfig, rf"has no .*layers\.1\.mlp\.up_proj\.{suffix}.*incomplete")
+            for layout, suffix in ((GPTQ, "qweight"), (GPTQ, "scales"), (GPTQ, "qzeros"), (INT8, "weight_scale"))
         ),
-        (changed("scales", lambda t: t.t()), BadConfig, r"scales has the shape \[128, 2\]; .* it is \[2, 128\]"),
-        (changed("qzeros", lambda t: t + 1), BadConfig, r"up_proj\.qzeros has other values than 8"),
-        (changed("g_idx", lambda t: t.flip(0)), UnsupportedModel, r"up_proj has groups of inputs.*\(desc_act\)"),
-        (with_a_layer_of_the_tower, UnsupportedModel, r"blocks\.0\.attn\.qkv, which is outside the language model"),
+        (GPTQ, changed("qweight", lambda t: t[:-1]), BadConfig, r"qweight has the shape \[7, 128\]; .*\[8, 128\]"),
+        (GPTQ, changed("scales", lambda t: t.t()), BadConfig, r"scales has the shape \[128, 2\]; .* it is \[2, 128\]"),
+        (GPTQ, changed("qzeros", lambda t: t + 1), BadConfig, r"up_proj\.qzeros has other values than 8"),
+        (GPTQ, changed("g_idx", lambda t: t.flip(0)), UnsupportedModel, r"groups of inputs.*\(desc_act\)"),
+        (INT8, changed("weight", lambda t: t.float() + 0.5), BadConfig, r"1\.mlp\.up_proj\.weight has other values"),
+        (GPTQ, with_tower("qweight", torch.zeros(4, 96, dtype=torch.int32)), UnsupportedModel, "outside the language"),
+        (INT8, with_tower("weight_scale", torch.ones(192, 1)), UnsupportedModel, "outside the language model"),
     ],
+    indirect=["stored"],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_half_written_checkpoint(
-    stored: StoredGroups, change: Callable[[dict[str, Tensor]], None], kind: type[VLoraError], words: str
-) -> None:
+def test_a_half_written_checkpoint(stored: Stored, change: Change, kind: type[VLoraError], words: str) -> None:
     stored.rewrite(change)
     with pytest.raises(kind, match=words):
         LocalEngine(config_of(stored))
 
 
-def test_a_truncated_file(stored: StoredGroups) -> None:
+def test_a_truncated_file(stored: Stored) -> None:
     stored.file.write_bytes(stored.file.read_bytes()[:-100])
     with pytest.raises(BadConfig, match=r"cannot read the weights of .*model\.safetensors"):
         LocalEngine(config_of(stored))
 
 
-def test_groups_that_do_not_divide_a_layer(tmp_path: Path) -> None:
-    stored = StoredGroups("qwen2_5_vl", Layout("gptq", 4, 32), tmp_path)
+def test_groups_that_do_not_divide_a_layer(stored: Stored) -> None:
     stored.set(quantization_config=Layout("gptq", 4, 128).settings)
     with pytest.raises(UnsupportedModel, match="q_proj has 64 x 64 weights, which groups of 128 do not divide"):
         LocalEngine(config_of(stored))
 
 
+@BOTH_FORMS
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"quantize": "int8"}, "quantize is int8, but the checkpoint is stored in int4; set quantize none"),
-        ({"tensor_parallel": 2}, "tensor_parallel is not possible with a checkpoint that is stored in int4"),
-        ({"switching": "in_place"}, "in_place is not possible with quantize int4"),
+        ({"quantize": "fp8"}, "quantize is fp8, but the checkpoint is stored in {}; set quantize none"),
+        ({"tensor_parallel": 2}, "tensor_parallel is not possible with a checkpoint that is stored in {}"),
+        ({"switching": "in_place"}, "in_place is not possible with quantize {}"),
     ],
 )
-def test_settings_that_the_stored_format_does_not_allow(
-    stored: StoredGroups, settings: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(BadConfig, match=words):
+def test_settings_that_the_stored_format_does_not_allow(stored: Stored, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadConfig, match=words.format("int8" if stored.layout == INT8 else "int4")):
         LocalEngine(config_of(stored, **settings))
