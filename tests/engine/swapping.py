@@ -11,13 +11,10 @@ from tests.families import Prompt, build_model
 from tests.queued_executor import QueuedExecutor
 from vlora.config import EngineConfig
 from vlora.engine import Engine, LocalEngine
-from vlora.memory.arena import PAGE_BYTES
 from vlora.types import RequestOutput
 
 FAMILY = "llava"
 ANSWER = 5  # tokens
-SMALL = 128 * PAGE_BYTES
-"""An arena that holds some of the oracle's adapters."""
 
 
 def make_engine(

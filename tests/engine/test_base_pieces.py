@@ -1,24 +1,36 @@
-"""Products for clients of the base keep the latency promise, and take turns with trainings; the clock is the test's."""
+"""Products for clients of the base keep the latency promise, and take turns with trainings; the clock is the test's.
+
+While products wait, because requests leave no room, clients are admitted, leave, and lose their tokens.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.processes import PATIENCE_S
+from tests.processes import PATIENCE_S, until
+from vlora.config import Token
 from vlora.engine.base_service import EngineExecutor
 from vlora.engine.build import WorkByTurns
+from vlora.errors import Disconnected, Unauthorized, VLoraError
 from vlora.orchestrator.latency_promise import QUIET_S, LatencyPromise
-from vlora.split.base_server import Stopped
-from vlora.split.batching import FIXED_ROWS
+from vlora.split import Base, connect, transport
+from vlora.split.admission import Limits
+from vlora.split.base_server import BaseServer, Stopped
+from vlora.split.batching import FIXED_ROWS, CallQueue
 from vlora.split.executor import BaseExecutor
 from vlora.split.frames import Direction
+from vlora.wire.address import Address
 
 ROW_S, STEP_S, SLOWDOWN = 5e-4, 0.1, 1.5
 ROWS = 256
@@ -143,21 +155,11 @@ def test_rows_run_beside_requests_only_with_room(case: Case) -> None:
     assert len(case.rows) > 2 and sum(case.rows) == 3 * ROWS and min(case.rows[:-1]) >= FIXED_ROWS
     call.join()
     torch.testing.assert_close(call.y[0], case.layer(x).detach())
-
-
-def test_without_the_promise_a_request_takes_too_long(case: Case) -> None:
-    """Negative control of the test above."""
-    case.promise.slowdown = math.inf
-    call = case.call(torch.randn(3 * ROWS, 8))
+    # The control: without the promise a request takes too long.
+    case.promise.slowdown, call = math.inf, case.call(x)
     while case.left > 2 * ROWS:
         case.executor.advance()
-
-    def advance() -> None:
-        while case.left:
-            case.executor.advance()
-
-    assert case.serve("only", 2, advance) > SLOWDOWN * 2 * STEP_S
-    call.join()
+    assert case.serve("third", 2, lambda: case.compute_all(call)) > SLOWDOWN * 2 * STEP_S
 
 
 def test_a_call_without_room_waits_until_the_engine_was_quiet(case: Case) -> None:
@@ -250,12 +252,10 @@ def test_trainings_and_clients_share_what_requests_leave(case: Case, piece_s: fl
     called_s, longest_s = beside(case, training, WorkByTurns(training, case.executor, case.promise, case.clock).advance)
     assert 0.4 < called_s / (called_s + training.spent_s) < 0.6
     assert longest_s <= SLOWDOWN * 20 * STEP_S
-
-
-def test_without_turns_short_pieces_would_take_all_room(case: Case) -> None:
-    training = Training(case, 1e-3)
-    called_s, _ = beside(case, training, lambda: training.advance() or case.executor.advance())
-    assert called_s < 0.1 * training.spent_s
+    if piece_s == 1e-3:  # the control: without turns short pieces take all room
+        training = Training(case, piece_s)
+        called_s, _ = beside(case, training, lambda: training.advance() or case.executor.advance())
+        assert called_s < 0.1 * training.spent_s
 
 
 class Unlucky(Training):
@@ -294,26 +294,123 @@ def test_an_idle_kind_of_work_has_no_claim_on_the_time_of_its_absence(case: Case
 
 
 def test_an_error_of_a_product_reaches_the_call_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = BaseExecutor.compute
-
-    def fails(*_: Any) -> None:
-        raise KeyError("layer")
-
-    monkeypatch.setattr(BaseExecutor, "compute", fails)
-    call = case.call()
-    assert case.executor.advance()
-    call.join()
+    with monkeypatch.context() as patch:
+        patch.setattr(BaseExecutor, "compute", lambda *_: {}["layer"])
+        call = case.call()
+        assert case.executor.advance()
+        call.join()
     assert isinstance(call.error, RuntimeError) and "KeyError: 'layer'" in str(call.error)
-    monkeypatch.setattr(BaseExecutor, "compute", good)
     call = case.call()
     case.compute_all(call)
     assert call.error is None
-
-
-def test_a_call_ends_when_the_engine_closes(case: Case) -> None:
     call = case.call()
     case.executor.close()
     call.join()
     assert isinstance(call.error, Stopped)
     with pytest.raises(Stopped):
         case.executor.compute(Direction.FORWARD, 0, 1, [torch.zeros(1, 8)])
+
+
+# -- clients of a server whose products wait --------------------------------------------------------------------------
+
+OLD, NEW = (Token(name=name, secret=name * 16) for name in "on")
+
+
+class Waiting:
+    """A server with the test as its engine, which calls `executor.advance`.
+
+    Attributes:
+        errors: Of calls, by group.
+        woken: Set when the engine is to look for work.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        layers = {"one": nn.Linear(8, 6), "two": nn.Linear(8, 7)}
+        promise = LatencyPromise(1.15, time.monotonic, 4)
+        self.address = f"unix:{folder}/base.sock"
+        self.executor = EngineExecutor(layers, name="two", promise=promise, clock=time.monotonic)
+        self.server = BaseServer(self.executor, CallQueue(), Limits(max_clients=2), tokens=(OLD, NEW))
+        self.executor.attend = self.server.attend
+        self.woken = threading.Event()
+        self.executor.wake = self.woken.set
+        self.server.listen(transport.listen(Address.parse(self.address)))
+        self.errors: dict[int, VLoraError | None] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self.server.run, args=(self._stop.is_set,))
+        self._thread.start()
+
+    def connect(self, token: Token = OLD, **settings: float) -> Base:
+        return connect(self.address, token=token.secret, **settings)
+
+    def call(self, base: Base, group: int) -> threading.Thread:
+        """A call in a thread of its own; its product waits when this returns, unless another one does."""
+
+        def run() -> None:
+            try:
+                base.calls.call(Direction.FORWARD, group, 1, [torch.ones(4, 8)])
+                self.errors[group] = None
+            except VLoraError as error:
+                self.errors[group] = error
+
+        thread = threading.Thread(target=run)
+        self.woken.clear()
+        thread.start()
+        assert self.woken.wait(PATIENCE_S)
+        return thread
+
+    def compute(self, call: threading.Thread, group: int) -> None:
+        until(self.executor.advance)
+        call.join(PATIENCE_S)
+        assert self.errors[group] is None
+
+    def close(self) -> None:
+        self.executor.close()
+        self._stop.set()
+        self.server.wake()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Iterator[Waiting]:
+    found = Waiting(tmp_path)
+    yield found
+    found.close()
+
+
+def test_a_client_is_admitted_while_the_product_of_another_waits(waiting: Waiting) -> None:
+    with waiting.connect() as first:
+        call = waiting.call(first, 0)
+        waiting.connect(patience_s=2.0).close()
+        assert not waiting.errors, "the product did not wait"
+        waiting.compute(call, 0)
+
+
+def test_a_product_that_nobody_waits_for_is_not_computed(waiting: Waiting) -> None:
+    """It would keep the calls of others waiting, for ever if there is no room for it."""
+    first = waiting.connect(patience_s=0.5)
+    call = waiting.call(first, 0)
+    waiting.woken.clear()
+    call.join(PATIENCE_S)
+    assert isinstance(waiting.errors[0], Disconnected)
+    assert waiting.woken.wait(PATIENCE_S), "an engine that sleeps would not look"
+    assert not waiting.executor.advance() and waiting.executor.num_rows == 0
+    first.close()
+    until(lambda: waiting.server.num_clients == 0)
+    with waiting.connect() as second:
+        waiting.compute(waiting.call(second, 1), 1)
+    assert waiting.executor.num_rows == 4
+
+
+def test_a_token_that_is_removed_or_expires_closes_its_connections(waiting: Waiting) -> None:
+    """Those of others remain."""
+    with waiting.connect() as old, waiting.connect(NEW) as new:
+        until(lambda: waiting.server.num_clients == 2)
+        waiting.server.admission.tokens = (NEW,)
+        until(lambda: waiting.server.num_clients == 1)
+        with pytest.raises(Unauthorized):
+            old.calls.call(Direction.FORWARD, 0, 1, [torch.ones(4, 8)])
+        waiting.compute(waiting.call(new, 1), 1)
+        soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=0.3)
+        waiting.server.admission.tokens = (dataclasses.replace(NEW, expires=soon),)
+        until(lambda: waiting.server.num_clients == 0)

@@ -4,17 +4,15 @@ and prefix caching, and with several adapters' heads and language-model rows in 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
-from heads import Grid, HeadSpec, TaskHead, load_heads, save_heads
+from heads import Grid, HeadSpec, TaskHead, save_heads
 from tests import device
 from tests.engine.asking import ask, tokens
 from tests.engine.forms import INVOCATIONS, FormReference, continued, words
@@ -290,19 +288,6 @@ def test_a_head_whose_values_overflow_fails_alone(
         error = outputs[request_id][-1].error
         assert error is not None and "not finite" in error.message
     check(qwen, {k: v for k, v in prompts.items() if not k.endswith("regression")}, outputs, read_logits)
-
-
-def test_heads_written_by_an_older_version_still_answer(qwen: Headed, tmp_path: Path) -> None:
-    folder = shutil.copytree(qwen.adapters["wide8"], tmp_path / "old")
-    (folder / "heads.json").write_text(
-        '{"format": 1, "heads": [{"name": "kind", "task": "classification", "labels": ["cat", "dog"], '
-        '"prompt": "what is it", "num_frames": 1, "hidden_size": 64}]}'
-    )
-    save_file({"kind.weight": torch.ones(2, HIDDEN), "kind.bias": torch.zeros(2)}, str(folder / "heads.safetensors"))
-    recorded = RecordingEngine(qwen, MODES["unmerged"])
-    recorded.engine.load_adapter("old", str(folder))
-    (output,) = recorded.local.run([ask(qwen.picture(1), "q", "old", head="kind")])["q"]
-    assert output.head is not None and output.head.label in load_heads(folder)["kind"].spec.labels
 
 
 # -- heads of activated adapters --------------------------------------------------------------------------------------

@@ -104,50 +104,41 @@ def hf_model(max_positions: int = 32_768) -> Any:
     )
 
 
-def room(device: str = "cpu", num_bytes: int = 64 * 2**30) -> Room:
-    return Room(device, num_bytes)
-
-
 def blocks(config: EngineConfig, tokens: int) -> int:
     """Pages for the KV of `tokens` tokens."""
     return -(-tokens // config.block_size) * block_pages(12, config.block_size, 128, torch.bfloat16)
 
 
-def test_on_a_cpu_a_full_batch_of_4096_tokens_each_has_room() -> None:
-    config = EngineConfig(model="m")
-    limits = compute_limits(config, hf_model(), room(), 0)
-    assert limits.arena_basis == "32 requests of 4,096 tokens, and 256 MiB of adapters"
-    assert limits.num_pages == pytest.approx(
-        blocks(config, 32 * 4096) + 256 * MIB // PAGE_BYTES, abs=limits.block_pages
-    )
-    assert limits.max_request_blocks * config.block_size >= limits.max_context, "one request of the longest context"
+ADAPTERS = "256 MiB of adapters"
+ONE_EACH = f"one request of 32,768 tokens in each half, and {ADAPTERS}"
 
 
-def test_a_short_context_makes_the_arena_smaller() -> None:
-    config = EngineConfig(model="m", max_context=512, max_batch_size=4)
-    limits = compute_limits(config, hf_model(), room(), 0)
-    assert limits.arena_basis == "4 requests of 512 tokens, and 256 MiB of adapters"
-    assert limits.num_pages * PAGE_BYTES < 300 * MIB
-
-
-def test_the_longest_request_has_room_beside_adapters() -> None:
-    config = EngineConfig(model="m", max_batch_size=2)
-    limits = compute_limits(config, hf_model(), room(), 0)
-    assert limits.arena_basis == "one request of 32,768 tokens in each half, and 256 MiB of adapters"
-    assert limits.max_request_blocks * config.block_size >= 32_768
-
-
-def test_on_a_gpu_a_full_batch_of_the_longest_requests_has_room() -> None:
-    config = EngineConfig(model="m", device="cuda")
-    limits = compute_limits(config, hf_model(), room("cuda"), 0)
-    assert limits.arena_basis == "32 requests of 32,768 tokens, and 256 MiB of adapters"
-    assert limits.num_pages >= blocks(config, 32 * 32_768)
+@pytest.mark.parametrize(
+    ("settings", "basis", "num_tokens", "longest"),
+    [
+        ({}, f"32 requests of 4,096 tokens, and {ADAPTERS}", 32 * 4096, 32_768),
+        ({"max_context": 512, "max_batch_size": 4}, f"4 requests of 512 tokens, and {ADAPTERS}", 4 * 512, 512),
+        ({"max_batch_size": 2}, ONE_EACH, None, 32_768),
+        ({"device": "cuda"}, f"32 requests of 32,768 tokens, and {ADAPTERS}", 32 * 32_768, 32_768),
+    ],
+    ids=["a CPU", "a short context", "the longest request", "a GPU"],
+)
+def test_the_arena_has_room_for_a_full_batch_beside_adapters(
+    settings: dict[str, Any], basis: str, num_tokens: int | None, longest: int
+) -> None:
+    config = EngineConfig(model="m", **settings)
+    limits = compute_limits(config, hf_model(), Room(config.device, 64 * 2**30), 0)
+    assert limits.arena_basis == basis
+    assert limits.max_request_blocks * config.block_size >= longest, "one request of the longest context"
+    if num_tokens is not None:
+        wanted = blocks(config, num_tokens) + 256 * MIB // PAGE_BYTES
+        assert limits.num_pages == pytest.approx(wanted, abs=limits.block_pages)
 
 
 @pytest.mark.parametrize(("device", "share"), [("cpu", 0.4), ("cuda", 0.9)])
 def test_free_memory_limits_the_arena(device: str, share: float) -> None:
     config = EngineConfig(model="m", device=device)
-    limits = compute_limits(config, hf_model(), room(device, 600 * MIB), 100 * MIB)
+    limits = compute_limits(config, hf_model(), Room(device, 600 * MIB), 100 * MIB)
     assert limits.arena_basis == f"{share:.0%} of free memory"
     assert limits.num_pages * PAGE_BYTES == pytest.approx(share * 500 * MIB, rel=0.01)
 
@@ -195,7 +186,7 @@ def test_the_arena_stays_within_the_control_group(monkeypatch: pytest.MonkeyPatc
 
 def test_a_configured_size_is_used_unchanged() -> None:
     config = EngineConfig(model="m", arena_bytes=64 * MIB)
-    limits = compute_limits(config, hf_model(), room(), 0)
+    limits = compute_limits(config, hf_model(), Room("cpu", 64 * 2**30), 0)
     assert limits.arena_basis == "arena_bytes" and limits.num_pages * PAGE_BYTES == pytest.approx(64 * MIB, rel=0.01)
     with pytest.raises(BadConfig, match="set arena_bytes to at least"):
-        compute_limits(dataclasses.replace(config, arena_bytes=PAGE_BYTES), hf_model(), room(), 0)
+        compute_limits(dataclasses.replace(config, arena_bytes=PAGE_BYTES), hf_model(), Room("cpu", 64 * 2**30), 0)

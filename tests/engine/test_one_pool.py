@@ -28,7 +28,6 @@ def counts(folder: Path, kind: str) -> dict[str, int]:
 @pytest.mark.slow
 def test_the_engine_creates_no_second_openmp_pool(tmp_path: Path) -> None:
     found = counts(tmp_path, "bounded")
-    assert len(found) == 7
     assert set(found.values()) == {found["base model"]}, found
 
 
@@ -36,7 +35,7 @@ def test_the_engine_creates_no_second_openmp_pool(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_count_shows_a_second_pool(tmp_path: Path) -> None:
     found = counts(tmp_path, "unbounded")
-    assert found["images"] == found["base model"] < found["merged adapter"] == found["grammar"], found
+    assert found["base model"] < found["adapted"], found
 
 
 def test_each_thread_computes_with_its_number_of_threads() -> None:

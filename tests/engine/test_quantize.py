@@ -97,22 +97,19 @@ def test_layers_that_a_device_cannot_multiply_are_refused(
             check_device(config, device)
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
-@pytest.mark.parametrize("fast", [True, False])
-def test_integers_are_slow_without_the_kernel(
+@pytest.mark.parametrize(
+    ("quantize", "fast"), [("fp8", True), *((q, f) for q in ("int8", "int4") for f in (True, False))]
+)
+def test_a_cpu_warns_of_slow_products(
     fast: bool, quantize: Quantize, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Those of eight-bit floats, and of integers without the kernel."""
     monkeypatch.setattr("atmm.int8.multiplies_int8", lambda: fast)
+    config = EngineConfig(model="tiny", quantize=quantize)
     with caplog.at_level(logging.WARNING):
-        check_device(EngineConfig(model="tiny", quantize=quantize), CPU)
-    assert ("slower than quantize none" in caplog.text) is not fast
-
-
-def test_a_cpu_warns_of_slow_products(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        check_device(CONFIG, CPU)
-    assert "slower than quantize none" in caplog.text
-    assert format_of(CONFIG, CPU, HFModel(build_model("llava"))) is FORMATS["fp8"]
+        check_device(config, CPU)
+    assert ("slower than quantize none" in caplog.text) == (quantize == "fp8" or not fast)
+    assert format_of(config, CPU, HFModel(build_model("llava"))) is FORMATS[quantize]
 
 
 def test_the_language_models_linear_weights_alone_take_half(slabs: WeightSlabs) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from tests.engine.asking import ask
 from tests.engine.forms import INVOCATIONS, FormReference, continued, words
-from tests.families import VIDEO_FAMILIES, Prompt, make_prompt
+from tests.families import Prompt, make_prompt
 from tests.harness import FixedModes, RecordingEngine
 from tests.references import TOLERANCE, Reference
 from vlora.memory.block_manager import BlockManager
@@ -124,18 +123,6 @@ def test_a_reloaded_name_reuses_no_block_of_its_old_content(reference: Reference
     engine.check_integrity()
 
 
-@pytest.mark.usefixtures("no_kv_admission")
-def test_preempted_requests_reuse_their_remaining_blocks(reference: Reference) -> None:
-    recorded = RecordingEngine(reference, MODES["mixed"], scarce_memory=True, vision_cache_bytes=0)
-    adapters = ["wide8", None, "patterned16", "wide8"]
-    pairs = itertools.product(range(3), adapters)
-    cases = [(name, continued(reference.picture(6 + at), words(20 + i, 70))) for i, (at, name) in enumerate(pairs)]
-    for _ in range(2):
-        check(recorded, reference, *cases)
-    stats = recorded.engine.stats()
-    assert stats.num_preemptions > 0 and stats.num_reused_tokens > 0
-
-
 @pytest.mark.parametrize("adapter", ["everywhere64", None])
 def test_prompt_lengths_around_a_block_boundary(qwen: Reference, adapter: str | None) -> None:
     picture = qwen.picture(7)
@@ -158,18 +145,6 @@ def test_a_picture_across_a_block_boundary_is_encoded_for_its_remainder(qwen: Re
         check(recorded, qwen, ("everywhere64", continued(picture, words(seed, 9))))
     assert recorded.cached_tokens == [len(picture.prompt_ids) // BLOCK * BLOCK]
     assert recorded.engine.stats().num_vision_encoded == (2 if recorded.cached_tokens[0] <= last else 1)
-
-
-@pytest.mark.parametrize("family", VIDEO_FAMILIES)
-def test_two_turns_on_videos(family: str, tmp_path: Path) -> None:
-    reference = Reference(family, tmp_path)
-    recorded = RecordingEngine(reference, MODES["unmerged"], vision_cache_bytes=0)
-    count = 1 if family == "llava_onevision" else 2
-    first = make_prompt(family, reference.model, 3, num_videos=count, text=(5, 9))
-    answer = check(recorded, reference, ("everywhere64", first))
-    check(recorded, reference, ("everywhere64", continued(first, answer + words(2, 7))))
-    assert recorded.cached_tokens == [(len(first.prompt_ids) + NUM_TOKENS - 1) // BLOCK * BLOCK]
-    assert recorded.engine.stats().num_vision_encoded == count
 
 
 def test_tokens_before_an_invocation_are_shared(tmp_path: Path) -> None:

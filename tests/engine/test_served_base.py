@@ -195,50 +195,36 @@ def test_tokens_and_addresses_are_those_of_the_settings(one: str) -> None:
             assert base.calls.groups
 
 
-def test_an_engine_does_not_start_without_its_address(one: str, tmp_path: Path) -> None:
-    """One line each; no socket is left."""
-    free, taken = f"unix:{tmp_path}/free.sock", f"unix:{tmp_path}/taken.sock"
-    with transport.listen(Address.parse(taken)):
-        for addresses, reason in (
-            ((free, taken), "another process listens there; choose another path"),
-            ((free, "127.0.0.1:0"), "address '127.0.0.1:0' has no port; choose one"),
-            ((free, "0.0.0.0:4711"), "without authentication a base model is served on loopback only"),
-            ((free, "nowhere"), "write HOST:PORT or unix:PATH"),
-        ):
-            with pytest.raises(BadConfig, match=reason):
-                Engine(config(one, *addresses))
-            assert not (tmp_path / "free.sock").exists()
+REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
+    (("free", "taken"), {}, "another process listens there; choose another path"),
+    (("free", "127.0.0.1:0"), {}, "address '127.0.0.1:0' has no port; choose one"),
+    (("free", "0.0.0.0:4711"), {}, "without authentication a base model is served on loopback only"),
+    (("free", "nowhere"), {}, "write HOST:PORT or unix:PATH"),
+    (("free",), {"switching": "in_place"}, "start with --switching shadow"),
+    (("free",), {"quantize": "int8"}, "quantize none, not int8"),
+    (("free",), {"tensor_parallel": 2}, "tensor_parallel 1, not 2"),
+    (("free",), {"switching": "auto"}, "serve_base needs W0 in memory while an adapter is merged"),  # and has no room
+    (("free",), {"model": "qwen_vl"}, "serve_base is not possible with qwen_vl"),  # of this project's code
+]
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"switching": "in_place"}, "start with --switching shadow"),
-        ({"quantize": "int8"}, "quantize none, not int8"),
-        ({"tensor_parallel": 2}, "tensor_parallel 1, not 2"),
-    ],
-    ids=["in place", "quantized", "ranks"],
-)
-def test_settings_without_w0_in_memory_are_refused(one: str, settings: dict[str, Any], reason: str) -> None:
-    with pytest.raises(BadConfig, match=reason) as raised:
-        config(one, "unix:base.sock", **settings)
-    assert "\n" not in str(raised.value)
-
-
-def test_an_engine_without_room_for_the_shadow_is_refused(
-    one: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("addresses", "settings", "reason"), REFUSED, ids=[reason[:30] for *_, reason in REFUSED])
+def test_an_engine_that_cannot_serve_its_base_does_not_start(
+    one: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    addresses: tuple[str, ...],
+    settings: dict[str, Any],
+    reason: str,
 ) -> None:
+    """One line each; no socket is left."""
     monkeypatch.setattr(device_runtime, "shadow_fits", lambda *_: False)
-    with pytest.raises(BadConfig, match="serve_base needs W0 in memory while an adapter is merged"):
-        Engine(config(one, f"unix:{tmp_path}/base.sock", switching="auto"))
-    assert not (tmp_path / "base.sock").exists()
-
-
-def test_models_of_this_projects_code_are_refused(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "model", "qwen_vl")
-    with pytest.raises(BadConfig, match="serve_base is not possible with qwen_vl"):
-        Engine(config(folder, f"unix:{tmp_path}/base.sock"))
-    assert not (tmp_path / "base.sock").exists()
+    own = [f"unix:{tmp_path}/{name}.sock" if name in ("free", "taken") else name for name in addresses]
+    folder = write_checkpoint(tmp_path / "model", settings["model"]) if "model" in settings else one
+    taken = transport.listen(Address.parse(f"unix:{tmp_path}/taken.sock"))
+    with taken, pytest.raises(BadConfig, match=reason) as raised:
+        Engine(config(folder, *own, **{**settings, "model": folder}))
+    assert "\n" not in str(raised.value) and not (tmp_path / "free.sock").exists()
 
 
 def test_an_engine_without_clients_does_trainings_only(one: str) -> None:

@@ -72,41 +72,6 @@ def apart(local: LocalEngine, wanted: dict[str, torch.Tensor]) -> float:
     return max(float((found[name] - want).float().norm() / want.float().norm()) for name, want in wanted.items())
 
 
-def shadows(local: LocalEngine, *, complete: bool) -> None:
-    """A shadow as on a CPU, or as on a GPU, where layers without a delta have copies of W0."""
-    device = local.engine.parts.device
-    device.switcher = ShadowSwitcher(device.slabs, device.pool, complete=complete)
-
-
-@pytest.mark.parametrize("kind", ["rewriting", "subtracting", "shadow", "complete shadow"])
-def test_weights_do_not_depend_on_the_adapters_merged_before(
-    saved: FormReference, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """narrow4 changes a part of the layers that wide8 does, so its merge must restore the others."""
-    in_place = "shadow" not in kind
-    monkeypatch.setattr(
-        "vlora.engine.device_runtime.InPlaceSwitcher",
-        lambda *arguments, **_: InPlaceSwitcher(*arguments, subtracting=kind == "subtracting"),
-    )
-    local = engine_of(saved, switching="in_place" if in_place else "shadow")
-    if not in_place:
-        shadows(local, complete=kind != "shadow")
-    base, wanted = weights(local), {}
-    for name in ("wide8", "narrow4"):
-        switch(local, name)
-        pool, key = local.engine.parts.device.pool, local.engine.parts.registry.get(name).key
-        wanted[name] = dict(base)
-        for layer in pool.shapes(key).keys() & base.keys():
-            a, bt = pool.factors(key, layer)
-            wanted[name][layer] = base[layer] + bt.t() @ a
-        switch(local, None)
-    assert 0 < len(pool.shapes(key)) < len(base)
-    limit = MAX_DRIFT if kind == "subtracting" else 1e-6
-    for merged in ("wide8", "narrow4", "wide8", "narrow4", None, "narrow4", "wide8", None):
-        switch(local, merged)
-        assert apart(local, base if merged is None else wanted[merged]) <= limit, merged
-
-
 @pytest.mark.slow
 def test_bfloat16_weights_and_answers_equal_those_of_the_shadow(saved: FormReference, subtracting: bool) -> None:
     in_place, shadow = (engine_of(saved, switching=kind, dtype="bfloat16") for kind in ("in_place", "shadow"))

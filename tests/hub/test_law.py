@@ -15,9 +15,10 @@ from vlora.models.loading import load_model
 pytestmark = pytest.mark.slow
 
 # A template for text beside the one for pictures, none beside it, refused, other layouts. Other default tests compare
-# answers of weights in groups (tests/models/test_stored_groups.py), of the first Qwen-VL (tests/qwen_vl), and of LLaVA
-# and LLaVA-OneVision (tests/hub/test_parts.py, tests/engine, tests/models/test_processing.py).
+# answers of weights in groups (tests/models/test_stored_groups.py), and of LLaVA and LLaVA-OneVision
+# (tests/hub/test_parts.py, tests/engine, tests/models/test_processing.py).
 _DEFAULT = {
+    ("Qwen-VL-Chat", "hub"),
     ("Qwen2.5-VL-7B", "hub"),
     ("Qwen2.5-VL-7B-bnb", "hub"),
     ("Qwen3-VL-2B", "5.23"),

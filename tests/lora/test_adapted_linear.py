@@ -143,22 +143,6 @@ def test_joined_layers_need_one_product(bias: tuple[bool, ...], monkeypatch: pyt
             assert len(products) == 1
 
 
-@pytest.mark.parametrize("bias", (False, True))
-@pytest.mark.parametrize("num_rows", (1, 3, 129))
-@pytest.mark.parametrize("features", ((), ("amx_bf16",)), ids=("plain", "tiles"))
-def test_a_product_is_equal_for_every_arrangement(
-    features: tuple[str, ...], num_rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processor, "flags", lambda: frozenset(features))
-    layers = siblings(LaneScope(), bias=bias)
-    x = torch.randn(num_rows, 6).bfloat16()
-    with torch.inference_mode():
-        expected = [nn.functional.linear(x, layer.weight, layer.bias) for layer in layers]
-        for layer, right in zip(layers, expected, strict=True):
-            torch.testing.assert_close(linear(x, layer.weight, layer.bias), right)
-        torch.testing.assert_close(linears(x, layers), torch.cat(expected, 1))
-
-
 @pytest.mark.usefixtures("tiles")
 def test_siblings_compute_once_and_release_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
     scope = LaneScope()

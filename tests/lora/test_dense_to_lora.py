@@ -121,12 +121,9 @@ def test_settings_that_are_not_converted_are_refused(setting: str, value: object
     assert not copied.with_name("out").exists()
 
 
-def test_an_existing_folder_is_kept(copied: Path) -> None:
+def test_an_output_that_exists_or_cannot_be_made_is_refused(copied: Path) -> None:
     with pytest.raises(BadConfig, match="already exists"):
         convert(copied, copied, 4)
-
-
-def test_an_output_that_cannot_be_made_is_named(copied: Path) -> None:
     out = copied / "adapter_config.json" / "out"
     with pytest.raises(BadConfig, match=f"cannot write '{out}': Not a directory"):
         convert(copied, out, 4)

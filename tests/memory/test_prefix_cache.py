@@ -56,30 +56,6 @@ def start(block_manager: BlockManager, name: str, *tokens: int) -> tuple[int, To
 # -- tables of blocks -------------------------------------------------------------------------------------------------
 
 
-def test_a_table_grows_by_whole_blocks_and_keeps_its_order() -> None:
-    block_manager = BlockManager(PageAllocator(10, 1), block_size=4)
-    assert block_manager.grow("a", 5)
-    assert block_manager.table("a") == (9, 8)
-    assert block_manager.grow("b", 1)
-    assert block_manager.grow("a", 8)
-    assert block_manager.table("a") == (9, 8), "eight tokens fit into two blocks"
-    assert block_manager.grow("a", 9)
-    assert block_manager.table("a") == (9, 8, 6)
-    assert block_manager.holders == {"a", "b"}
-    block_manager.check_integrity()
-
-
-def test_growing_is_all_or_nothing() -> None:
-    block_manager = BlockManager(PageAllocator(3, 1), block_size=2)
-    assert block_manager.grow("a", 4)
-    assert block_manager.missing("b", 6) == 2
-    assert not block_manager.grow("b", 6)
-    assert block_manager.table("b") == () and block_manager.holders == {"a"} and block_manager.num_free_blocks == 1
-    assert block_manager.missing("b", 2) == 0
-    assert block_manager.grow("b", 2)
-    block_manager.check_integrity()
-
-
 def test_blocks_that_a_launched_step_writes_are_freed_after_it() -> None:
     block_manager = WrittenBlocks(PageAllocator(6, 1), block_size=8)
     for name in ("a", "b"):
@@ -175,21 +151,6 @@ def test_a_sampled_placeholder_represents_no_image() -> None:
 # -- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_second_request_shares_full_blocks_and_computes_its_last_token() -> None:
-    block_manager = make_block_manager(8)
-    assert start(block_manager, "a", 1, 2, 3, 4, 5)[0] == 0
-    assert start(block_manager, "b", 1, 2, 3, 4, 9)[0] == 4
-    assert (
-        block_manager.table("a")[:2] == block_manager.table("b")[:2]
-        and block_manager.table("a")[2] != block_manager.table("b")[2]
-    )
-    assert start(block_manager, "c", 1, 2, 3, 4)[0] == 2, (
-        "all four tokens are known, but the last one is always computed"
-    )
-    assert block_manager.num_free_blocks == 8 - 3 - 1 - 1
-    assert [block_manager.num_users(block) for block in block_manager.table("a")] == [3, 2, 1]
-
-
 def test_cached_blocks_are_evicted_in_lru_order_the_end_of_a_prompt_first() -> None:
     block_manager = make_block_manager(6)
     chains = []
@@ -218,23 +179,6 @@ def test_a_known_block_replaces_a_partially_filled_one() -> None:
         and not block_manager.writable("slow", 3)
     )
     block_manager.check_integrity()
-
-
-def test_cached_blocks_are_evicted_for_an_adapters_run() -> None:
-    prefix = PrefixCache({})
-    allocator = PageAllocator(6, 1, on_evict=prefix.remove)
-    block_manager, adapter_cache = BlockManager(allocator, 2, prefix), AdapterCache(allocator, 3)
-    start(block_manager, "a", *range(12))
-    assert adapter_cache.allocate("x", 2) is None, "the blocks are in use"
-    block_manager.free("a")
-    assert block_manager.num_cached_blocks == 6
-    run = adapter_cache.allocate("x", 2)
-    assert run is not None and adapter_cache.drain_evicted() == ()
-    assert block_manager.num_cached_blocks == block_manager.num_free_blocks == 4
-    # The beginning is at the high end, where blocks are allocated first.
-    assert start(block_manager, "a", *range(8))[0] == 6
-    allocator.check_integrity()
-    adapter_cache.check_integrity()
 
 
 def test_allocation_prefers_free_pages_then_cached_blocks_then_adapters() -> None:

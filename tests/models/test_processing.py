@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import LlavaNextProcessor
 
 from tests.families import FAMILIES, IMAGE, VIDEO, build_model
 from tests.processors import image_processor, tokenizer
@@ -55,24 +54,6 @@ def test_images_encoded_together_are_as_if_alone(pair: tuple[InputProcessor, HFM
         for made, item in zip(together, fields, strict=True):
             (alone,) = hf_model.encode("image", [item])
             torch.testing.assert_close(made.rows, alone.rows, rtol=1e-4, atol=1e-5)
-
-
-def test_llava_next_counts_as_its_own_processor_does() -> None:
-    model = build_model("llava_next")
-    own = image_processor("llava_next")
-    reference = LlavaNextProcessor(
-        image_processor=own,
-        tokenizer=tokenizer(),
-        patch_size=4,
-        vision_feature_select_strategy="default",
-        image_token="<image>",
-        num_additional_image_tokens=1,
-    )
-    processor = InputProcessor(model.config, tokenizer(), own)
-    for picture in pictures(4):
-        prompt = processor.chat("what is shown ?", 1)
-        want = reference(text=[prompt], images=[picture], add_special_tokens=False)["input_ids"][0]
-        assert list(processor.encode(prompt, [picture]).prompt_ids) == list(want)
 
 
 def test_the_hash_covers_the_content(pair: tuple[InputProcessor, HFModel]) -> None:

@@ -103,13 +103,6 @@ def test_the_next_step_reads_tokens_without_a_wait() -> None:
     assert on_host.tolist() == [70, 80, 90]
 
 
-def test_two_steps_have_their_own_copies_on_the_host() -> None:
-    tokens = StepTokens(CUDA)
-    first, second = (tokens.keep(torch.tensor(values, device="cuda")) for values in ([1, 2], [3]))
-    torch.cuda.synchronize()
-    assert first.tolist() == [1, 2] and second.tolist() == [3]
-
-
 def test_tokens_with_reserved_room_stay_at_one_address() -> None:
     tokens = StepTokens(CUDA)
     tokens.reserve(1000)

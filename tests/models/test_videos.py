@@ -11,16 +11,12 @@ import torch
 from PIL import Image
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-from tests.families import VIDEO, build_model
+from tests.families import build_model
 from tests.processors import VIDEO_SETTINGS, image_processor, tokenizer, video_modules, write_checkpoint
-from vlora.config import EngineConfig
-from vlora.engine import LocalEngine
 from vlora.errors import BadImage, BadRequest
 from vlora.models import InputProcessor
-from vlora.models.processing import to_tensor
 from vlora.models.vision.images import Clip
 from vlora.models.vision.videos import VideoProcessor
-from vlora.types import Request, SamplingParams
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 NUM_TOKENS = 6
@@ -111,57 +107,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp(request.param)
     write_checkpoint(folder, request.param)
     return folder
-
-
-@torch.no_grad()
-def test_answers_about_videos_are_those_of_generate(folder: Path) -> None:
-    processor = InputProcessor.from_pretrained(str(folder))
-    model = build_model(processor.family.model_type)
-    engine = LocalEngine(EngineConfig(model=str(folder), dtype="float32", arena_bytes=64 * 2**20))
-    shown: list[list[Clip | Image.Image]] = [
-        [clip(5)],
-        [clip(4), clip(1).frames[0]],
-        [clip(3).frames[0], clip(6, fps=0.4), clip(2, (24, 24))],
-    ]
-    requests, expected, expected_scores = [], [], []
-    for number, visuals in enumerate(shown):
-        kinds = ["video" if isinstance(one, Clip) else "image" for one in visuals]
-        encoded = processor.encode(processor.ask("what is shown ?", kinds), visuals)
-        assert [item.kind for item in encoded.vision] == kinds
-        fields: dict[str, list[torch.Tensor]] = {}
-        for item in encoded.vision:
-            for name, value in item.fields.items():
-                fields.setdefault(name, []).append(to_tensor(value))
-        ids = torch.tensor([encoded.prompt_ids])
-        types_of = (ids == processor.image_token_id).int() + 2 * (ids == VIDEO).int()
-        inputs = {name: torch.cat(values) for name, values in fields.items()}
-        out = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            mm_token_type_ids=types_of,
-            **inputs,
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        tokens = out.sequences[0, ids.shape[1] :]
-        expected.append(tuple(tokens.tolist()))
-        expected_scores.append(torch.log_softmax(torch.cat(out.logits), -1)[torch.arange(NUM_TOKENS), tokens].tolist())
-        requests.append(
-            Request(
-                request_id=str(number),
-                prompt_ids=encoded.prompt_ids,
-                vision=encoded.vision,
-                sampling=SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0),
-            )
-        )
-    outputs = engine.run(requests)
-    for request, tokens, scores in zip(requests, expected, expected_scores, strict=True):
-        own = outputs[request.request_id]
-        assert tuple(token for out in own for token in out.token_ids) == tokens
-        assert [score.logprob for out in own for score in out.scores] == pytest.approx(scores, abs=1e-4)
-    assert len({round(scores[0], 3) for scores in expected_scores}) == len(shown), "answers ignore the videos"
 
 
 def test_bad_videos_are_refused(folder: Path) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -28,7 +27,6 @@ from vlora.engine.ipc.supervisor import SupervisedEngine
 from vlora.engine.tensor_parallel import messages
 from vlora.engine.tensor_parallel.coordinator import TensorParallelCoordinator, fork_server
 from vlora.errors import BadConfig, EngineDead
-from vlora.memory.host_to_device import Inline
 from vlora.parallel.socket_collectives import CollectiveFailed
 from vlora.types import Request, RequestOutput
 
@@ -191,19 +189,19 @@ def test_a_failed_start_of_a_rank_leaves_no_process(folder: Path, monkeypatch: p
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_invalid_settings_are_refused_at_start(folder: Path) -> None:
-    with pytest.raises(BadConfig, match=r"tensor_parallel is 3, which does not divide the model's 4 attention heads"):
-        LocalEngine(config(folder, tensor_parallel=3))
-    with pytest.raises(BadConfig, match="tensor_parallel needs a folder or a hub name"):
-        LocalEngine(config(folder), model=build_model("llava"))
-    with pytest.raises(BadConfig, match=r"the arena would have 1 pages"):
-        LocalEngine(config(folder, arena_bytes=2**16))
-
-
-def test_ranks_that_do_not_match_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_settings_are_refused_at_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is left."""
+    for settings, model, message in (
+        ({"tensor_parallel": 3}, None, r"tensor_parallel is 3, which does not divide the model's 4 attention heads"),
+        ({}, build_model("llava"), "tensor_parallel needs a folder or a hub name"),
+        ({"arena_bytes": 2**16}, None, r"the arena would have 1 pages"),
+    ):
+        with pytest.raises(BadConfig, match=message):
+            LocalEngine(config(folder, **settings), model=model)
     monkeypatch.setattr("vlora.engine.build.facts_of", lambda config, model: {"transformers": "4.0"})
     with pytest.raises(BadConfig, match=r"rank 1 has transformers 5\.\d+\.\d+ and rank 0 has 4\.0"):
         LocalEngine(config(folder))
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("how", ["cut short", "missing", "the only one cut short"])
@@ -219,21 +217,3 @@ def test_a_bad_model_file_is_reported(tmp_path: Path, how: str) -> None:
     with pytest.raises(BadConfig, match="cannot load the weights"):
         LocalEngine(config(tmp_path))
     assert not multiprocessing.active_children()
-
-
-def test_an_adapter_that_another_rank_cannot_read_fails_alone(folder: Path, tmp_path: Path) -> None:
-    """Its requests fail with the cause, and the replica continues."""
-    path = shutil.copytree(folder / "adapters" / "wide8", tmp_path / "wide8")
-    local = LocalEngine(config(folder), executor=Inline())
-    try:
-        local.engine.register_adapters({"gone": str(path), "kept": str(folder / "adapters" / "narrow4")})
-        read = local.engine.parts.registry.read(local.engine.parts.registry.get("gone").key)
-        assert read.version
-        shutil.rmtree(path)  # after rank 0 has read it, and before the other rank does
-        outputs = local.run([request("g", 2, "gone"), request("k", 2, "kept"), request("b", 2)])
-        error = outputs["g"][-1].error
-        assert error is not None and error.code == "bad_adapter" and "rank 1: " in error.message
-        assert len(tokens(outputs["k"])) == len(tokens(outputs["b"])) == 2
-        local.engine.check_integrity()
-    finally:
-        local.engine.close()

@@ -76,52 +76,49 @@ def test_a_request_is_sent_once_with_its_first_step() -> None:
     coordinator.reports.close()
 
 
-def test_the_dead_rank_is_the_cause_regardless_of_message_order() -> None:
-    """Rank 1 ends because it waited for rank 2, and its message arrives first."""
-    reports = RankReports()
+class Listened:
+    """Reports of ranks 1 and 2, each of which ends with an exit code when its connection does."""
+
+    def __init__(self, *codes: int) -> None:
+        self.reports = RankReports()
+        self.ends: list[Connection] = []
+        self.threads: list[threading.Thread] = []
+        for rank, code in enumerate(codes, 1):
+            here, there = Pipe()
+            self.ends.append(there)
+            process: Any = SimpleNamespace(join=lambda: None, exitcode=code)
+            self.threads.append(threading.Thread(target=self.reports.listen, args=(rank, here, process)))
+            self.threads[-1].start()
+
+    def close(self) -> None:
+        for end in self.ends:
+            end.close()
+        for thread in self.threads:
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("codes", "cause"), [((1, -signal.SIGKILL), "rank 2 was killed by SIGKILL"), ((1,), "rank 2 is gone")]
+)
+def test_the_dead_rank_is_the_cause_regardless_of_message_order(codes: tuple[int, ...], cause: str) -> None:
+    """Rank 1 ends because it waited for rank 2, and its message arrives first. Without another cause it is reported."""
+    listened = Listened(*codes)
     follows = messages.RankFailed(ErrorValue.of(EngineDead("rank 2 is gone")), follows=True)
-    ends: list[Connection] = []
-    threads = []
-    for rank, code in ((1, 1), (2, -signal.SIGKILL)):
-        here, there = Pipe()
-        ends.append(there)
-        process: Any = SimpleNamespace(join=lambda: None, exitcode=code)
-        threads.append(threading.Thread(target=reports.listen, args=(rank, here, process)))
-        threads[-1].start()
-    ends[0].send_bytes(messages.encode(follows))
-    ends[0].close()
-    time.sleep(0.1)
-    ends[1].close()
-    for thread in threads:
-        thread.join()
-    with pytest.raises(EngineDead, match="rank 2 was killed by SIGKILL"):
-        reports.check()
-    assert os.read(reports.alarm, 1)
-    reports.close()
-    # Without another cause it is reported.
-    reports = RankReports()
-    here, there = Pipe()
-    there.send_bytes(messages.encode(follows))
-    there.close()
-    reports.listen(1, here, SimpleNamespace(join=lambda: None, exitcode=1))  # type: ignore[arg-type]
-    with pytest.raises(EngineDead, match="rank 2 is gone"):
-        reports.check()
-    reports.close()
+    listened.ends[0].send_bytes(messages.encode(follows))
+    listened.ends[0].close()
+    listened.threads[0].join()
+    listened.close()
+    with pytest.raises(EngineDead, match=cause):
+        listened.reports.check()
+    assert os.read(listened.reports.alarm, 1)
+    listened.reports.close()
 
 
 def test_a_read_is_done_when_every_rank_has_reported_it() -> None:
     """A failure is reported after the last rank too: a later report would count for the next attempt."""
-    reports = RankReports()
-    read, failed, pending = (reports.expect_read(key, (1, 2)) for key in ("read", "failed", "pending"))
-    ends: list[Connection] = []
-    threads = []
-    process: Any = SimpleNamespace(join=lambda: None, exitcode=1)
-    for rank in (1, 2):
-        here, there = Pipe()
-        ends.append(there)
-        threads.append(threading.Thread(target=reports.listen, args=(rank, here, process)))
-        threads[-1].start()
-    for end, error in zip(ends, (ErrorValue.of(StepFailed("no such file")), None), strict=True):
+    listened = Listened(1, 1)
+    read, failed, pending = (listened.reports.expect_read(key, (1, 2)) for key in ("read", "failed", "pending"))
+    for end, error in zip(listened.ends, (ErrorValue.of(StepFailed("no such file")), None), strict=True):
         time.sleep(0.1)
         assert not read.done() and not failed.done()
         for message in (messages.AdapterRead("read"), messages.AdapterRead("failed", error)):
@@ -129,13 +126,10 @@ def test_a_read_is_done_when_every_rank_has_reported_it() -> None:
     assert read.result(10) is None
     with pytest.raises(StepFailed, match="rank 1: no such file"):
         failed.result(10)
-    for end in ends:
-        end.close()
-    for thread in threads:
-        thread.join()
+    listened.close()
     with pytest.raises(EngineDead, match=r"rank \d ended with exit code 1"):
         pending.result(10)
-    reports.close()
+    listened.reports.close()
 
 
 def test_a_failed_copy_to_the_device_ends_the_rank() -> None:

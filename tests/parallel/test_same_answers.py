@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from peft import IA3Config, PeftConfig
+from peft.tuners.lora.config import BdLoraConfig
 
 from heads import HeadSpec, TaskHead, save_heads
 from tests.engine.asking import ask, tokens
@@ -23,8 +25,8 @@ from tests.engine.forms import BLOCKS, BOTH, FIRST, FORMS, INVOCATIONS, Form, Fo
 from tests.engine.moves import shuffled
 from tests.families import HIDDEN, LANGUAGE_LINEARS, LAYERS, build_model, make_prompt, vision_linears
 from tests.harness import FixedModes, RecordingEngine
-from tests.oracle import Oracle, adapter_configs, save_adapter
-from tests.references import TOLERANCE
+from tests.oracle import Oracle, adapter_configs, peft_answer, save_adapter
+from tests.references import TOLERANCE, assert_same
 from vlora.engine import LocalEngine
 from vlora.engine.tensor_parallel.coordinator import TensorParallelRunner
 from vlora.errors import BadAdapter
@@ -309,6 +311,33 @@ def test_every_form_on_two_ranks(replica: TensorParallelEngine, tmp_path: Path) 
 def test_compositions_on_two_ranks(replica: TensorParallelEngine) -> None:
     replica.check(Mode.UNMERGED)
     replica.check(Mode.MIXED, BOTH)
+
+
+@pytest.mark.slow
+def test_blocks_cut_by_ranks_are_served_dense_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Three blocks on four ranks: neither divides the other."""
+    sizes = {"hidden_size": 48, "head_dim": 12, "num_key_value_heads": 4, "intermediate_size": 96}
+    model = build_model("llava", text_settings=sizes)
+    model.save_pretrained(tmp_path / "model")
+    blocks = BdLoraConfig(BLOCKS.target_modules_bd_a, BLOCKS.target_modules_bd_b, nblocks=3)
+    path = save_adapter(model, lora(6, use_bdlora=blocks), tmp_path / "three")
+    reference = SimpleNamespace(family="llava", adapters={"three": path})
+    prompts = [make_prompt("llava", model, seed) for seed in range(2)]
+    settings: dict[str, Any] = {"checkpoint": str(tmp_path / "model"), "tensor_parallel": 4, "threads": 1}
+    with caplog.at_level(logging.WARNING, "vlora.engine.tensor_parallel.coordinator"):
+        recorded = RecordingEngine(reference, FixedModes(Mode.UNMERGED), **settings)
+    try:
+        answers = recorded.answer([("three", prompt) for prompt in prompts], NUM_TOKENS)
+        assert [status.sharding for status in recorded.engine.adapters()] == ["replicated"]
+    finally:
+        recorded.engine.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "adapter 'three' has 3 blocks, which 4 ranks do not divide evenly; it is served dense, including zeros"
+    ]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected, without = (peft_answer(model, folder, prompt, NUM_TOKENS) for folder in (path, None))
+        assert (expected[1][0] - without[1][0]).abs().max() > 0.1, "the adapter has no effect"
+        assert_same(answer, expected)
 
 
 # -- bfloat16 and eight bits ------------------------------------------------------------------------------------------

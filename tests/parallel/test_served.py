@@ -101,9 +101,6 @@ def test_answers_streams_and_heads_equal_those_of_one_rank(serving: Serving, fol
         status, answer = call(serving.http_port, "POST", f"/v1/heads/{name}/letter", body)
         assert status == 200
         assert list(json.loads(answer)["scores"].values()) == pytest.approx(expected.scores, abs=1e-4)
-
-
-def test_the_status_shows_the_sharding(serving: Serving) -> None:
     adapters = json.loads(call(serving.http_port, "GET", "/v1/adapters")[1])["data"]
     assert {each["name"]: each["sharding"] for each in adapters} == {"large": "replicated", "small": "slora"}
 

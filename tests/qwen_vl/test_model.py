@@ -1,7 +1,10 @@
-"""Qwen-VL read from checkpoints in the published layout, against the literal implementation."""
+"""Qwen-VL's checkpoints in the published layout: read as defined by a literal implementation, checked, and refused."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,10 @@ import torch
 from tests.qwen_vl import checkpoint as small
 from tests.qwen_vl import literal
 from vlora.config import EngineConfig
-from vlora.models.loading import dummy_model, load_model
+from vlora.engine.model_check import check_model
+from vlora.errors import BadConfig, UnsupportedModel, VLoraError
+from vlora.models.hf_model import HFModel
+from vlora.models.loading import dummy_model, load_model, read_config
 from vlora.models.qwen_vl.config import QwenVLConfig, translated
 
 TOLERANCE = 1e-4
@@ -48,26 +54,6 @@ def test_logits_are_those_of_the_definition(tmp_path: Path, shards: int, pickled
     assert float((own - wanted).abs().max()) < TOLERANCE
 
 
-@torch.no_grad()
-def test_generated_tokens_are_those_of_the_definition(tmp_path: Path) -> None:
-    weights = small.write_checkpoint(tmp_path / "model")
-    model = load(tmp_path / "model")
-    ids = prompt_ids(2, 1)
-    wanted, logits = literal.generate(weights, ids, [pixels(3)], 8)
-    model.generation_config.eos_token_id = None
-    out = model.generate(
-        torch.tensor([ids]),
-        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-        pixel_values=pixels(3)[None],
-        max_new_tokens=8,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    assert out.sequences[0, len(ids) :].tolist() == wanted
-    assert float((torch.cat(out.logits) - logits).abs().max()) < TOLERANCE
-
-
 def test_the_published_shapes_have_the_published_sizes() -> None:
     """Table 1 of arXiv:2308.12966: 7.7 B parameters of the language model, 0.08 B of the adapter, 9.6 B in all."""
     visual = {
@@ -92,3 +78,88 @@ def test_the_published_shapes_have_the_published_sizes() -> None:
     assert round(billions(model.model.visual.attn_pool), 2) == 0.08
     assert 9.6 <= billions(model) < 9.7
     assert model.config.image_token_id == 151859 and model.config.turn_end_ids == (151644, 151645)
+
+
+# -- what a checkpoint is ----------------------------------------------------------------------------------------------
+
+
+def test_the_end_of_a_turn_ends_an_answer(tmp_path: Path) -> None:
+    small.write_checkpoint(tmp_path / "model")
+    ends = HFModel(load_model(EngineConfig(model=str(tmp_path / "model")))).eos_ids
+    assert ends == {small.END_OF_TEXT, small.END_OF_TEXT + 1, small.END_OF_TEXT + 2}
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_check_reads_what_a_checkpoint_is(tmp_path: Path, pickled: bool) -> None:
+    weights = small.write_checkpoint(tmp_path / "model", shards=3, pickled=pickled)
+    found = check_model(EngineConfig(model=str(tmp_path / "model"), device="cpu"), adapter_rank=8)
+    assert found.problems == () and found.num_files == 3
+    assert (found.model_type, found.text_model, found.video) == ("qwen_vl", "qwen2", False)
+    assert found.num_parameters == sum(tensor.numel() for tensor in weights.values())
+    assert found.max_context == small.published_config()["seq_length"]
+
+
+@pytest.mark.parametrize(
+    ("dynamic_ntk", "logn", "longest"), [(False, True, 1024), (True, False, 1024), (False, False, 2048)]
+)
+def test_attention_that_depends_on_the_length_limits_it(
+    tmp_path: Path, dynamic_ntk: bool, logn: bool, longest: int
+) -> None:
+    small.write_checkpoint(tmp_path / "model", use_dynamic_ntk=dynamic_ntk, use_logn_attn=logn)
+    assert read_config(str(tmp_path / "model")).text_config.max_position_embeddings == longest
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize(
+    "broken",
+    [lambda content: b"", lambda content: content[:5000], lambda content: b"<html>" + content, None],
+    ids=["empty", "truncated", "other", "missing"],
+)
+def test_a_broken_shard_is_named_in_one_line(
+    tmp_path: Path, pickled: bool, broken: Callable[[bytes], bytes] | None
+) -> None:
+    small.write_checkpoint(tmp_path / "model", shards=2, pickled=pickled)
+    (shard,) = (tmp_path / "model").glob("*-00002-of-*")
+    content = shard.read_bytes()
+    shard.unlink()
+    if broken is not None:
+        shard.write_bytes(broken(content))
+    config = EngineConfig(model=str(tmp_path / "model"), device="cpu")
+    (problem,) = check_model(config, adapter_rank=8).problems
+    assert problem.startswith(f"{shard.name}, a file of its weights, ") and "\n" not in problem
+    assert not pickled or problem.endswith(
+        ("is missing; download it", "it is truncated, or torch.save has not written it; download it again")
+    )
+    with pytest.raises(BadConfig) as raised:
+        load_model(config)
+    assert str(raised.value) == f"cannot load the weights of {config.model!r}: {problem}"
+
+
+def without(section: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda config: {name: value for name, value in config.items() if name != section}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("visual"), "without a 'visual' section in config.json is a text model, which has no image input"),
+        (without("hidden_size"), "its config.json has no field 'hidden_size'"),
+        (lambda config: {**config, "no_bias": False}, "Qwen-VL with no_bias = False is not supported; supported: True"),
+        (lambda config: {**config, "rotary_pct": 0.25}, "rotary_pct = 0.25 is not supported; supported: 1.0"),
+        (lambda config: {**config, "visual": {**config["visual"], "output_dim": 128}}, "visual.output_dim = 128"),
+        (lambda config: {**config, "visual": [1]}, "its config.json is not valid"),
+        (lambda config: {**config, "quantization_config": GPTQ}, "(quant_method 'gptq') is not supported"),
+    ],
+    ids=["text model", "no size", "biases", "partial rotary", "other width", "no object", "Int4"],
+)
+def test_other_models_are_refused_in_one_line(
+    tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], message: str
+) -> None:
+    small.write_checkpoint(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(change(small.published_config())))
+    with pytest.raises(VLoraError, match=re.escape(message)) as raised:
+        read_config(str(tmp_path / "model"))
+    assert isinstance(raised.value, BadConfig | UnsupportedModel) and "\n" not in str(raised.value)
