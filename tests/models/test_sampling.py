@@ -327,8 +327,6 @@ def test_an_extreme_repetition_penalty_leaves_numbers(penalty: float) -> None:
         ({"min_tokens": -1}, "min_tokens"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"min_tokens": 1, "grammar": "start: /a/"}, "min_tokens"),
-        ({"grammar": "x" * (MAX_GRAMMAR_CHARS + 1)}, "grammar"),
-        ({"grammar": "start: /a/", "ignore_eos": True}, "ignore_eos"),
         *(({"max_tokens": count}, "max_tokens") for count in (-1, 0)),
         *(({"logprobs": count}, "logprobs") for count in (-1, 21)),
         ({"top_k": -2}, "top_k"),
@@ -339,6 +337,13 @@ def test_values_out_of_range_are_refused_by_name(fields: Mapping[str, Any], fiel
     with pytest.raises(BadRequest, match=field) as refused:
         SamplingParams(**fields)
     assert refused.value.field == field
+
+
+def test_grammars_that_are_refused() -> None:
+    with pytest.raises(BadRequest, match=f"at most {MAX_GRAMMAR_CHARS}"):
+        SamplingParams(grammar="x" * (MAX_GRAMMAR_CHARS + 1))
+    with pytest.raises(BadRequest, match="ignore_eos"):
+        SamplingParams(grammar="start: /a/", ignore_eos=True)
 
 
 def test_a_draw_depends_on_the_seed_and_the_place_which_the_request_id_decides_otherwise() -> None:
