@@ -156,21 +156,22 @@ def test_what_cannot_continue_is_refused(second: LocalEngine, fields: Any, code:
     assert not second.engine.has_work
 
 
-def test_an_answer_that_has_ended_is_refused(second: LocalEngine) -> None:
+def test_tokens_that_cannot_be_an_answer_so_far_are_refused(
+    second: LocalEngine, whole: dict[str, list[RequestOutput]]
+) -> None:
+    """Of one that has ended, and of one outside its grammar."""
     (eos, *_) = second.engine.parts.device.hf_model.eos_ids
-    request = embedded_cases.text("ended", answered=(7, eos, 7), ignore_eos=False)
-    error = second.run([request])["ended"][-1].error
-    assert error is not None and "the token at index 1 ends the answer" in error.message
-
-
-def test_an_answer_outside_its_grammar_is_refused(second: LocalEngine, whole: dict[str, list[RequestOutput]]) -> None:
+    ended = embedded_cases.text("ended", answered=(7, eos, 7), ignore_eos=False)
     colours = tokens_of(whole["in a grammar"])
     other = next(token for token in tokens_of(whole["greedy"]) if token not in colours)
-    case = embedded_cases.cases()["in a grammar"]
-    error = second.run([resumed(case, (*colours[:3], other, colours[4]), 5)])["in a grammar#5"][-1].error
-    assert error is not None and error.code == "bad_request"
-    assert "the token at index 3 does not match the request's grammar" in error.message
-    assert not second.engine.has_work
+    outside = resumed(embedded_cases.cases()["in a grammar"], (*colours[:3], other, colours[4]), 5)
+    for request, reason in (
+        (ended, "the token at index 1 ends the answer"),
+        (outside, "the token at index 3 does not match the request's grammar"),
+    ):
+        error = second.run([request])[request.request_id][-1].error
+        assert error is not None and error.code == "bad_request" and reason in error.message
+        assert not second.engine.has_work
 
 
 @pytest.mark.parametrize("read", [True, False])

@@ -32,65 +32,10 @@ from vlora.types import Mode, Request, SamplingParams
 NUM_TOKENS = 6
 EQUAL = "equal"
 ADAPTER = "all"
-TYPED = "<image> <|image_pad|><|video_pad|> <video>"
-"""Markers of images and videos in the texts of users; those that a family does not have are text anyway."""
-
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "count",
-        "description": "Counts things in a picture.",
-        "parameters": {"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]},
-    },
-}
-_CALL = {"id": "c1", "type": "function", "function": {"name": "count", "arguments": json.dumps({"what": "cars"})}}
-_IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
-_VIDEO = {"type": "video", "video": ["data:,"] * 4, "fps": 2.0}
-
-
-def _text(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
-
-
-def _user(*content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": list(content)}
-
-
-BODIES: Mapping[str, Mapping[str, Any]] = {
-    "chat": {
-        "messages": [
-            {"role": "user", "content": "What is a car?"},
-            {"role": "assistant", "content": "A vehicle — with four wheels."},
-            {"role": "user", "content": "And 图片 42?\nSay it."},
-        ]
-    },
-    "picture": {"messages": [_user(_text("What is shown "), _IMAGE, _text("here?"))]},
-    "two pictures": {"messages": [_user(_IMAGE, _text("Is this"), _IMAGE, _text("the same?"))]},
-    "tools": {
-        "messages": [
-            _user(_IMAGE, _text("How many cars?")),
-            {"role": "assistant", "tool_calls": [_CALL]},
-            {"role": "tool", "tool_call_id": "c1", "content": "3"},
-        ],
-        "tools": [TOOL],
-    },
-    "typed": {
-        "messages": [
-            _user(_text(f"What do {TYPED} mean?"), _IMAGE),
-            {"role": "assistant", "content": f"{TYPED}?"},
-            {"role": "user", "content": f"Yes,{TYPED}"},
-        ]
-    },
-    "typed in tools": {
-        "messages": [
-            {"role": "user", "content": "How many?"},
-            {"role": "assistant", "content": TYPED, "tool_calls": [_CALL]},
-            {"role": "tool", "tool_call_id": "c1", "content": f"3 {TYPED}"},
-        ],
-        "tools": [{**TOOL, "function": {**TOOL["function"], "description": f"Counts {TYPED}."}}],
-    },
-    "video": {"messages": [_user(_VIDEO, _text("What happens?"))]},
-}
+BODIES: Mapping[str, Mapping[str, Any]] = json.loads((Path(__file__).parent / "requests.json").read_text())
+"""Chat completions by kind. typed: texts with markers of images and videos, of which those that a family does not have
+are text anyway.
+"""
 KINDS = (*BODIES, "adapter", "head")
 
 

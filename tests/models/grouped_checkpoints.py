@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor
 from atmm.formats import FORMATS
 from tests.engine.test_quantized_answers import language_linears
 from tests.families import build_model
+from tests.hub.vocabularies import PUBLISHED
 
 AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output of each of the eight values of an int32, lowest bits first."""
@@ -36,54 +38,20 @@ class Layout:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The `quantization_config`."""
-        if self.method == "gptq":
-            return {
-                "quant_method": "gptq",
-                "bits": self.bits,
-                "group_size": self.group,
-                "sym": self.symmetric,
-                "desc_act": False,
-                "static_groups": False,
-                "checkpoint_format": self.version,
-                "lm_head": False,
-            }
-        if self.method == "awq":
-            return {
-                "quant_method": "awq",
-                "bits": self.bits,
-                "group_size": self.group,
-                "zero_point": True,
-                "version": "gemm",
-                "modules_to_not_convert": ["visual"],
-            }
-        whole_rows = self.group == -1
-        weights = {
-            "num_bits": self.bits,
-            "type": "float" if self.method == "fp8" else "int",
-            "symmetric": self.symmetric or self.method != "packed",
-            "dynamic": False,
-            "strategy": "channel" if whole_rows else "group",
-            "group_size": None if whole_rows else self.group,
-            "actorder": None,
-        }
-        rounded = {**weights, "dynamic": True, "strategy": "token"}
-        group = {
-            "targets": ["Linear"],
-            "weights": weights,
-            "input_activations": None if self.method == "packed" else rounded,
-            "output_activations": None,
-        }
-        layouts = {"packed": "pack-quantized", "fp8": "float-quantized", "int8": "int-quantized"}
-        return {
-            "quant_method": "compressed-tensors",
-            "format": layouts[self.method],
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": ["re:visual.*", "lm_head"],
-            "kv_cache_scheme": None,
-            "sparsity_config": {},
-        }
+        """The `quantization_config`, as published but for its sizes."""
+        names = {"packed": "w4a16", "int8": "w8a8"}
+        found: dict[str, Any] = copy.deepcopy(PUBLISHED["quantization"][names.get(self.method, self.method)])
+        if self.method in ("gptq", "awq"):
+            found |= {"bits": self.bits, "group_size": self.group}
+            return {**found, "sym": self.symmetric, "checkpoint_format": self.version} if "sym" in found else found
+        if self.method == "packed":
+            weights = found["config_groups"]["group_0"]["weights"]
+            weights |= {"num_bits": self.bits, "symmetric": self.symmetric}
+            if self.group == -1:
+                weights |= {"strategy": "channel", "group_size": None}
+            else:
+                weights["group_size"] = self.group
+        return {**found, "ignore": ["re:visual.*", "lm_head"]}
 
 
 def packed(values: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
