@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tests.families import Prompt
+from vlora.engine import Engine
 from vlora.types import Request, RequestOutput, SamplingParams
 
 
@@ -22,3 +23,12 @@ def tokens(outputs: Iterable[RequestOutput], request_id: str | None = None) -> l
     """The tokens of one request, or of all outputs."""
     own = (output for output in outputs if request_id in (None, output.request_id))
     return [token for output in own for token in output.token_ids]
+
+
+def finish(engine: Engine) -> list[RequestOutput]:
+    """Step until all work is done."""
+    outputs: list[RequestOutput] = []
+    while engine.has_work:
+        outputs += engine.step()
+    engine.check_integrity()
+    return outputs

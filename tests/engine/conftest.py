@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,8 @@ from tests.engine import swapping
 from tests.engine.asking import ask, tokens
 from tests.engine.forms import FormReference
 from tests.families import Prompt, build_model, make_prompt
+from vlora.config import EngineConfig
+from vlora.engine import LocalEngine
 
 
 @pytest.fixture(scope="session")
@@ -52,3 +55,17 @@ def story(
     swapped_answers: dict[str | None, list[int]],
 ) -> swapping.Story:
     return swapping.Story(plain_prompt, adapters_of_family(swapping.FAMILY), swapped_answers)
+
+
+@pytest.fixture
+def llava_engine(adapters_of_family: Callable[[str], dict[str, str]]) -> Callable[..., LocalEngine]:
+    """Makes engines with LLaVA and two of the oracle's adapters. `folders`: where the adapters are instead."""
+
+    def make(folders: dict[str, str] | None = None, **settings: Any) -> LocalEngine:
+        config = EngineConfig(model="llava", **{"arena_bytes": 32 * 2**20, "max_context": 256, **settings})
+        local = LocalEngine(config, model=build_model("llava"))
+        for name in ("wide8", "everywhere64"):
+            local.engine.load_adapter(name, (folders or adapters_of_family("llava"))[name])
+        return local
+
+    return make

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ import torch
 from transformers import AutoConfig, BitsAndBytesConfig, Qwen2VLConfig
 
 from heads import HeadSpec, TaskHead, save_heads
-from tests.engine.asking import ask
+from tests.engine.asking import ask, finish
 from tests.families import IMAGE, build_model, make_prompt
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
@@ -47,23 +48,12 @@ def folders(adapter_folders: dict[str, str], tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture
-def local(folders: dict[str, str]) -> LocalEngine:
-    local = LocalEngine(EngineConfig(model=FAMILY, arena_bytes=64 * 2**20, max_context=256), model=build_model(FAMILY))
-    for name in ("wide8", "everywhere64"):
-        local.engine.load_adapter(name, folders[name])
-    return local
+def local(folders: dict[str, str], llava_engine: Callable[..., LocalEngine]) -> LocalEngine:
+    return llava_engine(folders, arena_bytes=64 * 2**20)
 
 
 def request(name: str = "good", adapter: str | None = "wide8", **changes: Any) -> Request:
     return ask(PROMPT, name, adapter, 8, **changes)
-
-
-def finish(local: LocalEngine) -> list[RequestOutput]:
-    outputs: list[RequestOutput] = []
-    while local.engine.has_work:
-        outputs += local.engine.step()
-    local.engine.check_integrity()
-    return outputs
 
 
 def image(**changes: Any) -> tuple[Any, ...]:
@@ -102,9 +92,9 @@ def test_a_bad_request_fails_alone_with_the_reason(case: str, local: LocalEngine
         engine.add(bad)
     except VLoraError as refused:
         found: Exception = refused
-        outputs = finish(local)
+        outputs = finish(engine)
     else:
-        outputs = finish(local)
+        outputs = finish(engine)
         failed = [output for output in outputs if output.request_id == bad.request_id]
         assert [output.finish_reason for output in failed] == ["error"] and failed[0].error is not None
         found = failed[0].error.to_exception()

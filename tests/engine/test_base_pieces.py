@@ -295,7 +295,7 @@ def test_an_idle_kind_of_work_has_no_claim_on_the_time_of_its_absence(case: Case
 
 def test_an_error_of_a_product_reaches_the_call_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(BaseExecutor, "compute", lambda *_: {}["layer"])
+        patch.setattr(BaseExecutor, "compute", lambda *_: dict[str, int]()["layer"])
         call = case.call()
         assert case.executor.advance()
         call.join()
@@ -339,7 +339,7 @@ class Waiting:
         self._thread = threading.Thread(target=self.server.run, args=(self._stop.is_set,))
         self._thread.start()
 
-    def connect(self, token: Token = OLD, **settings: float) -> Base:
+    def connect(self, token: Token = OLD, **settings: Any) -> Base:
         return connect(self.address, token=token.secret, **settings)
 
     def call(self, base: Base, group: int) -> threading.Thread:

@@ -10,7 +10,7 @@ from peft import IA3Config, LoraConfig
 from safetensors.torch import load_file, save_file
 
 from heads import save_heads
-from tests.engine.asking import ask, tokens
+from tests.engine.asking import ask, finish, tokens
 from tests.engine.forms import PARTS
 from tests.engine.test_heads import heads_of
 from tests.families import build_model, make_prompt
@@ -61,18 +61,10 @@ def request(adapter: str, request_id: str = "r", num_tokens: int = 6, head: str 
     return ask(PROMPT, request_id, adapter, num_tokens, head=head)
 
 
-def finish(local: LocalEngine) -> list[RequestOutput]:
-    outputs: list[RequestOutput] = []
-    while local.engine.has_work:
-        outputs += local.engine.step()
-    local.engine.check_integrity()
-    return outputs
-
-
 def answer(local: LocalEngine, adapter: str, running: list[RequestOutput] | None = None) -> tuple[list[int], int]:
     """The tokens of the answer, and the cached tokens of its prompt. Outputs of others go to `running`."""
     local.engine.add(request(adapter, "asked"))
-    outputs = finish(local)
+    outputs = finish(local.engine)
     own = [output for output in outputs if output.request_id == "asked"]
     if running is not None:
         running += outputs
@@ -128,7 +120,7 @@ def test_unloading_a_part_cancels_its_compositions(folders: dict[str, str]) -> N
     assert num_known(local) == 3  # a, c and a+c
     with pytest.raises(UnknownAdapter, match="no adapter named 'b'; registered: a, c"):
         local.engine.add(request("a+b", "late"))
-    outputs = finish(local)
+    outputs = finish(local.engine)
     assert outputs[-1].request_id == "a+c" and outputs[-1].finish_reason == "length"
     for name in "ac":
         local.engine.unload_adapter(name)
@@ -142,7 +134,7 @@ def test_requests_for_a_composition_finish_when_a_part_drains(folders: dict[str,
     local.engine.add(request("a+b"))
     outputs = list(local.engine.step())
     assert local.engine.unload_adapter("b", drain=True) == ()
-    assert tokens([*outputs, *finish(local)]) == want and num_known(local) == 1
+    assert tokens([*outputs, *finish(local.engine)]) == want and num_known(local) == 1
 
 
 def test_compositions_that_no_request_uses_are_bounded(folders: dict[str, str]) -> None:
@@ -164,7 +156,7 @@ def test_compositions_in_use_are_bounded(folders: dict[str, str]) -> None:
         local.engine.add(request("1.5*a+b"))
     local.engine.add(request("b+2*a", "shared", num_tokens=1))
     local.engine.add(request("a", "alone", num_tokens=1))
-    finish(local)
+    finish(local.engine)
     answer(local, "1.5*a+b")
 
 
@@ -235,7 +227,7 @@ def test_a_composition_needs_contiguous_pages(folders: dict[str, str]) -> None:
     local.engine.add(request("a+b"))
     with pytest.raises(OverCapacity, match=r"pinning adapter 'c' would leave 24 .* adapter 'a\+b' needs 25"):
         local.engine.pin_adapter("c", True)
-    finish(local)
+    finish(local.engine)
     assert local.engine.pin_adapter("c", True).pinned
     with pytest.raises(BadRequest, match=r"'a\+b' has rank 72 and needs 25 contiguous pages .* only .*; compose fewer"):
         local.engine.add(request("a+b"))

@@ -48,7 +48,7 @@ def run_ends(main: Callable[[MessageTransport, EngineTransport, asyncio.Queue[by
             client.close()
             client.close()
 
-    asyncio.run_ends(with_ends())
+    asyncio.run(with_ends())
 
 
 def test_messages_cross_in_order_both_ways_at_once() -> None:
@@ -96,7 +96,7 @@ def test_messages_are_independent_of_how_the_stream_is_cut(messages: list[bytes]
             assert client.num_bytes_received == length - len(stream)
         assert inbox == messages
 
-    asyncio.run_ends(main())
+    asyncio.run(main())
 
 
 def test_a_read_interrupted_by_a_signal_continues() -> None:
@@ -157,7 +157,7 @@ def test_messages_sent_before_the_end_are_received() -> None:
             await asyncio.to_thread(engine.receive, block=True)
         engine.send(b"dropped")
 
-    asyncio.run_ends(asyncio.wait_for(engine_ends(), 30))
+    asyncio.run(asyncio.wait_for(engine_ends(), 30))
     run_ends(front_end_ends)
 
 
@@ -232,7 +232,7 @@ def test_transports_of_other_event_loops_are_accepted() -> None:
         client.send(b"word")
         assert other.written == struct.pack("<Q", 4) + b"word"
 
-    asyncio.run_ends(main())
+    asyncio.run(main())
 
 
 def test_a_message_over_the_limit_closes_the_transport() -> None:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.engine.asking import ask, tokens
+from tests.engine.asking import ask, finish, tokens
 from tests.families import build_model, make_prompt
-from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.types import Request, RequestOutput
 
 FAMILY = "llava"
+Engines = Callable[..., LocalEngine]
 ADAPTERS = (None, "wide8", "everywhere64")
-
-
-def make_engine(adapter_folders: dict[str, str], **settings: object) -> LocalEngine:
-    config = EngineConfig(model=FAMILY, arena_bytes=64 * 2**20, max_context=256, max_batch_size=4, **settings)  # type: ignore[arg-type]
-    local = LocalEngine(config, model=build_model(FAMILY))
-    for name in ADAPTERS[1:]:
-        local.engine.load_adapter(name, adapter_folders[name])
-    return local
 
 
 PROMPT = make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
@@ -32,8 +25,10 @@ def numbered(number: int, **changes: Any) -> Request:
 
 
 @pytest.mark.parametrize("policy", ["algorithm1", "cost_based"])
-def test_every_request_of_an_overload_is_answered_or_refused(adapter_folders: dict[str, str], policy: str) -> None:
-    local = make_engine(adapter_folders, policy=policy, weight=("*=1",))
+def test_every_request_of_an_overload_is_answered_or_refused(
+    llava_engine: Callable[..., LocalEngine], policy: str
+) -> None:
+    local = llava_engine(max_batch_size=4, policy=policy, weight=("*=1",))
     right = [tokens(local.run([numbered(number)])[f"r{number}"]) for number in range(3)]
     # By the learned step times no step can meet the shortest bound.
     bounds = (None, 60.0, 1e-5, 0.03)
@@ -57,8 +52,8 @@ def test_every_request_of_an_overload_is_answered_or_refused(adapter_folders: di
     local.engine.check_integrity()
 
 
-def test_a_refusal_does_not_wait_for_the_step_of_others(adapter_folders: dict[str, str]) -> None:
-    local = make_engine(adapter_folders)
+def test_a_refusal_does_not_wait_for_the_step_of_others(llava_engine: Engines) -> None:
+    local = llava_engine(max_batch_size=4)
     for number in range(3):
         local.run([numbered(number)])  # the engine learns its step times
     engine, steps_before = local.engine, []
@@ -80,13 +75,11 @@ def test_a_refusal_does_not_wait_for_the_step_of_others(adapter_folders: dict[st
     engine.add(numbered(4))  # its id is free again
     engine.add(numbered(5, max_ttft_s=1e-9))
     assert "r5" in {output.request_id for output in engine.step()}  # without a receiver it is returned
-    while engine.has_work:
-        engine.step()
-    engine.check_integrity()
+    finish(engine)
 
 
-def test_the_engine_s_bound_applies_to_requests_without_one(adapter_folders: dict[str, str]) -> None:
-    local = make_engine(adapter_folders, max_ttft_s=1e-5)
+def test_the_engine_s_bound_applies_to_requests_without_one(llava_engine: Engines) -> None:
+    local = llava_engine(max_batch_size=4, max_ttft_s=1e-5)
     for number in range(3):
         local.run([numbered(number, max_ttft_s=60.0)])
     outputs = local.run([numbered(3), numbered(4, max_ttft_s=60.0)])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.engine.asking import ask
+from tests.engine.asking import ask, finish
 from tests.families import build_model, make_prompt
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
@@ -25,12 +26,8 @@ PROMPT = make_prompt(FAMILY, build_model(FAMILY), 0, num_images=1)
 
 
 @pytest.fixture
-def local(adapter_folders: dict[str, str]) -> LocalEngine:
-    config = EngineConfig(model=FAMILY, arena_bytes=32 * 2**20, max_context=256, max_batch_size=4)
-    made = LocalEngine(config, model=build_model(FAMILY))
-    for name in ("wide8", "everywhere64"):
-        made.engine.load_adapter(name, adapter_folders[name])
-    return made
+def local(llava_engine: Callable[..., LocalEngine]) -> LocalEngine:
+    return llava_engine(max_batch_size=4)
 
 
 def requests(count: int) -> list[Request]:
@@ -87,8 +84,7 @@ def test_only_adapters_in_demand_or_on_the_device_are_listed(
     before = {load.name: load for load in engine.snapshot().adapters}
     assert {name: load.num_under_way for name, load in before.items()} == {"wide8": 4, "everywhere64": 1, "later": 1}
     assert (before["later"].place, before["wide8"].place) == ("disk", "host")
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     engine.pin_adapter("later", True)
     after = {load.name: load for load in engine.snapshot().adapters}
     assert {load.place for load in after.values()} == {"device"} and after["later"].pinned

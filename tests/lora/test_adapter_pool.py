@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -57,11 +59,11 @@ def check_packed(layers: dict[str, AdaptedLinear], resident: Set[str]) -> bool:
     return all(group.packed is not None for group in groups)
 
 
-def make_pool(layers: dict[str, AdaptedLinear]) -> tuple[AdapterPool, AdapterCache]:
+def make_pool(layers: dict[str, AdaptedLinear], others: Any = None) -> tuple[AdapterPool, AdapterCache]:
     """A pool of ten pages that loads at once."""
     arena = Arena(NUM_PAGES, torch.device("cpu"))
     adapter_cache = AdapterCache(PageAllocator(NUM_PAGES, 2, copy=arena.copy), MAX_PAGES)
-    pool = AdapterPool(arena, adapter_cache, HostTransfer(Inline()), layers, {}, tuple(layers))
+    pool = AdapterPool(arena, adapter_cache, HostTransfer(Inline()), layers, {}, tuple(layers), others)
     return pool, adapter_cache
 
 
@@ -74,17 +76,25 @@ def test_the_adapter_that_was_requested_least_recently_leaves() -> None:
 
 
 def test_a_packed_copy_is_kept_if_freeing_it_does_not_make_enough_room() -> None:
-    pool, adapter_cache = make_pool(layers := linears())
+    """Other ranks load, pack, unpack and evict as rank 0 does."""
+    others, loaded = Mock(), Future[None]()
+    loaded.set_result(None)
+    others.load.return_value = loaded
+    pool, adapter_cache = make_pool(layers := linears(), others)
     for name in "abcd":
         assert pool.load(ADAPTERS[name])
         adapter_cache.pin(ADAPTERS[name].key)
     for _ in range(3):
         pool.pack_for(("a@1", "b@1"))
     assert check_packed(layers, pool.resident) and adapter_cache.num_pages == 9
-    assert not pool.load(ADAPTERS["e"]), (
-        "freeing the packed copy's two pages would give three, but the adapter needs four"
-    )
-    assert check_packed(layers, pool.resident)
+    # Freeing the packed copy's two pages would give three, but the adapter needs four.
+    assert not pool.load(ADAPTERS["e"]) and check_packed(layers, pool.resident)
+    adapter_cache.unpin("a@1")
+    pool.evict("a@1")
+    assert not check_packed(layers, pool.resident) and adapter_cache.num_pages == 6
+    orders = [name for name, *_ in others.method_calls]
+    assert orders == [*["load"] * 4, "pack", "unpack", "evict"]
+    assert others.pack.call_args.args[0] == ("a@1", "b@1")
 
 
 @pytest.mark.parametrize("fails", [False, True])

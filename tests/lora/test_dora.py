@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -15,18 +16,16 @@ from atmm.fp8 import Fp8
 from atmm.int8 import Int8
 from atmm.quantized import QuantizedWeight, WeightFormat, quantized_empty
 from tests.families import build_model
-from tests.lora.made_adapters import factors_of
 from tests.oracle import Oracle
 from vlora.errors import BadAdapter
 from vlora.lora import HostFactors, SiteShape
 from vlora.lora.adapted_linear import LaneScope, adapt
-from vlora.lora.base_layers import LoadedBaseLayers
-from vlora.lora.host_adapter import load_adapter
 from vlora.lora.merge_fidelity import MergeFidelity
 from vlora.lora.output_changes import merge_rescaled, row_norms
 from vlora.lora.peft_format import read_header
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.models.hf_model import HFModel
+from vlora.parallel.layer_sharding import LinearShard, Span
 
 FAMILY = "qwen2_vl"
 QUERY = "model.language_model.layers.0.self_attn.q_proj"
@@ -40,20 +39,22 @@ class Base:
         model = build_model(FAMILY)
         config = LoraConfig(r=4, use_dora=True, target_modules=[QUERY, DOWN])
         self.folder = Path(Oracle(FAMILY, model, configs={"dora": config}).save(folder)["dora"])
-        hf_model = HFModel(model)
-        self.layers = LoadedBaseLayers(WeightSlabs(hf_model.language_linears), hf_model.vision_linears)
-        linears = hf_model.language_linears
-        self.linears = {name: linears[name] for name in (QUERY, DOWN)}
-        self.sites = {name: SiteShape(it.in_features, it.out_features, False) for name, it in self.linears.items()}
-
-    def load(self, sites: dict[str, SiteShape], layers: LoadedBaseLayers | None = None) -> dict[str, HostFactors]:
-        header = read_header(self.folder, sites, 64)
-        return factors_of(load_adapter("dora@1", header, torch.float32, lambda _: 1.0, layers or self.layers))
+        linears = HFModel(model).language_linears
+        targets = {name: linears[name] for name in (QUERY, DOWN)}
+        self.sites = {name: SiteShape(it.in_features, it.out_features, False) for name, it in targets.items()}
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
     return Base(tmp_path_factory.mktemp("dora"))
+
+
+def test_a_layer_with_inputs_on_several_ranks_is_refused(base: Base) -> None:
+    down = base.sites[DOWN]
+    shard = LinearShard(1, 2, down.d_in, down.d_out, Span(0, down.d_in // 2), Span(0, down.d_out))
+    sites = {**base.sites, DOWN: dataclasses.replace(down, shard=shard)}
+    with pytest.raises(BadAdapter, match=r"use_dora is not supported for .*down_proj.* tensor_parallel = 2"):
+        read_header(base.folder, sites, 64)
 
 
 def test_activated_adapters_may_have_plain_factors_only(base: Base, tmp_path: Path) -> None:

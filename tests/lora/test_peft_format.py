@@ -301,6 +301,14 @@ def test_blocks_that_do_not_divide_a_layer(copied: Path, registry: AdapterRegist
         load(registry, "a", str(copied))
 
 
+def test_registering_reads_no_tensor(copied: Path, registry: AdapterRegistry) -> None:
+    edit_tensors(copied, lambda tensors: tensors[min(tensors)].fill_(float("nan")))
+    registry.register({"a": str(copied)})
+    assert registry.names == ("a",) and registry.num_bytes == 0
+    with pytest.raises(BadAdapter, match="not finite"):
+        registry.read(registry.get("a").key)
+
+
 def test_unknown_names_list_the_known_ones(copied: Path, registry: AdapterRegistry) -> None:
     registry.register({"a": str(copied)})
     with pytest.raises(UnknownAdapter, match="'b'; registered: a"):

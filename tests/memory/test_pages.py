@@ -257,6 +257,17 @@ def test_pinned_runs_and_used_blocks_without_another_place_stay() -> None:
     assert adapter_cache.allocator.taken_blocks == {7, 6, 5, 4, 3}
 
 
+def test_used_blocks_move_out_of_the_adapters_share() -> None:
+    adapter_cache = make(8, 4)
+    block_manager = BlockManager(adapter_cache.allocator, block_size=1)
+    block_manager.grow("early", 4)  # the high end
+    block_manager.grow("r", 2)
+    block_manager.free("early")
+    assert block_manager.table("r") == (3, 2) and adapter_cache.allocate("a", 4) == PageRun(0, 4)
+    assert {*block_manager.table("r")} == {6, 7}
+    block_manager.check_integrity()
+
+
 def test_a_block_in_use_takes_the_place_of_a_cached_one() -> None:
     prefix = PrefixCache({})
     allocator = PageAllocator(8, 1, on_evict=prefix.remove)
@@ -286,6 +297,7 @@ def test_planning_changes_nothing() -> None:
     before = (allocator.runs, allocator.taken_blocks, allocator.page_map())
     assert plan_compaction(allocator, 5, 8, [run], [gone]) == CompactionPlan(0, (), ((run, 5),), (), 3)
     assert (allocator.runs, allocator.taken_blocks, allocator.page_map()) == before
+    assert plan_compaction(allocator, 3, 6, [run], []) is None, "the run at page 2 has no other place"
 
 
 def cached_blocks(prefix: PrefixCache) -> dict[bytes, int]:

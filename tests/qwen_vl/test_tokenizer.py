@@ -7,6 +7,7 @@ import itertools
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ RANKS = {bytes([byte]): byte for byte in range(256)} | {token: 256 + i for i, to
 BUILT = build(RANKS)
 
 
-def processor_of(folder: Path, **settings: bool) -> InputProcessor:
+def processor_of(folder: Path, **settings: Any) -> InputProcessor:
     small.write_checkpoint(folder / "model", **settings)
     return InputProcessor.from_pretrained(str(folder / "model"))
 
