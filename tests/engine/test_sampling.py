@@ -4,7 +4,7 @@ and draws by seed.
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +12,7 @@ import torch
 
 from tests.engine.asking import ask, tokens
 from tests.families import build_model, make_prompt
-from tests.oracle import Oracle
-from tests.references import TOLERANCE
+from tests.references import TOLERANCE, Reference
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.types import SamplingParams
@@ -23,26 +22,17 @@ NUM_TOKENS = 12
 PROMPTS = [make_prompt(FAMILY, build_model(FAMILY), seed, num_images=seed % 2) for seed in range(5)]
 
 
-class Reference:
-    """PEFT's model, and the folders of its adapters."""
-
-    def __init__(self, folder: Path) -> None:
-        self.oracle = Oracle(FAMILY, build_model(FAMILY))
-        self.adapters = self.oracle.save(folder)
-
-    def engine(self, **settings: Any) -> LocalEngine:
-        local = engine(**settings)
-        local.engine.load_adapter("wide8", self.adapters["wide8"])
-        return local
-
-
-def engine(**settings: Any) -> LocalEngine:
-    return LocalEngine(EngineConfig(model=FAMILY, arena_bytes=64 * 2**20, **settings), model=build_model(FAMILY))
+def engine(reference: Reference | None = None, **settings: Any) -> LocalEngine:
+    """reference: of an adapter to load."""
+    local = LocalEngine(EngineConfig(model=FAMILY, arena_bytes=64 * 2**20, **settings), model=build_model(FAMILY))
+    if reference is not None:
+        local.engine.load_adapter("wide8", reference.adapters["wide8"])
+    return local
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(tmp_path_factory.mktemp("adapters"))
+def reference(references: Callable[[str], Reference]) -> Reference:
+    return references(FAMILY)
 
 
 def sampling(**fields: Any) -> SamplingParams:
@@ -60,7 +50,7 @@ def test_penalties_are_those_of_transformers(reference: Reference, policy: str) 
         ({}, {}),
         ({"logit_bias": ((favourite, -30.0),)}, {"sequence_bias": [[[favourite], -30.0]]}),
     ]
-    outputs = reference.engine(policy=policy).run(
+    outputs = engine(reference, policy=policy).run(
         ask(PROMPTS[i], str(i), "wide8", sampling=sampling(**ours)) for i, (ours, _) in enumerate(cases)
     )
     peft = reference.oracle.peft
@@ -77,7 +67,7 @@ def test_penalties_are_those_of_transformers(reference: Reference, policy: str) 
 def test_every_token_has_the_oracles_log_probability(reference: Reference) -> None:
     # adapter, number of alternatives, temperature: all in one batch.
     cases = [("wide8", 5, 0.0), (None, 20, 0.0), ("wide8", None, 0.0), (None, 0, 1.0), ("wide8", 3, 2.0)]
-    outputs = reference.engine().run(
+    outputs = engine(reference).run(
         ask(PROMPTS[i], str(i), adapter, sampling=sampling(logprobs=count, temperature=temperature, seed=i))
         for i, (adapter, count, temperature) in enumerate(cases)
     )

@@ -106,7 +106,7 @@ def test_the_dead_rank_is_the_cause_regardless_of_message_order(codes: tuple[int
     follows = messages.RankFailed(ErrorValue.of(EngineDead("rank 2 is gone")), follows=True)
     listened.ends[0].send_bytes(messages.encode(follows))
     listened.ends[0].close()
-    listened.threads[0].join()
+    time.sleep(0.1)
     listened.close()
     with pytest.raises(EngineDead, match=cause):
         listened.reports.check()
