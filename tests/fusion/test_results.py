@@ -216,6 +216,23 @@ def test_a_stored_training_is_found_by_the_next_process_that_resumes(tmp_path: P
     assert empty.trained(KEY) is None and empty.packing(list[Score]) is None
 
 
+def test_a_process_that_dies_while_writing_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before the last rename: for the next process the training does not exist."""
+    checkpoint = Checkpoint(tmp_path, resume=False)
+
+    def die(part: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.replace", die)
+        patched.setattr("vlora.run_folder.remove", lambda path: None)
+        for keep in (lambda: checkpoint.keep(KEY, 1.5, LOSSES, STATE), lambda: checkpoint.keep_packing(SCORE)):
+            with pytest.raises(KeyboardInterrupt):
+                keep()
+    assert len(list(tmp_path.iterdir())) == 2
+    assert Checkpoint(tmp_path, resume=True).trained(KEY) is None and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", ["trained.json", "state.safetensors", "packing.json", "score"])
 def test_files_damaged_by_other_programs_are_refused_by_name(tmp_path: Path, name: str) -> None:
     for place, text in enumerate(("", "[1]", "{", '{"losses": [1]}')):
