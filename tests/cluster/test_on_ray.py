@@ -322,7 +322,7 @@ def test_ray_ends_and_another_one_starts(here: Here) -> None:
         next(each for each in here.processes() if each.name() == "raylet").kill()
 
     deaths = here.answer_all(kill)
-    assert {0, 1} >= set(deaths)
+    assert {0, 1, 2} >= set(deaths)
     until(lambda: here.serves() and not {*pids.values()} & {*here.pids().values()})
     assert set(here.answer_all()) == {0}
 
@@ -347,7 +347,7 @@ def test_nothing_is_left_after_a_kill(victims: str) -> None:
             assert len(began) > 10
             for pid in (front_end.pid, *map(int, pids if "Ray" in victims else [])):
                 os.kill(pid, signal.SIGKILL)
-            _, left = psutil.wait_procs(began, timeout=PATIENCE_S)
+            _, left = psutil.wait_procs(began, timeout=2 * PATIENCE_S)  # Ray's agents look for it for a minute
             assert not left
         finally:
             front_end.kill()
@@ -364,6 +364,7 @@ def test_a_start_that_fails_leaves_nothing() -> None:
     async def main() -> Any:
         return await RayCluster.start(SLEEPING, 2, command=ends)
 
+    before = psutil.Process().children(recursive=True)
     with pytest.raises(EngineDead, match="the engine process ended with exit code 3 while starting"):
         asyncio.run(main())
-    assert not psutil.Process().children(recursive=True)
+    until(lambda: {*psutil.Process().children(recursive=True)} <= {*before})

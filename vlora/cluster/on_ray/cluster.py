@@ -156,7 +156,7 @@ class RayCluster(Cluster):
         settings = driver_settings(options, replica, num_replicas, self.folder, model_name)
         self.ray = RayProcesses(settings, local, self._hear)
         try:
-            if is_local and config.device == "cpu" and num_replicas > (cores := default_threads()):
+            if is_local and config.device == "cpu" and num_replicas > (cores := default_threads(environ={})):
                 announce(f"{num_replicas} replicas share {cores} cores: more replicas than cores make a server slower")
             announce("starting Ray" if is_local else f"connecting to Ray at {options.address}")
             await self.ray.start()

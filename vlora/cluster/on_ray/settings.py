@@ -35,8 +35,6 @@ _ENVIRONMENT = {
     "RAY_ENABLE_AUTO_CONNECT": "0",
     # The control service is started again when it ends, and goes on with this state.
     "RAY_gcs_storage": "rocksdb",
-    # So long Ray's agents outlive a Ray that is killed. The control service starts again much sooner.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "30",
     # Ray's own guard would end a small actor, and with it an engine, because other programs use the memory.
     "RAY_memory_monitor_refresh_ms": "0",
 }
