@@ -234,14 +234,18 @@ def test_the_plan_that_copies_fewer_pages_is_chosen() -> None:
     assert adapter_cache.drain_evicted() == ("c",) and adapter_cache.drain_moved() == ()
 
 
-def test_a_run_may_move_to_overlapping_pages() -> None:
-    adapter_cache = make(20, 17, "g1 a4 h2 p1 c9")
+def test_a_run_may_move_to_overlapping_pages_with_its_content() -> None:
+    content = Bytes(20)
+    adapter_cache = AdapterCache(PageAllocator(20, 1, copy=content.copy), 17)
+    for name, pages in (("g", 1), ("a", 4), ("h", 2), ("p", 1), ("c", 9)):
+        adapter_cache.allocate(name, pages)
     adapter_cache.pin("p")
     adapter_cache.touch("a")
+    content.write(adapter_cache.run("a"), "a")
     for name in "gh":
         adapter_cache.free(name)
     assert adapter_cache.allocate("b", 3) == PageRun(0, 3) and adapter_cache.drain_evicted() == ()
-    assert adapter_cache.run("a") == PageRun(3, 4)
+    assert adapter_cache.run("a") == PageRun(3, 4) and content.holds(PageRun(3, 4), "a") and content.num_copied == 4
 
 
 def test_pinned_runs_and_used_blocks_without_another_place_stay() -> None:

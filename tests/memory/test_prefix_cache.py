@@ -100,6 +100,12 @@ def test_a_key_covers_all_tokens_up_to_the_end_of_its_block() -> None:
     assert not set(one) & set(other), "the second blocks have the same tokens but different prefixes"
 
 
+def test_adapters_and_their_versions_have_different_keys() -> None:
+    tokens = (1, 2, 3, 4)
+    made = [keys(make_request(*tokens, adapter=name))[0] for name in (None, "a@1", "a@2", "b@1")]
+    assert len(set(made)) == 4
+
+
 def test_keys_depend_on_the_token_where_the_adapter_begins() -> None:
     base = keys(make_request(*range(12)))
     made = [keys(make_request(*range(12), adapter="a@1", begin=begin)) for begin in range(12)]
