@@ -44,7 +44,7 @@ from vlora.cluster.adapter_store import AdapterStore, Busy, default_root
 from vlora.cluster.replica import AdapterReceiver
 from vlora.engine.ipc import messages
 from vlora.errors import Aborted, BadAdapter, BadRequest, OverCapacity
-from vlora.server.replicas import ClusterCollector
+from vlora.server.metrics import Families, cluster_families
 from vlora.types.replicas import AdapterPlace
 
 SIZE = 10_000
@@ -636,7 +636,7 @@ async def test_replicas_without_the_files_get_them_once_for_a_machine(
         found = {each.name: each.num_shipped_bytes for each in status.replicas}
         assert found["a"] + found["d"] == found["b"] == size and not found["c"]
         metrics = CollectorRegistry()
-        metrics.register(ClusterCollector(lambda: status))
+        metrics.register(Families(lambda: cluster_families(status)))
         assert metrics.get_sample_value("vlora_shipped_bytes_total", {"replica": "b"}) == size
 
 

@@ -13,8 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.deploy.files import ROOT, RULES, dashboard
 from tests.server.api import running_api
 from vlora.config import Token
-from vlora.server.metrics import MAX_ADAPTERS, MAX_TENANTS, Metrics
-from vlora.server.replicas import ClusterCollector
+from vlora.server.metrics import MAX_ADAPTERS, MAX_TENANTS, Families, Metrics, cluster_families
 from vlora.types.replicas import SERVING, ClusterStatus, ReplicaStatus
 
 OF_PROMETHEUS = {"instance", "job"}  # labels that a scrape adds to every series
@@ -44,7 +43,7 @@ def with_replicas() -> CollectorRegistry:
     replica = ReplicaStatus(name="replica-0", state=SERVING, cause="", num_requests=1)
     status = ClusterStatus(replicas=(replica,), num_waiting=0, num_deaths=0, num_resubmitted=0, num_moves=0)
     registry = CollectorRegistry()
-    registry.register(ClusterCollector(lambda: status))
+    registry.register(Families(lambda: cluster_families(status)))
     return registry
 
 

@@ -30,7 +30,7 @@ from vlora.server.adapter_catalog import AdapterCatalog
 from vlora.server.detokenizer import Piece
 from vlora.server.domains import Target, answering
 from vlora.server.execution import Execution, as_answer, interleave
-from vlora.server.metrics import Metrics
+from vlora.server.metrics import Families, Metrics, cluster_families
 from vlora.server.prompts import (
     Image,
     Images,
@@ -44,7 +44,7 @@ from vlora.server.prompts import (
     missing_question,
     with_question,
 )
-from vlora.server.replicas import ClusterCollector, Replicas
+from vlora.server.replicas import Replicas
 from vlora.server.security.limits import ByteBudget
 from vlora.server.security.public_errors import to_vlora_error
 from vlora.server.streams.registry import StreamRegistry
@@ -90,7 +90,7 @@ class FrontEnd:
         self._collector: Collector | None = None
         self.replicas = Replicas(engine if isinstance(engine, Cluster) else None)
         if isinstance(engine, Cluster):
-            self.metrics.register(ClusterCollector(engine.status))
+            self.metrics.register(Families(lambda: cluster_families(engine.status())))
 
     def learn(
         self,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from vlora.errors import error_codes
-from vlora.types import AdapterStatus, EngineStats, Mode, Request, TrainingStatus, is_composed
+from vlora.types import AdapterStatus, EngineStats, Mode, Request, is_composed
 from vlora.types.composition import BASE, COMPOSED, OTHER, UNKNOWN
+from vlora.types.replicas import STATES, ClusterStatus
 from vlora.types.training import TrainingState
 
 _FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -45,71 +47,55 @@ class Metrics:
         Info("vlora_server", "Model and version of this server.", registry=self._registry).info(
             {"model": model, "version": version}
         )
-        self._requests = Counter(
+        counter = functools.partial(Counter, registry=self._registry)
+        gauge = functools.partial(Gauge, registry=self._registry)
+        histogram = functools.partial(Histogram, registry=self._registry)
+        self._requests = counter(
             "vlora_requests",
             "Requests that ended, by adapter and outcome: ok, cancelled, or the code of the error they ended with.",
             ["adapter", "outcome"],
-            registry=self._registry,
         )
-        self._active = Gauge(
-            "vlora_requests_active", "Requests in progress; each choice counts.", registry=self._registry
-        )
-        self._request_s = Histogram(
+        self._active = gauge("vlora_requests_active", "Requests in progress; each choice counts.")
+        self._request_s = histogram(
             "vlora_request_seconds",
             "Arrival to last token or head result, of an answered request.",
             ["adapter"],
             buckets=_REQUEST_S,
-            registry=self._registry,
         )
-        self._queue_s = Histogram(
+        self._queue_s = histogram(
             "vlora_request_queue_seconds",
             "Time that an answered request waited in the engine before its first step.",
             ["adapter"],
             buckets=_QUEUE_S,
-            registry=self._registry,
         )
-        self._first_token_s = Histogram(
+        self._first_token_s = histogram(
             "vlora_time_to_first_token_seconds",
             "Arrival to the first token or to the head result.",
             ["adapter"],
             buckets=_FIRST_TOKEN_S,
-            registry=self._registry,
         )
-        self._token_s = Histogram(
+        self._token_s = histogram(
             "vlora_time_per_output_token_seconds",
             "Time per token after the first, averaged over an answer.",
             ["adapter"],
             buckets=_TOKEN_S,
-            registry=self._registry,
         )
-        self._streams = Gauge("vlora_streams_open", "Open frame streams.", registry=self._registry)
-        self._frames_taken = Counter("vlora_frames_taken", "Frames that streams accepted.", registry=self._registry)
-        self._frames = Counter(
+        self._streams = gauge("vlora_streams_open", "Open frame streams.")
+        self._frames_taken = counter("vlora_frames_taken", "Frames that streams accepted.")
+        self._frames = counter(
             "vlora_frames",
             "Frames that ended: answered; dropped for a newer frame; closed with their stream; or the error code.",
             ["outcome"],
-            registry=self._registry,
         )
-        self._frame_s = Histogram(
-            "vlora_frame_seconds",
-            "Arrival to answer of a frame, queueing included.",
-            buckets=_REQUEST_S,
-            registry=self._registry,
+        self._frame_s = histogram(
+            "vlora_frame_seconds", "Arrival to answer of a frame, queueing included.", buckets=_REQUEST_S
         )
-        self._tokens = Counter(
-            "vlora_tokens", "Tokens of answered requests.", ["adapter", "kind"], registry=self._registry
+        self._tokens = counter("vlora_tokens", "Tokens of answered requests.", ["adapter", "kind"])
+        self._tenant_requests = counter(
+            "vlora_tenant_requests", "Requests that ended, by token name.", ["tenant", "outcome"]
         )
-        self._tenant_requests = Counter(
-            "vlora_tenant_requests",
-            "Requests that ended, by token name.",
-            ["tenant", "outcome"],
-            registry=self._registry,
-        )
-        self._tenant_tokens = Counter(
-            "vlora_tenant_tokens",
-            "Tokens of answered requests, by token name.",
-            ["tenant", "kind"],
-            registry=self._registry,
+        self._tenant_tokens = counter(
+            "vlora_tenant_tokens", "Tokens of answered requests, by token name.", ["tenant", "kind"]
         )
         # A series that begins with its first event hides that increase, so each series exists from the start.
         for outcome in ("answered", "dropped", "closed", *error_codes()):
@@ -166,11 +152,11 @@ class Metrics:
 
     def render(self, stats: EngineStats | None, adapters: Iterable[AdapterStatus] = ()) -> bytes:
         """Prometheus text format. stats: None when the engine is dead. adapters: the registered ones."""
-        engine = CollectorRegistry()
         loads: Counts[str] = Counts()
         for status in adapters:
             loads[self._adapter_label(status.name)] += status.num_loads
-        engine.register(_EngineCollector(stats, loads))
+        engine = CollectorRegistry()
+        engine.register(Families(lambda: _engine(stats, loads)))
         return generate_latest(self._registry) + generate_latest(engine)
 
     def _adapter_label(self, adapter: str, *, counts: bool = False) -> str:
@@ -196,12 +182,9 @@ class Metrics:
 
     def _forget_adapter(self, label: str) -> None:
         self._begun.discard(label)
-        for outcome in _OUTCOMES:
-            self._requests.remove(label, outcome)
-        for kind in ("prompt", "completion"):
-            self._tokens.remove(label, kind)
-        for histogram in (self._request_s, self._queue_s, self._first_token_s, self._token_s):
-            histogram.remove(label)
+        histograms = (self._request_s, self._queue_s, self._first_token_s, self._token_s)
+        for metric in (self._requests, self._tokens, *histograms):
+            metric.remove_by_labels({"adapter": label})
 
     def _forget_tenant(self, label: str) -> None:
         self._tenant_requests.remove_by_labels({"tenant": label})
@@ -254,142 +237,129 @@ class LabelSlots:
             self._recent = {each: count for each, count in halved.items() if count >= 0.5}
 
 
-class _EngineCollector(Collector):
-    """loads: adapter loads to the device, by label value."""
+class Families(Collector):
+    def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
+        self._families = families
 
-    def __init__(self, stats: EngineStats | None, loads: Mapping[str, int]) -> None:
-        self._stats = stats
-        self._loads = loads
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats
-        yield GaugeMetricFamily("vlora_engine_up", "1 while the engine is alive.", value=stats is not None)
-        if stats is None:
-            return
-        yield CounterMetricFamily(
-            "vlora_engine_restarts",
-            "Engine processes that died and were replaced.",
-            value=stats.num_restarts,
-        )
-        yield _gauge("vlora_queue_requests", "Requests in the engine.", "state", _queue(stats))
-        yield GaugeMetricFamily(
-            "vlora_highest_credit_seconds",
-            "Highest credit of a request: its waiting time plus the time of its next step.",
-            value=stats.highest_credit_s,
-        )
-        none = {str(mode): 0 for mode in Mode}
-        yield _counter("vlora_engine_steps", "Steps, by inference mode.", "mode", none | stats.steps_by_mode)
-        yield _counter(
-            "vlora_engine_mode_requests",
-            "Requests, counted once for each mode they ran a step in.",
-            "mode",
-            none | stats.requests_by_mode,
-        )
-        ended = {"finished": stats.num_finished, "failed": stats.num_failed, "cancelled": stats.num_cancelled}
-        yield _counter("vlora_engine_requests", "Requests that ended in the engine.", "outcome", ended)
-        yield CounterMetricFamily("vlora_switches", "Switches of the merged adapter.", value=stats.num_switches)
-        yield CounterMetricFamily("vlora_switch_seconds", "Time spent switching.", value=stats.switch_s)
-        yield CounterMetricFamily(
-            "vlora_preemptions",
-            "Preempted requests: their KV blocks were freed and recomputed.",
-            value=stats.num_preemptions,
-        )
-        tokens = {"first": stats.num_needed_tokens, "again": stats.num_step_tokens - stats.num_needed_tokens}
-        yield _counter(
-            "vlora_engine_step_tokens",
-            "Prompt and answer tokens computed by steps: for the first time, or again after a preemption.",
-            "computed",
-            tokens,
-        )
-        arena = {
-            "kv": stats.kv_bytes,
-            "cached": stats.cached_kv_bytes,
-            "adapters": stats.adapter_bytes,
-            "free": stats.arena_bytes - stats.kv_bytes - stats.cached_kv_bytes - stats.adapter_bytes,
-        }
-        yield _gauge("vlora_arena_bytes", "The arena, by use.", "use", arena)
-        adapters = {"registered": stats.num_adapters, "resident": stats.num_resident_adapters}
-        yield _gauge("vlora_adapters", "Adapters, registered and on the device.", "state", adapters)
-        prompts = {"computed": stats.num_computed_tokens, "reused": stats.num_reused_tokens}
-        yield _counter(
-            "vlora_engine_prompt_tokens", "Prompt tokens, computed or found in the prefix cache.", "source", prompts
-        )
-        yield GaugeMetricFamily(
-            "vlora_prefix_cache_blocks", "Cached KV blocks that are not in use.", value=stats.cached_blocks
-        )
-        yield GaugeMetricFamily("vlora_host_adapter_bytes", "Adapters in host memory.", value=stats.host_adapter_bytes)
-        lookups = {"hit": stats.num_adapter_hits, "miss": stats.num_adapter_misses}
-        yield _counter(
-            "vlora_adapter_requests",
-            "Requests by whether their adapter was on the device at arrival.",
-            "result",
-            lookups,
-        )
-        # Loads without a named series, including those of unloaded adapters, count as other.
-        loads = {name: count for name, count in self._loads.items() if name != OTHER}
-        loads[OTHER] = stats.num_adapter_loads - sum(loads.values())
-        yield _counter("vlora_adapter_loads", "Loads of adapters to the device.", "adapter", loads)
-        yield CounterMetricFamily(
-            "vlora_relocated_bytes", "Bytes copied within the arena by compaction.", value=stats.relocated_bytes
-        )
-        yield CounterMetricFamily(
-            "vlora_load_wait_seconds", "Time that all requests waited for adapter loads.", value=stats.load_wait_s
-        )
-        looked_up = {"hit": stats.num_vision_hits, "miss": stats.num_vision_encoded}
-        yield _counter("vlora_vision_cache", "Image lookups in the embedding cache.", "result", looked_up)
-        yield CounterMetricFamily(
-            "vlora_encoded_patches",
-            "Encoded image patches; large images are weighted above their patch count.",
-            value=stats.num_encoded_patches,
-        )
-        yield CounterMetricFamily("vlora_encode_seconds", "Time spent encoding images.", value=stats.encode_s)
-        yield GaugeMetricFamily("vlora_vision_cache_bytes", "Cached image embeddings.", value=stats.vision_cache_bytes)
-        yield from _trainings(stats.trainings)
-        yield GaugeMetricFamily("vlora_base_clients", "Clients of the base model.", value=stats.num_base_clients)
-        yield CounterMetricFamily("vlora_base_calls", "Their calls that were answered.", value=stats.num_base_calls)
-        yield CounterMetricFamily("vlora_base_rows", "Rows of products for them.", value=stats.num_base_rows)
-        yield CounterMetricFamily("vlora_base_seconds", "Time of the engine for them.", value=stats.base_s)
+    def collect(self) -> Iterable[Metric]:
+        return self._families()
 
 
-def _trainings(trainings: Sequence[TrainingStatus]) -> Iterator[Metric]:
-    """Series of the last `MAX_TRAININGS` trainings by name; those before are only in the numbers by state."""
-    states = {state: 0 for state in get_args(TrainingState)} | Counts(one.state for one in trainings)
-    yield _gauge("vlora_trainings", "Trainings since the engine's start.", "state", states)
-    shown = trainings[-MAX_TRAININGS:]
-    steps, tokens, seconds, losses = (
-        CounterMetricFamily("vlora_training_steps", "Optimizer steps.", labels=["training"]),
-        CounterMetricFamily(
-            "vlora_training_tokens", "Tokens of micro-steps, evaluations included.", labels=["training"]
-        ),
-        CounterMetricFamily("vlora_training_seconds", "Time of the engine for trainings.", labels=["training"]),
-        GaugeMetricFamily("vlora_training_loss", "Mean loss of the last optimizer step.", labels=["training"]),
-    )
-    for one in shown:
-        steps.add_metric([one.name], one.step)
-        tokens.add_metric([one.name], one.num_tokens)
-        seconds.add_metric([one.name], one.seconds)
-        if one.loss is not None:
-            losses.add_metric([one.name], one.loss)
-    yield from (steps, tokens, seconds, losses)
+def _family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, values: Any, label: str = ""
+) -> Metric:
+    """values: a number, or with a label a number by its values."""
+    if not label:
+        return kind(name, text, value=values)
+    family = kind(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
 
 
-def _queue(stats: EngineStats) -> dict[str, int]:
-    return {
+_counter, _gauge = functools.partial(_family, CounterMetricFamily), functools.partial(_family, GaugeMetricFamily)
+
+
+def _engine(stats: EngineStats | None, loads: Mapping[str, int]) -> Iterator[Metric]:
+    """stats: None when the engine is dead. loads: adapter loads to the device, by label value."""
+    yield _gauge("vlora_engine_up", "1 while the engine is alive.", stats is not None)
+    if stats is None:
+        return
+    yield _counter("vlora_engine_restarts", "Engine processes that died and were replaced.", stats.num_restarts)
+    queue = {
         "waiting": stats.num_waiting - stats.num_waiting_for_kv,
         "waiting_for_kv": stats.num_waiting_for_kv,
         "running": stats.num_running,
     }
+    yield _gauge("vlora_queue_requests", "Requests in the engine.", queue, "state")
+    credit = "Highest credit of a request: its waiting time plus the time of its next step."
+    yield _gauge("vlora_highest_credit_seconds", credit, stats.highest_credit_s)
+    none = {str(mode): 0 for mode in Mode}
+    yield _counter("vlora_engine_steps", "Steps, by inference mode.", none | stats.steps_by_mode, "mode")
+    modes = none | stats.requests_by_mode
+    yield _counter(
+        "vlora_engine_mode_requests", "Requests, counted once for each mode they ran a step in.", modes, "mode"
+    )
+    ended = {"finished": stats.num_finished, "failed": stats.num_failed, "cancelled": stats.num_cancelled}
+    yield _counter("vlora_engine_requests", "Requests that ended in the engine.", ended, "outcome")
+    yield _counter("vlora_switches", "Switches of the merged adapter.", stats.num_switches)
+    yield _counter("vlora_switch_seconds", "Time spent switching.", stats.switch_s)
+    preempted = "Preempted requests: their KV blocks were freed and recomputed."
+    yield _counter("vlora_preemptions", preempted, stats.num_preemptions)
+    tokens = {"first": stats.num_needed_tokens, "again": stats.num_step_tokens - stats.num_needed_tokens}
+    yield _counter(
+        "vlora_engine_step_tokens",
+        "Prompt and answer tokens computed by steps: for the first time, or again after a preemption.",
+        tokens,
+        "computed",
+    )
+    arena = {"kv": stats.kv_bytes, "cached": stats.cached_kv_bytes, "adapters": stats.adapter_bytes}
+    arena["free"] = stats.arena_bytes - sum(arena.values())
+    yield _gauge("vlora_arena_bytes", "The arena, by use.", arena, "use")
+    adapters = {"registered": stats.num_adapters, "resident": stats.num_resident_adapters}
+    yield _gauge("vlora_adapters", "Adapters, registered and on the device.", adapters, "state")
+    prompts = {"computed": stats.num_computed_tokens, "reused": stats.num_reused_tokens}
+    yield _counter(
+        "vlora_engine_prompt_tokens", "Prompt tokens, computed or found in the prefix cache.", prompts, "source"
+    )
+    yield _gauge("vlora_prefix_cache_blocks", "Cached KV blocks that are not in use.", stats.cached_blocks)
+    yield _gauge("vlora_host_adapter_bytes", "Adapters in host memory.", stats.host_adapter_bytes)
+    lookups = {"hit": stats.num_adapter_hits, "miss": stats.num_adapter_misses}
+    yield _counter(
+        "vlora_adapter_requests", "Requests by whether their adapter was on the device at arrival.", lookups, "result"
+    )
+    # Loads without a named series, including those of unloaded adapters, count as other.
+    named = {name: count for name, count in loads.items() if name != OTHER}
+    named[OTHER] = stats.num_adapter_loads - sum(named.values())
+    yield _counter("vlora_adapter_loads", "Loads of adapters to the device.", named, "adapter")
+    yield _counter("vlora_relocated_bytes", "Bytes copied within the arena by compaction.", stats.relocated_bytes)
+    waited = "Time that all requests waited for adapter loads."
+    yield _counter("vlora_load_wait_seconds", waited, stats.load_wait_s)
+    looked_up = {"hit": stats.num_vision_hits, "miss": stats.num_vision_encoded}
+    yield _counter("vlora_vision_cache", "Image lookups in the embedding cache.", looked_up, "result")
+    patches = "Encoded image patches; large images are weighted above their patch count."
+    yield _counter("vlora_encoded_patches", patches, stats.num_encoded_patches)
+    yield _counter("vlora_encode_seconds", "Time spent encoding images.", stats.encode_s)
+    yield _gauge("vlora_vision_cache_bytes", "Cached image embeddings.", stats.vision_cache_bytes)
+    states = {state: 0 for state in get_args(TrainingState)} | Counts(one.state for one in stats.trainings)
+    yield _gauge("vlora_trainings", "Trainings since the engine's start.", states, "state")
+    # The trainings before the last ones are only in the numbers by state.
+    shown = stats.trainings[-MAX_TRAININGS:]
+    steps, tokens = {one.name: one.step for one in shown}, {one.name: one.num_tokens for one in shown}
+    yield _counter("vlora_training_steps", "Optimizer steps.", steps, "training")
+    yield _counter("vlora_training_tokens", "Tokens of micro-steps, evaluations included.", tokens, "training")
+    seconds = {one.name: one.seconds for one in shown}
+    yield _counter("vlora_training_seconds", "Time of the engine for trainings.", seconds, "training")
+    losses = {one.name: one.loss for one in shown if one.loss is not None}
+    yield _gauge("vlora_training_loss", "Mean loss of the last optimizer step.", losses, "training")
+    yield _gauge("vlora_base_clients", "Clients of the base model.", stats.num_base_clients)
+    yield _counter("vlora_base_calls", "Their calls that were answered.", stats.num_base_calls)
+    yield _counter("vlora_base_rows", "Rows of products for them.", stats.num_base_rows)
+    yield _counter("vlora_base_seconds", "Time of the engine for them.", stats.base_s)
 
 
-def _gauge(name: str, text: str, label: str, values: dict[str, int]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, text, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family
-
-
-def _counter(name: str, text: str, label: str, values: dict[str, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, text, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family
+def cluster_families(status: ClusterStatus) -> Iterator[Metric]:
+    states = Counts(replica.state for replica in status.replicas)
+    yield _gauge("vlora_replicas", "Replicas, by state.", {each: states[each] for each in STATES}, "state")
+    for family, name, text, field in (
+        (_gauge, "vlora_replica_requests", "Unfinished requests that were sent to a replica.", "num_requests"),
+        (_gauge, "vlora_replica_failed_adapters", "Adapters that a replica cannot serve.", "num_failed_adapters"),
+        (_counter, "vlora_shipped_bytes", "Bytes of adapters' files that were sent to a replica.", "num_shipped_bytes"),
+    ):
+        yield family(name, text, {each.name: getattr(each, field) for each in status.replicas}, "replica")
+    yield _gauge("vlora_cluster_waiting", "Requests that wait for a replica with room.", status.num_waiting)
+    yield _counter("vlora_replica_deaths", "Replicas that were lost while they served.", status.num_deaths)
+    continued = "Requests that continued on another replica because theirs was lost."
+    yield _counter("vlora_resubmitted", continued, status.num_resubmitted)
+    yield _counter("vlora_moves", "Requests that were moved from a replica that serves.", status.num_moves)
+    scaling = status.scaling
+    if scaling is None:
+        return
+    yield _gauge("vlora_replicas_wanted", "Replicas that there should be.", scaling.number)
+    automatic = "1 while the load decides on the number of replicas."
+    yield _gauge("vlora_scaling_automatic", automatic, scaling.automatic)
+    reasons = scaling.decisions
+    yield _counter("vlora_scaling_decisions", "Changes of the number of replicas, by reason.", reasons, "reason")
+    if scaling.decided_s is not None:
+        last = "Time since the last of these changes."
+        yield _gauge("vlora_scaling_last_decision_seconds", last, scaling.decided_s)
