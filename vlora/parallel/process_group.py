@@ -1,4 +1,4 @@
-"""The ranks of one replica: their communication, and the accounting of its cost.
+"""The ranks of one replica: their communication.
 
 NCCL between GPUs, sockets on a CPU and for control messages (`socket_collectives.py`). All ranks of a replica run on
 one machine; a process on another one cannot join.
@@ -6,7 +6,6 @@ one machine; a process on another one cannot join.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -25,31 +24,6 @@ start.
 _HANG = datetime.timedelta(seconds=120)
 
 
-@dataclasses.dataclass
-class Entry:
-    """num_bytes: input bytes of one rank, summed over calls."""
-
-    calls: int = 0
-    num_bytes: int = 0
-
-
-class Ledger:
-    """Collectives by kind and cause since the last `take`."""
-
-    def __init__(self) -> None:
-        self._entries: dict[tuple[str, Cause], Entry] = {}
-
-    def note(self, kind: str, cause: Cause, num_bytes: int) -> None:
-        entry = self._entries.setdefault((kind, cause), Entry())
-        entry.calls += 1
-        entry.num_bytes += num_bytes
-
-    def take(self) -> dict[tuple[str, Cause], Entry]:
-        """Entries since the last call, by (all_reduce | all_gather | broadcast, cause)."""
-        entries, self._entries = self._entries, {}
-        return entries
-
-
 class ProcessGroup:
     """This process among the ranks of its replica. Created on all ranks at once; every call is made by all ranks.
 
@@ -66,7 +40,6 @@ class ProcessGroup:
         self.rank = rank
         self.size = len(sockets) + 1
         self.device = device
-        self.ledger = Ledger()
         self._sockets = SocketCollectives(rank, sockets)
         self._nccl: Any = None
         if device.type == "cuda":
@@ -85,7 +58,6 @@ class ProcessGroup:
     def all_reduce(self, tensor: torch.Tensor, cause: Cause) -> torch.Tensor:
         """Sum over ranks, in place if the tensor is contiguous; returns it. Bitwise equal on all ranks."""
         tensor = tensor.contiguous()
-        self.ledger.note("all_reduce", cause, tensor.nbytes)
         if self._nccl is not None:
             self._nccl.allreduce([tensor]).wait()
             return tensor
@@ -98,7 +70,6 @@ class ProcessGroup:
     def all_gather(self, tensor: torch.Tensor, cause: Cause) -> torch.Tensor:
         """[size, *tensor.shape]: every rank's tensor, in rank order."""
         tensor = tensor.contiguous()
-        self.ledger.note("all_gather", cause, tensor.nbytes)
         if self._nccl is None:
             return self._sockets.exchange(tensor, f"gather {cause}")
         out = tensor.new_empty(self.size, *tensor.shape)
@@ -123,14 +94,11 @@ class ProcessGroup:
 
     def send(self, data: bytes) -> None:
         """Rank 0: send these bytes to all others, for their `receive`."""
-        self.ledger.note("broadcast", "orders", len(data))
         self._sockets.broadcast(data)
 
     def receive(self) -> bytes:
         """Any other rank: the next bytes from rank 0, without a timeout."""
-        data = self._sockets.receive()
-        self.ledger.note("broadcast", "orders", len(data))
-        return data
+        return self._sockets.receive()
 
     def wait_for_all(self) -> None:
         """Wait until all ranks have called this, without a timeout."""
@@ -139,5 +107,4 @@ class ProcessGroup:
     def smallest(self, values: Sequence[int], cause: Cause) -> list[int]:
         """The minimum of each value over ranks, without a timeout because some may still be loading."""
         tensor = torch.tensor(values, dtype=torch.int64)
-        self.ledger.note("all_reduce", cause, tensor.nbytes)
         return self._sockets.exchange(tensor, f"least {cause}", timeout=False).amin(0).tolist()
