@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from tests import embedded_cases
 from tests.embedded_cases import config, scores_of, tokens_of, write_adapters
+from tests.queued_executor import QueuedExecutor
 from vlora.engine import LocalEngine
 from vlora.engine.ipc.client import EngineClient
 from vlora.errors import error_from_code
@@ -172,6 +173,24 @@ def test_tokens_that_cannot_be_an_answer_so_far_are_refused(
         error = second.run([request])[request.request_id][-1].error
         assert error is not None and error.code == "bad_request" and reason in error.message
         assert not second.engine.has_work
+
+
+def test_an_answer_outside_its_grammar_is_refused_in_the_step_that_reads_its_adapter(
+    folders: dict[str, str], whole: dict[str, list[RequestOutput]], second: LocalEngine
+) -> None:
+    version = second.engine.load_adapter("north", folders["north"]).version
+    executor = QueuedExecutor()
+    engine = LocalEngine(config(), executor=executor).engine
+    engine.register_adapters({"north": folders["north"]})
+    engine.parts.registry.fetch(engine.parts.admin.compositions.get("north", None).key)
+    case = replace(embedded_cases.cases()["in a grammar"], adapter="north", adapter_version=version)
+    colours = tokens_of(whole["in a grammar"])
+    engine.add(resumed(case, [token for token in tokens_of(whole["greedy"]) if token not in colours], 5))
+    while executor.run():
+        pass
+    error = engine.step()[-1].error
+    assert error is not None and "does not match the request's grammar" in error.message
+    assert not engine.has_work
 
 
 @pytest.mark.parametrize("read", [True, False])

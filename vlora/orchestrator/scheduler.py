@@ -211,9 +211,10 @@ class Scheduler:
         self.queue.add(request, self._clock(), held=held, vision_key=vision_key)
 
     def release(self, request_id: str) -> None:
+        """Let a held request run; ids of requests that have ended are ignored."""
         tracked = self.queue.get(request_id)
-        assert tracked is not None
-        tracked.held = False
+        if tracked is not None:
+            tracked.held = False
 
     def cancel(self, request_id: str) -> RequestOutput | None:
         """End a request as cancelled; None if it is unknown or has ended."""
