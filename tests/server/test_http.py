@@ -153,6 +153,13 @@ def test_a_stream_has_running_token_counts(api: Api, ask: Callable[..., tuple[in
     assert not any("usage" in each for each in events(ask(api, "say:abc", stream=True)[1]))
 
 
+def test_running_token_counts_of_several_prompts(api: Api) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    text = complete(api, ["say:a", "say:bb"], n=2, stream=True, stream_options=options)[1]
+    *_, last, total = (each["usage"]["prompt_tokens"] for each in events(text))
+    assert last == total == 5 + 6
+
+
 @pytest.mark.parametrize("tools", [[], [STOP]], ids=["no tools", "tools"])
 def test_an_image_without_text_gets_the_adapters_question(api: Api, tools: list[Any]) -> None:
     counts = [

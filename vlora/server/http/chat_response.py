@@ -46,7 +46,7 @@ class ChatResponseBuilder:
     def piece(self, index: int, piece: Piece) -> bytes:
         """The event with a choice's next text."""
         if self._counts is not None:
-            self._counts.take(index, piece.num_prompt_tokens, piece.num_completion_tokens)
+            self._counts.take(0, index, piece)
         scores = self._scores(piece.logprobs)
         if not self._tools:
             return self._event(index, {"content": piece.text}, scores)
@@ -61,7 +61,7 @@ class ChatResponseBuilder:
     def end(self, index: int, answer: Answer) -> bytes:
         """The event that closes a choice."""
         if self._counts is not None:
-            self._counts.take(index, answer.num_prompt_tokens, answer.num_completion_tokens)
+            self._counts.take(0, index, answer)
         reader = self._readers.get(index)
         text = "" if reader is None else reader.finish()
         called = reader is not None and reader.num_calls > 0
@@ -109,23 +109,19 @@ class ChatResponseBuilder:
 
 
 class RunningCounts:
-    """Token counts of a request's choices during streaming; the prompt of several choices counts once."""
+    """Token counts of a request's choices during streaming; a prompt counts once for all its choices."""
 
     def __init__(self) -> None:
-        self._prompt = 0
-        self._completion: dict[int, int] = {}
+        self._prompts: dict[int, int] = {}
+        self._completions: dict[int, int] = {}
 
-    def take(self, index: int, num_prompt_tokens: int, num_completion_tokens: int) -> None:
-        self._prompt = num_prompt_tokens
-        self._completion[index] = num_completion_tokens
+    def take(self, prompt: int, choice: int, part: Piece | Answer) -> None:
+        self._prompts[prompt] = part.num_prompt_tokens
+        self._completions[choice] = part.num_completion_tokens
 
     def usage(self) -> dict[str, int]:
-        completion = sum(self._completion.values())
-        return {
-            "prompt_tokens": self._prompt,
-            "completion_tokens": completion,
-            "total_tokens": self._prompt + completion,
-        }
+        prompt, completion = sum(self._prompts.values()), sum(self._completions.values())
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def event(value: dict[str, Any]) -> bytes:

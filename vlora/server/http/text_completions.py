@@ -120,13 +120,13 @@ class TextResponseBuilder:
     def piece(self, index: int, piece: Piece) -> bytes:
         """The event with a choice's next text."""
         if self._counts is not None:
-            self._counts.take(index, piece.num_prompt_tokens, piece.num_completion_tokens)
+            self._counts.take(index // self._num_choices, index, piece)
         return self._event(self._choice(index, piece.text, piece.logprobs, None))
 
     def end(self, index: int, answer: Answer) -> bytes:
         """The event that closes a choice."""
         if self._counts is not None:
-            self._counts.take(index, answer.num_prompt_tokens, answer.num_completion_tokens)
+            self._counts.take(index // self._num_choices, index, answer)
         return self._event(self._choice(index, "", (), answer.finish_reason))
 
     def usage(self, answers: Sequence[Answer]) -> bytes:
