@@ -25,7 +25,7 @@ from vlora.engine.ipc.client import EngineClient
 from vlora.engine.ipc.supervisor import SupervisedEngine
 from vlora.engine.operations import ADAPTERS_PER_REPLY, Train
 from vlora.errors import BadAdapter, BadConfig, BadPlan, BadRequest, EngineDead, UnknownAdapter
-from vlora.operations import ListTrainings
+from vlora.operations import ListTrainings, Operation
 from vlora.server.adapter_catalog import AdapterCatalog
 from vlora.server.metrics import Metrics
 from vlora.types import Request, RequestOutput, SamplingParams
@@ -348,6 +348,25 @@ async def test_an_engine_that_fails_at_every_start_stays_dead(tmp_path: Path, mo
     assert len(logged) == 1 + 5 + 1 and logged[-1] == engine.cause
     with pytest.raises(EngineDead, match="gave up after"):
         await engine.stats()
+    await engine.close()
+
+
+async def test_an_unexpected_error_of_a_restart_is_a_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
+    logged: list[str] = []
+    engine, call = await supervised(logged), EngineClient.call
+    await engine.call(Train("/plans/signs"))
+    unreadable = [RuntimeError("a reply cannot be read")]
+
+    async def failing_once(self: EngineClient, operation: Operation) -> Any:
+        if unreadable:
+            raise unreadable.pop()
+        return await call(self, operation)
+
+    monkeypatch.setattr(EngineClient, "call", failing_once)
+    await kill(engine)
+    await alive(engine)
+    assert logged[1:] == ["RuntimeError: a reply cannot be read; retrying", "the engine is ready again"]
     await engine.close()
 
 

@@ -173,8 +173,8 @@ class SupervisedEngine(EngineInterface):
                 try:
                     engine = await self._start_again()
                     break
-                except (VLoraError, OSError) as error:  # OSError: the system cannot create a process
-                    died = str(error)
+                except Exception as error:  # of any kind: without this task, no engine would start again
+                    died = str(error) if isinstance(error, VLoraError | OSError) else f"{type(error).__name__}: {error}"
                     num_starts += 1
                     self._log(f"{died}; retrying")
             self._num_restarts += 1
