@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -59,7 +60,7 @@ class LocalEngine(EngineInterface):
         stream = OutputStream()
 
         def deliver(output: RequestOutput) -> None:
-            loop.call_soon_threadsafe(stream.put, output)
+            _call_in(loop, stream.put, output)
 
         def add() -> None:
             self.engine.add(request)
@@ -108,9 +109,9 @@ class LocalEngine(EngineInterface):
             try:
                 result = function()
             except Exception as error:
-                loop.call_soon_threadsafe(settle, future.set_exception, error)
+                _call_in(loop, settle, future.set_exception, error)
             else:
-                loop.call_soon_threadsafe(settle, future.set_result, result)
+                _call_in(loop, settle, future.set_result, result)
 
         self._post(run)
         return await future
@@ -181,6 +182,12 @@ class LocalEngine(EngineInterface):
         )
         if deliver is not None:
             deliver(output)
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> None:
+    """Call a function in a caller's loop. A closed loop is ignored: the thread serves other callers."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *args)
 
 
 def _nothing() -> None:
