@@ -16,7 +16,7 @@ from tests.example_counts import scaled
 from tests.virtual_clock import VirtualClockLoop
 from vlora.client.values import Answer, FrameResult, HeadResult, StreamOptions, TextQuestion
 from vlora.config import ServerConfig, Token
-from vlora.errors import BadRequest, OverCapacity, StepFailed, UnknownHead, UnknownStream
+from vlora.errors import BadImage, BadRequest, OverCapacity, StepFailed, UnknownHead, UnknownStream
 from vlora.server.detokenizer import Piece
 from vlora.server.metrics import Metrics
 from vlora.server.prompts import SharedImages, TextRequest
@@ -278,6 +278,17 @@ async def test_unread_results_are_bounded(drop: str) -> None:
     assert await stream.send(MAX_UNACKNOWLEDGED, (b"x",), 0, no_bytes())
     stream.cancel()
     await settle()
+
+
+async def test_a_frame_that_cannot_be_drawn_is_answered(caplog: pytest.LogCaptureFixture) -> None:
+    class Preview:
+        async def update(self, images: Any, result: FrameResult) -> None:
+            raise BadImage("truncated")
+
+    stream = StreamSession(Head(), StreamOptions(heads=(("cam", "night"),)), 1, Metrics(), Preview())  # type: ignore[arg-type]
+    await send(stream, b"day")
+    assert labels((await stream.pull(-1, 1)).results) == [(0, "day")]
+    assert [record.message for record in caplog.records] == ["frame 0 of a stream cannot be drawn for the console"]
 
 
 async def test_each_frame_has_the_streams_latency_bound() -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import io
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -24,6 +25,8 @@ from vlora.server.metrics import Metrics
 from vlora.server.security.limits import ByteCharge
 from vlora.server.streams.frame_questions import FrameExecutor, FrameQuestions
 from vlora.types import ErrorValue, FoundBox
+
+log = logging.getLogger(__name__)
 
 MAX_UNACKNOWLEDGED = 256  # accepted frames of a stream with an unacknowledged result
 
@@ -260,7 +263,10 @@ class StreamSession:
             return
         result = self._finish(frame, answers=answers)
         if self._preview is not None:
-            await self._preview.update(frame.images, result)
+            try:
+                await self._preview.update(frame.images, result)
+            except Exception:  # the frame is answered
+                log.exception("frame %d of a stream cannot be drawn for the console", frame.number)
 
     def _finish(
         self,
