@@ -114,6 +114,16 @@ def test_the_dead_rank_is_the_cause_regardless_of_message_order(codes: tuple[int
     listened.reports.close()
 
 
+def test_an_unreadable_report_is_the_end_of_its_rank() -> None:
+    reports = RankReports()
+    here, there = Pipe()
+    there.send_bytes(b"\xc1")
+    reports.listen(1, here, SimpleNamespace())  # type: ignore[arg-type]
+    with pytest.raises(EngineDead, match="a report of rank 1 cannot be read"):
+        reports.check()
+    reports.close()
+
+
 def test_a_read_is_done_when_every_rank_has_reported_it() -> None:
     """A failure is reported after the last rank too: a later report would count for the next attempt."""
     listened = Listened(1, 1)

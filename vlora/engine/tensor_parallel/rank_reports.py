@@ -11,6 +11,8 @@ from concurrent.futures import Future, InvalidStateError
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
+import msgspec
+
 from vlora.engine.host_resources import describe_exit
 from vlora.engine.tensor_parallel import messages
 from vlora.errors import BadAdapter, EngineDead, StepFailed, VLoraError
@@ -94,7 +96,12 @@ class RankReports:
         failure: messages.RankFailed | None = None
         with contextlib.suppress(EOFError, OSError):
             while True:
-                match messages.decode_report(link.recv_bytes()):
+                try:
+                    report = messages.decode_report(link.recv_bytes())
+                except msgspec.MsgspecError as problem:
+                    self._fail(EngineDead(f"a report of rank {rank} cannot be read: {problem}"))
+                    return
+                match report:
                     case messages.ModelLoaded(facts):
                         with self._changed:
                             self.facts[rank] = facts
