@@ -46,8 +46,8 @@ class Budget(NamedTuple):
 BUDGETS = (
     Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_260, 2_200),
     Budget("vlora/client", 1_740, 900),
-    Budget("vlora/server", 7_920, 4_900),
-    Budget("vlora/engine vlora/parallel", 6_930, 4_900),
+    Budget("vlora/server", 7_880, 4_900),
+    Budget("vlora/engine vlora/parallel", 6_910, 4_900),
     Budget("vlora/orchestrator vlora/routing", 5_480, 4_000),
     Budget("vlora/memory vlora/lora vlora/models", 11_580, 8_300),
     Budget("vlora/cluster", 6_160, 3_700),

@@ -550,10 +550,8 @@ def hidden(value: Any) -> Any:
 
 def test_user_tokens_see_no_causes_of_replicas_and_adapters() -> None:
     with running_api(adapters={"signs": {}}, tokens=TOKENS) as api:
-        replicas = api.front_end.replicas
-        replicas.status = mock.AsyncMock(return_value=STATUS)  # type: ignore[method-assign]
-        replicas.adapters = mock.AsyncMock(return_value=(PLACE,))  # type: ignore[method-assign]
-        replicas._cluster = object()  # type: ignore[assignment] # noqa: SLF001
+        places = mock.AsyncMock(return_value=(PLACE,))
+        api.front_end.cluster = mock.Mock(**{"status.return_value": STATUS, "adapter_places": places})
         for token, cause, why in (
             (USER, HIDDEN, "an admin token shows the reason"),
             (ADMIN, "/srv/model: no such folder", PLACE.cause),

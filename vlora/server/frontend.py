@@ -44,7 +44,6 @@ from vlora.server.prompts import (
     missing_question,
     with_question,
 )
-from vlora.server.replicas import Replicas
 from vlora.server.security.limits import ByteBudget
 from vlora.server.security.public_errors import to_vlora_error
 from vlora.server.streams.registry import StreamRegistry
@@ -88,9 +87,9 @@ class FrontEnd:
         self._requests = ActiveRequests(config, self.metrics)
         self.learning: Learning | None = None
         self._collector: Collector | None = None
-        self.replicas = Replicas(engine if isinstance(engine, Cluster) else None)
-        if isinstance(engine, Cluster):
-            self.metrics.register(Families(lambda: cluster_families(engine.status())))
+        self.cluster = cluster = engine if isinstance(engine, Cluster) else None
+        if cluster is not None:
+            self.metrics.register(Families(lambda: cluster_families(cluster.status())))
 
     def learn(
         self,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from vlora import operations as op
+from vlora.cluster.cluster import Cluster
+from vlora.cluster.on_ray.cluster import RayCluster
 from vlora.config import Token
-from vlora.errors import BadRequest
+from vlora.errors import BadRequest, UnknownReplica
 from vlora.learning.sample_store import Corrector
 from vlora.server.frontend import FrontEnd
+from vlora.types.replicas import SERVING
 
 if TYPE_CHECKING:
     from vlora.learning.learning import Learning
@@ -24,7 +27,7 @@ async def perform(front_end: FrontEnd, operation: op.Operation, caller: Token | 
         caller: Its token, which the surface has checked; None on a server without tokens, where every caller is an
             operator.
     """
-    adapters, replicas = front_end.adapters, front_end.replicas
+    adapters = front_end.adapters
     name = OPERATOR if caller is None else caller.name
     match operation:
         case op.GetStats():
@@ -39,8 +42,6 @@ async def perform(front_end: FrontEnd, operation: op.Operation, caller: Token | 
             return await adapters.pin(adapter, pinned)
         case op.Train(plan):
             return await adapters.train(plan)
-        case op.ListTrainings() | op.CancelTraining():
-            return await front_end.engine.call(operation)
         case op.Correct(request_id, label):
             by = Corrector(None, True) if caller is None else Corrector(caller.name, caller.admin)
             return await _learning(front_end).correct(request_id, label, by)
@@ -51,20 +52,39 @@ async def perform(front_end: FrontEnd, operation: op.Operation, caller: Token | 
         case op.RollBack(adapter, version):
             return await _learning(front_end).get(adapter).roll_back(name, version)
         case op.GetCluster():
-            return await replicas.status()
+            return _cluster(front_end).status()
         case op.GetAdapterPlaces():
-            return await replicas.adapters()
+            return await _cluster(front_end).adapter_places()
         case op.DrainReplica(replica, wait_s):
-            return await replicas.drain(replica, wait_s)
+            return await _drain(_cluster(front_end), replica, wait_s)
         case op.ResumeReplica(replica):
-            return await replicas.resume(replica)
+            return _cluster(front_end).resume(replica)
         case op.Scale(number, wait_s):
-            return await replicas.scale(number, wait_s)
+            return await _scale(_cluster(front_end), number, wait_s)
         case _:
-            raise AssertionError(f"no front end performs {type(operation).__name__}")
+            return await front_end.engine.call(operation)
 
 
 def _learning(front_end: FrontEnd) -> Learning:
     if front_end.learning is None:
         raise BadRequest("no adapter of this server learns; start it with --learn PLAN")
     return front_end.learning
+
+
+def _cluster(front_end: FrontEnd) -> Cluster:
+    if front_end.cluster is None:
+        raise UnknownReplica("this server has one engine; start it with --replicas 2 or more to have replicas")
+    return front_end.cluster
+
+
+async def _drain(cluster: Cluster, name: str, wait_s: float) -> bool:
+    others = [each.name for each in cluster.status().replicas if each.name != name and each.state == SERVING]
+    if name in cluster.members and not others:
+        raise BadRequest(f"no other replica than {name!r} serves; resume another one before this one is drained")
+    return await cluster.drain(name, wait_s)
+
+
+async def _scale(cluster: Cluster, number: int | Literal["auto"], wait_s: float) -> bool:
+    if not isinstance(cluster, RayCluster):
+        raise BadRequest("the replicas of this server were not started by it; their number cannot be changed here")
+    return await cluster.scale(number, wait_s)

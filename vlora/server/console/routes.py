@@ -47,13 +47,13 @@ class ConsoleRoutes:
         """A snapshot, with the steps after number `since`."""
         snapshot, steps = await self._feed.read(since)
         caller = self._caller_of(request)
-        streams = self._front_end.streams.watched()
+        streams, cluster = self._front_end.streams.watched(), self._front_end.cluster
         fields = msgspec.structs.asdict(snapshot)
         fields |= {
             "model": self._model,
             "stats": shown_to(snapshot.stats, caller),
             "steps": steps,
-            "replicas": shown_to(self._front_end.replicas.statuses, caller),
+            "replicas": () if cluster is None else shown_to(cluster.status().replicas, caller),
             "num_streams": len(streams),
             "streams": [_stream_json(stream, caller) for stream in streams if _may_see(caller, stream)],
             "admin": is_admin(caller),

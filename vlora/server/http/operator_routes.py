@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
 import re
 import typing
@@ -153,8 +154,10 @@ async def _response(front_end: FrontEnd, row: Row, result: Any, caller: Token | 
     if result is None:
         return Response(status_code=row.status)
     found = msgspec.to_builtins(shown_to(result, caller))
-    if row.operation is op.GetAdapters:  # a server with replicas adds where each adapter is
-        places = await front_end.replicas.adapters_by_name()
-        for adapter in found if places else ():
-            adapter["replicas"] = msgspec.to_builtins(shown_to(tuple(places.get(adapter["name"], ())), caller))
+    if row.operation is op.GetAdapters and front_end.cluster is not None:  # a cluster adds where each adapter is
+        places = collections.defaultdict(list)
+        for place in shown_to(await front_end.cluster.adapter_places(), caller):
+            places[place.adapter].append(msgspec.to_builtins(place))
+        for adapter in found:
+            adapter["replicas"] = places[adapter["name"]]
     return JSONResponse({"object": "list", "data": found} if isinstance(found, list | tuple) else found, row.status)
