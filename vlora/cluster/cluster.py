@@ -193,7 +193,7 @@ class Cluster(EngineInterface):
             case GetSnapshot():  # of the first replica by name
                 return await next(iter(alive(self.members).values())).call(operation)
             case _:
-                raise AssertionError(f"no cluster performs {type(operation).__name__}")
+                raise BadRequest(f"a cluster does not perform {type(operation).__name__}")
 
     async def adapters(self) -> tuple[AdapterStatus, ...]:
         """See EngineInterface. An adapter is resident if any replica has it on its device."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
 import msgspec
 
@@ -64,19 +64,8 @@ class GetSnapshot(Operation, frozen=True):
     since: int
 
 
-EngineOperation = (
-    RegisterAdapters
-    | LoadAdapter
-    | KeepAdapters
-    | UnloadAdapter
-    | PinAdapter
-    | ListAdapters
-    | Train
-    | ListTrainings
-    | CancelTraining
-    | GetStats
-    | GetSnapshot
-)
+EngineOperation: Any = Union[*(it for it in vars().values() if isinstance(it, type) and Operation in it.__mro__[1:])]
+"""Those above, and those of `vlora.operations` that are imported by name."""
 
 
 def perform(engine: Engine, operation: Operation, send: Callable[[tuple[RequestOutput, ...]], object]) -> Any:
