@@ -46,10 +46,10 @@ class Budget(NamedTuple):
 BUDGETS = (
     Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_260, 2_200),
     Budget("vlora/client", 1_740, 900),
-    Budget("vlora/server", 7_880, 4_900),
+    Budget("vlora/server", 7_870, 4_900),
     Budget("vlora/engine vlora/parallel", 6_910, 4_900),
     Budget("vlora/orchestrator vlora/routing", 5_480, 4_000),
-    Budget("vlora/memory vlora/lora vlora/models", 11_580, 8_300),
+    Budget("vlora/memory vlora/lora vlora/models", 11_530, 8_300),
     Budget("vlora/cluster", 6_160, 3_700),
     Budget("vlora/wire", 880, 1_000),
     Budget("vlora/split", 2_580, 1_600),

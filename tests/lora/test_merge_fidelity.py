@@ -131,7 +131,7 @@ def test_fidelity_is_that_of_the_definition(dtype: torch.dtype, size: float, on_
         torch.ones(8, 4, dtype=dtype), torch.ones(8, 4, dtype=dtype)
     )
     stream = FakeStream() if on_device else None
-    found = MergeFidelity(slabs, stream=stream)(factors)
+    found = MergeFidelity(slabs, stream=stream)(factors)  # type: ignore[arg-type]
     wanted = expected({name: slabs.entry(name) for name in slabs.slots}, factors)
     assert found == pytest.approx(wanted, abs=1e-5)
     assert 0 < wanted < 0.9999
@@ -140,7 +140,7 @@ def test_fidelity_is_that_of_the_definition(dtype: torch.dtype, size: float, on_
 @pytest.mark.parametrize("factors", [{}, {"model.visual.merger": HostFactors(torch.ones(1, 4), torch.ones(1, 4))}])
 def test_an_adapter_without_language_layers_loses_nothing(factors: dict[str, HostFactors]) -> None:
     stream = FakeStream()
-    assert MergeFidelity(make_slabs(), stream=stream)(factors) == 1.0
+    assert MergeFidelity(make_slabs(), stream=stream)(factors) == 1.0  # type: ignore[arg-type]
     assert "copy" not in stream.log
 
 
@@ -159,7 +159,7 @@ def test_the_number_of_launches_does_not_grow_with_the_layers(num_layers: int) -
     slabs = make_slabs(num_layers)
     factors = make_factors(slabs)
     stream = FakeStream()
-    measure = MergeFidelity(slabs, stream=stream)
+    measure = MergeFidelity(slabs, stream=stream)  # type: ignore[arg-type]
     assert stream.log.pop() == "wait for caller", "the slabs were written on the caller's stream"
     with Launches(stream) as launches:
         measure(factors)
@@ -175,7 +175,7 @@ def test_batches_fit_into_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     slabs = make_slabs(6)
     factors = make_factors(slabs, 0.1, ranks=(2, 2, 2, 2, 2, 2, 64))
     stream = FakeStream()
-    found = MergeFidelity(slabs, stream=stream)(factors)
+    found = MergeFidelity(slabs, stream=stream)(factors)  # type: ignore[arg-type]
     assert found == pytest.approx(expected({name: slabs.entry(name) for name in slabs.slots}, factors), abs=1e-5)
     assert stream.log.count("copy") > 6 and stream.log.count("pinned") > 3
 
@@ -184,7 +184,7 @@ def test_a_buffer_that_is_written_too_early_is_found(monkeypatch: pytest.MonkeyP
     """Negative control of the fake stream."""
     monkeypatch.setattr(module, "SLOT_BYTES", 4096)
     slabs = make_slabs(6)
-    measure = MergeFidelity(slabs, stream=_Unfinished())
+    measure = MergeFidelity(slabs, stream=_Unfinished())  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="written while it was copied"):
         measure(make_factors(slabs, ranks=(2,)))
 
@@ -199,7 +199,7 @@ class _Unfinished(FakeStream):
 
 def test_two_threads_measure_one_after_the_other() -> None:
     slabs = make_slabs(6)
-    measure = MergeFidelity(slabs, stream=FakeStream())
+    measure = MergeFidelity(slabs, stream=FakeStream())  # type: ignore[arg-type]
     sizes = (1.0, 0.1, 0.01, 0.3) * 4
     wanted = [measure(make_factors(slabs, size)) for size in sizes]
     found: dict[int, float] = {}

@@ -88,7 +88,7 @@ def test_a_ring_of_any_size_copies_every_byte(num_bytes: int, slot_bytes: int, n
     target = torch.zeros_like(source)
     stream = LazyStream()
     stream.caller.append("the step before")
-    ring = RingTransfer(Inline(), stream, slot_bytes, num_slots)
+    ring = RingTransfer(Inline(), stream, slot_bytes, num_slots)  # type: ignore[arg-type]
     ring.start(source, target).result()
     assert torch.equal(target, source), "a finished transfer is complete"
     assert stream.log[0] == "the step before", "pages must not be written while earlier kernels may read them"
@@ -108,7 +108,7 @@ def test_a_ring_slot_reused_too_early_is_detected() -> None:
             return LazyEvent(self, 0)
 
     source, target = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
-    RingTransfer(Inline(), Careless(), slot_bytes=2, num_slots=2).start(source, target).result()
+    RingTransfer(Inline(), Careless(), slot_bytes=2, num_slots=2).start(source, target).result()  # type: ignore[arg-type]
     assert not torch.equal(target, source)
 
 

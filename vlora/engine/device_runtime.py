@@ -23,8 +23,8 @@ from vlora.engine.limits import Limits, compute_limits, free_room, shadow_fits
 from vlora.engine.quantize import format_of
 from vlora.errors import BadConfig
 from vlora.lora.adapter_pool import AdapterPool, OtherRanks
-from vlora.lora.base_layers import LoadedBaseLayers
 from vlora.lora.base_weights import BaseWeights, CheckpointBaseWeights, CopiedBaseWeights, checkpoint_files, copy_mapped
+from vlora.lora.layer_reading import BaseLayers
 from vlora.lora.merge import ModeSwitcher
 from vlora.lora.merge_fidelity import MergeFidelity
 from vlora.lora.merge_in_place import InPlaceSwitcher
@@ -222,7 +222,7 @@ class DeviceRuntime:
                 atmm.compile_quantized_merges(merged_shapes, slabs.allocate, hf_model.dtype, hf_model.device)
         self.merge_fidelity = MergeFidelity(slabs, layout.base_weights, stream)
         unmerged = {**hf_model.vision_linears, **{name: own.layer for name, own in hf_model.own.by_name.items()}}
-        self.base_layers = LoadedBaseLayers(slabs, unmerged, layout.base_weights, stream)
+        self.base_layers = BaseLayers(slabs, unmerged, layout.base_weights, stream)
         self.vision = VisionEncoder(hf_model, config.vision_cache_bytes)
         self.runner = ModelRunner(
             hf_model,

@@ -5,39 +5,80 @@ The rows of Bt below the factors are computed here, once, from the base model.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from atmm.quantized import QuantizedWeight, StoredWeight
+from atmm.stored_linear import StoredLinear
 from vlora.errors import BadAdapter
 from vlora.lora.layout import HostFactors
-from vlora.lora.output_changes import SMALLEST_SCALE
+from vlora.lora.output_changes import SMALLEST_SCALE, row_norms
 from vlora.lora.peft_target import Part, TargetHeader
 
+if TYPE_CHECKING:
+    from vlora.lora.base_weights import BaseWeights
+    from vlora.lora.weight_slabs import WeightSlabs
+    from vlora.memory.ring_transfer import SideStream
 
-class BaseLayers(Protocol):
+
+class BaseLayers:
     """The base model's adaptable layers with W0, whatever is merged. Thread-safe."""
 
+    def __init__(
+        self,
+        slabs: WeightSlabs,
+        unmerged: Mapping[str, nn.Linear | nn.Embedding],
+        base_weights: BaseWeights | None = None,
+        stream: SideStream | None = None,
+    ) -> None:
+        """Create the view.
+
+        Args:
+            unmerged: The layers of the vision side, the output head and the token embedding, which are never merged.
+            base_weights: W0 in host memory, for slabs that merged weights overwrite; None if the slabs always hold W0.
+            stream: A separate stream of the slabs' GPU, which computes; None computes on the caller's.
+        """
+        self._slabs = slabs
+        self._unmerged = unmerged
+        self._base_weights = base_weights
+        self._stream = stream
+
+    @torch.no_grad()
     def row_norms(self, site: str, a: Tensor, b: Tensor) -> Tensor:
-        """The norm of each row of `W0 + b a` [d_out], on the CPU in float32.
+        """The norm of each row of `W0 + b a` [d_out], on the CPU in float32, as PEFT computes it for such factors.
 
         Args:
             a: [r, d_in] in float32.
             b: [d_out, r] in float32, with the scaling.
         """
-        ...
+        weight = self._weight(site)
+        with contextlib.nullcontext() if self._stream is None else self._stream.current():
+            return row_norms(weight, a.to(weight.device), b.to(weight.device)).cpu()
 
     def bias(self, site: str) -> Tensor:
         """The layer's bias on the CPU in float32, of shape [d_out], or [1] with 0 if it has none."""
-        ...
+        layer = self._unmerged[site] if site in self._unmerged else self._slabs.linears[site]
+        bias = layer.bias if isinstance(layer, nn.Linear) else None
+        return torch.zeros(1) if bias is None else bias.detach().cpu().float()
 
     def has_weight(self, site: str, weight: Tensor) -> bool:
         """Whether W0 of a layer is this weight, rounded to its type."""
-        ...
+        own = self._weight(site)
+        if isinstance(own, QuantizedWeight):
+            return torch.equal(own.float(), own.rounded(weight.to(own.device)))
+        return torch.equal(own.detach().cpu(), weight.to(own.dtype))
+
+    def _weight(self, site: str) -> StoredWeight:
+        if site in self._unmerged:
+            layer = self._unmerged[site]
+            return layer.stored if isinstance(layer, StoredLinear) else layer.weight
+        return self._slabs.entry(site) if self._base_weights is None else self._base_weights.weight(site)
 
 
 def read_layer(

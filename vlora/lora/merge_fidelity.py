@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,20 +14,12 @@ from vlora.lora.base_weights import BaseWeights
 from vlora.lora.layout import HostFactors
 from vlora.lora.merge import merge_runs
 from vlora.lora.weight_slabs import WeightSlabs
-from vlora.memory.ring_transfer import Stream
+from vlora.memory.ring_transfer import SideStream
 
 # Sampled values of W0 per batch. On a CPU a batch stays in the second-level cache. On a GPU there are few batches, and
 # the temporary float32 tensors of one take 300 MiB together, of the memory that is left for activations.
 _CPU_VALUES, _GPU_VALUES = 2**16, 2**24
 SLOT_BYTES = 8 * 2**20  # of one pinned buffer: the factors of a batch
-
-
-class ComputeStream(Stream, Protocol):
-    """A stream that also runs kernels."""
-
-    def current(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which the calling thread launches its work on this stream."""
-        ...
 
 
 class MergeFidelity:
@@ -43,7 +35,7 @@ class MergeFidelity:
         self,
         slabs: WeightSlabs,
         base_weights: BaseWeights | None = None,
-        stream: ComputeStream | None = None,
+        stream: SideStream | None = None,
         num_rows: int = 64,
     ) -> None:
         """Create the measure.
@@ -124,7 +116,7 @@ class _Batch(NamedTuple):
 class _Upload:
     """Copies factors to a GPU through two pinned buffers, and the result back. stream: runs the copies."""
 
-    def __init__(self, stream: ComputeStream, device: torch.device) -> None:
+    def __init__(self, stream: SideStream, device: torch.device) -> None:
         self.stream = stream
         self._device = device
         self._slots = [stream.pinned(SLOT_BYTES) for _ in range(2)]

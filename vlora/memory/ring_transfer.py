@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ class RingTransfer:
     that memory from other processes on the machine.
     """
 
-    def __init__(self, executor: Executor, stream: Stream, slot_bytes: int = 8 * 2**20, num_slots: int = 2) -> None:
+    def __init__(self, executor: Executor, stream: SideStream, slot_bytes: int = 8 * 2**20, num_slots: int = 2) -> None:
         self._executor = executor
         self._stream = stream
         self._slots = [stream.pinned(slot_bytes) for _ in range(num_slots)]
@@ -43,30 +43,6 @@ class RingTransfer:
         self._stream.synchronize()
 
 
-class Stream(Protocol):
-    """GPU operations that `RingTransfer` uses."""
-
-    def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Allocate pinned host memory as a copy source."""
-        ...
-
-    def mark_caller(self) -> Any:
-        """Record an event after all work that the caller has queued so far."""
-        ...
-
-    def wait(self, mark: Any) -> None:
-        """Make later work on this stream wait for the event."""
-        ...
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Queue a copy; return an event with a `synchronize()` method."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block until all queued work is done."""
-        ...
-
-
 class SideStream:
     """A CUDA stream separate from the one that runs steps."""
 
@@ -77,18 +53,23 @@ class SideStream:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def mark_caller(self) -> torch.cuda.Event:
+        """Record an event after all work that the caller has queued so far."""
         return torch.cuda.current_stream(self._stream.device).record_event()
 
     def wait(self, mark: torch.cuda.Event) -> None:
+        """Make later work on this stream wait for the event."""
         self._stream.wait_event(mark)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
+        """Queue a copy; return an event of its end."""
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
         return self._stream.record_event()
 
     def synchronize(self) -> None:
+        """Block until all queued work is done."""
         self._stream.synchronize()
 
     def current(self) -> AbstractContextManager[None]:
+        """Context in which the calling thread launches its work on this stream."""
         return torch.cuda.stream(self._stream)
