@@ -1,7 +1,8 @@
 """Benchmarks of this project against baselines, run from a checkout: `vlora bench NAME`."""
 
 BENCHES = {
-    **{name: f"benchmarks.{name}" for name in ("atmm", "cluster", "gateway", "soak", "streams", "packed", "training")},
+    **{name: f"benchmarks.{name}" for name in ("atmm", "policy", "cluster", "gateway", "soak", "streams")},
+    **{name: f"benchmarks.{name}" for name in ("packed", "training")},
     "fusion": "benchmarks.fusion.packing",
     **{name: f"benchmarks.{name}" for name in ("retrieve", "paper")},
 }

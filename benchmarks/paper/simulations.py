@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 from atmm.tuning.search import Shape
-from benchmarks.arrivals import Clock, steps
+from benchmarks.arrivals import Clock, average_token_latency_ms, serve
 from benchmarks.mergeable_model import MergeableModel
 from benchmarks.paper.measuring import RANK, Measuring, Setting
 from benchmarks.paper.operators import EINSUM, OURS, medians, operator_seconds
 from vlora.bench.costs import costs_as_dict, fit
-from vlora.bench.dummy import dummy_picture, random_peft, unseen
+from vlora.bench.dummy import dummy_picture, random_peft
 from vlora.bench.report import Row
-from vlora.bench.timed_engine import HEAD, TimedEngine
+from vlora.bench.timed_engine import TimedEngine
 from vlora.bench.timing import interleaved, median_ms, work_seconds
 from vlora.config import EngineConfig
 from vlora.lora.merge_shadow import ShadowSwitcher
@@ -29,7 +29,6 @@ from vlora.orchestrator import Costs
 from vlora.simulator import Arrival, ClusterConfig, ReplicaConfig, replay
 from vlora.simulator.arrivals import adapter_name, hottest, power_law
 from vlora.simulator.workloads import Gamma, Hottest, Video
-from vlora.types import RequestOutput, Timings
 
 SIMULATOR_COSTS = "machine-costs.json"
 """The file of costs for `vlora simulate`, in the folder of the measurements."""
@@ -320,27 +319,9 @@ def _engine_run(setting: Setting, policy: str, arrivals: Sequence[Arrival]) -> d
         arena_bytes=setting.model.arena_bytes,
     )
     picture = dummy_picture(config, round(video_of(setting.quick).patches ** 0.5))
-
-    def serve(arrivals: Sequence[Arrival]) -> list[RequestOutput]:
-        def add(number: int) -> None:
-            """Each picture is new; text fills up the prompt."""
-            own = arrivals[number]
-            pictures = [unseen(picture) for _ in own.images]
-            words = max(1, own.prompt_tokens - len(pictures) * (1 + picture.num_tokens))
-            head = None if own.answer_tokens else HEAD
-            engine.add(words, own.answer_tokens or 1, own.adapter, pictures, head=head)
-
-        times = [arrival.time_s for arrival in arrivals]
-        return [output for outputs in steps(engine, times, add, clock) for output in outputs if output.finished]
-
     # A GPU also captures a graph for each batch size; on a CPU a request takes up to a minute.
-    serve([arrival._replace(time_s=0.0) for arrival in arrivals[: 1 if setting.device.type == "cpu" else 16]])
+    first = arrivals[: 1 if setting.device.type == "cpu" else 16]
+    serve(engine, clock, [arrival._replace(time_s=0.0) for arrival in first], picture)
     before_s = clock() - clock.skipped_s
-    timings = [output.timings for output in serve(arrivals) if output.timings is not None]
+    timings = serve(engine, clock, arrivals, picture)
     return {"ms": average_token_latency_ms(timings), "busy s": clock() - clock.skipped_s - before_s}
-
-
-def average_token_latency_ms(timings: Sequence[Timings]) -> float:
-    """The sum of the requests' latencies over the number of all prompt and answer tokens (V-LoRA section 6.1)."""
-    tokens = sum(each.num_prompt_tokens + each.num_completion_tokens for each in timings)
-    return 1e3 * sum(each.latency_s for each in timings) / tokens

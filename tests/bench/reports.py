@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from benchmarks import atmm, cluster, gateway, packed, soak, streams
+from benchmarks import atmm, cluster, gateway, packed, policy, soak, streams
 from benchmarks import training as beside
 from benchmarks.gateway import RequestTimes
 from benchmarks.training import Served
@@ -160,9 +160,19 @@ def _training(patch: Patch, slow: float) -> Report:
     return measured(beside.BENCH, True)
 
 
+def _policy(patch: Patch, slow: float) -> Report:
+    def engine(model: Any, device: Any, name: str, **_: Any) -> Any:
+        ms = 0.7 * slow if name == policy.OURS else 1.0
+        return SimpleNamespace(run=lambda arrivals: (ms, 0.5), capacity=lambda traffic: 10.0)
+
+    patch(policy, PolicyEngine=engine, thread_counts=lambda: [1])
+    return measured(policy.BENCH, True)
+
+
 MAKERS: dict[str, Callable[[Patch, float], Report]] = {
     "step": _step,
     "atmm": _atmm,
+    "policy": _policy,
     "costs": _costs,
     "cluster": _cluster,
     "gateway": _gateway,

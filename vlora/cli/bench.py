@@ -250,8 +250,8 @@ def _replay(trace: str | None, journal: str, *, as_json: bool) -> None:
 _OF: dict[str, tuple[str, ...]] = {
     "latencies_us": ("tp",),
     "figures": ("paper",),
-    "model": ("costs", "serve"),
-    "device": ("costs",),
+    "model": ("policy", "costs", "serve"),
+    "device": ("policy", "costs"),
     "quantize": ("step",),
 }
 """Benchmarks that take an option; all others are of `serve`."""
@@ -279,9 +279,10 @@ _FLAGS = {"latencies_us": "latency-us", "figures": "figure", **OPTION_NAMES}
 )
 @click.option(
     "--model",
-    help="Of `costs`: qwen2-0.5b (default), qwen2-vl-7b or llava-13b. Of `serve`: the base model's name at --url.",
+    help="Of `policy` and `costs`: qwen2-0.5b (default), qwen2-vl-7b or llava-13b. Of `serve`: the base model's "
+    "name at --url.",
 )
-@click.option("--device", help="Of `costs`: cpu (default) or cuda.")
+@click.option("--device", help="Of `policy` and `costs`: cpu (default) or cuda.")
 @click.option(
     "--quantize",
     type=click.Choice(["fp8", "int8", "int4"]),
@@ -299,7 +300,7 @@ def bench(name: str, quick: bool, out: Path | None, as_json: bool, **options: An
         vlora bench step --quantize int8
         vlora bench tp --latency-us 0 --latency-us 500
         vlora bench costs --out results      # results/costs.json is this machine for vlora simulate --costs
-        vlora bench costs --model qwen2-vl-7b --device cuda
+        vlora bench policy --model qwen2-vl-7b --device cuda
         vlora bench serve --surface http --surface rpyc --concurrency 16 --requests 64 --popularity zipf
         vlora bench serve --url http://127.0.0.1:8000/v1 --model base --adapter-name signs --rate 2 --duration-s 60
         vlora bench streams --out results    # cameras in real time; some ten minutes
