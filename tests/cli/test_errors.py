@@ -198,7 +198,7 @@ ERRORS = {
     "serve --replicas 2 --ray-wait-s 0": "--ray-wait-s is 0; set seconds from above 0 to 1e9",
     "serve --replicas 2 --runtime-env none.yaml": "--runtime-env none.yaml: the file cannot be read: ",
     "serve --replicas 2 --runtime-env '{'": "--runtime-env {: neither JSON nor a file with YAML: ",
-    "serve --replicas 2 --runtime-env no-answer.jsonl": "write fields of a runtime environment of Ray",
+    "serve --replicas 2 --runtime-env '{env_vars: 1}'": "write fields of a runtime environment of Ray",
     "serve --replicas 2 --shipped-gib 0": "--shipped-gib is 0; it must be above 0",
     "serve --replicas 2 --train t.yaml": "--train t.yaml needs --replicas 1 (now 2): one engine trains; serve it separ",
     # The base model for split clients.
