@@ -16,7 +16,7 @@ from atmm.batch_stats import BatchStats
 from atmm.cpu.lanes import serves
 from atmm.processor import prefers_float32
 from atmm.strategies.hybrid import divides
-from atmm.strategies.registry import reads_in_place, served
+from atmm.strategies.registry import reads_in_place
 from atmm.tuning.buckets import Bucket
 from atmm.tuning.tables import table_for
 
@@ -46,8 +46,7 @@ def measured(stats: BatchStats) -> str | None:
     """The strategy that the device's table names for a shape; None if the table does not have the shape."""
     if stats.keys != stats.layout.targeting:  # tables are measured without unused packed adapters
         return None
-    name = table_for(stats.layout.device.type).get(Bucket.of(stats).key())
-    return None if name is None else served(name, stats)
+    return table_for(stats.layout.device.type).get(Bucket.of(stats).key())
 
 
 def rule(stats: BatchStats, transposed: bool = False) -> str:

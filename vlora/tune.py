@@ -1,11 +1,8 @@
-"""`vlora tune`: measure ATMM on this machine, check a table's numerics, lint every kernel of the search space, and
-build the kernels that are compiled ahead of time."""
+"""`vlora tune`: measure ATMM on this machine, check a table's numerics, and lint every kernel of the search space."""
 
 from __future__ import annotations
 
 import datetime
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +12,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoConfig
 
-from atmm.cutlass import build
-from atmm.cutlass.tiling import SPACE
 from atmm.tuning import tables
 from atmm.tuning.buckets import Bucket
 from atmm.tuning.search import Case, Finding, Shape, cases, error, read, search
@@ -176,48 +171,3 @@ def lint(say: Callable[[str], None]) -> bool:
                 progress.console.print(f"{kernel} on sm_{capability}: {'; '.join(facts.faults)}")
     say(f"{len(kernels) - faults} of {len(kernels)} kernels are sound")
     return not faults
-
-
-def build_cutlass(capabilities: Sequence[int], say: Callable[[str], None]) -> None:
-    """Compile the grouped products and keep the tiles that do not spill registers.
-
-    Args:
-        capabilities: Compute capabilities times ten: 80 is 8.0.
-        say: Gets one line per tile with the outcome.
-
-    Raises:
-        BadConfig: nvcc or CUTLASS's headers are missing, or no tile compiles.
-    """
-    sound: list[build.BuiltTile] = []
-    faulty: list[build.BuiltTile] = []
-    try:
-        library = build.library_path()
-        tools = build.find_toolchain()
-        library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as name, Progress(*_COLUMNS) as progress:
-            task = progress.add_task("compiling", total=len(SPACE))
-            folder = Path(name)
-            problems = build.compile_problems(tools, capabilities, folder)
-            for made in build.compile_tiles(tools, capabilities, folder):
-                progress.advance(task)
-                (faulty if made.fault else sound).append(made)
-            if not sound:
-                raise BadConfig(f"no tile of the grouped products is usable; {faulty[0].tile.name}: {faulty[0].fault}")
-            build.link(tools, [problems, *(made.object for made in sound)], library)
-    except (OSError, subprocess.SubprocessError) as problem:
-        raise BadConfig(f"cannot build the grouped products: {build.reason(problem)}") from problem
-    for made in sorted(sound):
-        shared = build.shared_bytes(made.tile, library)
-        say(f"{made.tile.name}: {made.registers} registers, nothing spilled, {shared} bytes of shared memory")
-    for made in sorted(faulty):
-        say(f"{made.tile.name} is left out: {made.fault}")
-    targets = ", ".join(f"sm_{number}" for number in capabilities)
-    say(f"{len(sound)} of {len(SPACE)} tiles are built for {targets}: {library}")
-
-
-def capabilities_here() -> list[int]:
-    """Compute capability of this machine's GPU; without a GPU, those of the supported A100 and H100."""
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        return [10 * major + minor]
-    return [80, 90]

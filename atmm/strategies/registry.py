@@ -18,8 +18,6 @@ compiled  on a CPU with a compiler: each token reads only its own rows in both p
           decoding, where it is bound by the bytes of the adapters.
 divided   on a CPU with a compiler: short lanes by the compiled kernels and long lanes by two products, both from the
           sites' own factors. For batches with prefill and decode. Needs no packed copy.
-grouped   CUTLASS grouped products on a GPU, if they are built: one product per lane. The tile sizes always follow the
-          name. For prefill.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ from torch import Tensor
 
 from atmm.batch_stats import BatchStats
 from atmm.cpu.lanes import Compiled, serves
-from atmm.cutlass import lanes as grouped
 from atmm.layers import Layout, Packed, Site
 from atmm.places import PackedPlaces, PlaceSource
 from atmm.processor import prefers_weight_left
@@ -303,17 +300,9 @@ NEED_NO_COPY = frozenset({"loop", "divided"})
 
 
 def known(name: str) -> bool:
-    """Whether a strategy has this name: one of `STRATEGIES`, or "tiled" or "grouped" with the sizes of their tiles."""
-    return name in STRATEGIES or name.startswith(("tiled ", "grouped "))
-
-
-def served(name: str, stats: BatchStats) -> str:
-    """The name itself, or "tiled" for grouped products that are not built or cannot compute this plan."""
-    return "tiled" if name.startswith("grouped ") and not grouped.serves(stats, name) else name
+    """Whether a strategy has this name: one of `STRATEGIES`, or "tiled" with the sizes of its tiles."""
+    return name in STRATEGIES or name.startswith("tiled ")
 
 
 def prepare(name: str, plan: SegmentPlan, stats: BatchStats) -> Strategy:
-    name = served(name, stats)
-    if name.startswith("grouped "):
-        return grouped.Grouped(stats, name)
     return _tiled(plan, stats, name) if name.startswith("tiled ") else STRATEGIES[name](plan, stats)

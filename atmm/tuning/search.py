@@ -26,8 +26,6 @@ from torch import Tensor
 from atmm import reference
 from atmm.batch_stats import BatchStats
 from atmm.cpu.lanes import serves
-from atmm.cutlass.lanes import serves as built
-from atmm.cutlass.tiling import sensible as grouped_tiles
 from atmm.dispatch import estimate, rule
 from atmm.layers import Factors, Site, SiteGroup
 from atmm.operator import add_delta, add_deltas
@@ -45,7 +43,6 @@ ADAPTERS = (1, 2, 4, 8, 16)
 RANKS = (8, 16, 32, 64)
 _MOST_ESTIMATED = 4.0  # times the smallest estimate; slower candidates are not timed
 _MOST_COMPILED = 512  # tokens; the compiled kernels process one token at a time
-_FEWEST_GROUPED = 256  # tokens; the grouped products are for prefill
 _TURNS = 7
 _NUM_RANDOM = 8_000_009  # more than the largest factor has; prime, so that consecutive slices of the values differ
 _IN_THE_RACE = 1.25  # times the smallest time so far; slower candidates are not timed again
@@ -274,13 +271,10 @@ def candidates(stats: BatchStats, transposed: bool) -> list[str]:
         from atmm.triton.tiling import finalists, shrink_programs
 
         lengths = [lane.stop - lane.start for lane in stats.lanes]
-        longest = max(lengths)
         highest = max(span.rank for site in layout.spans for span in site.values())
         programs = shrink_programs(lengths, len(stats.live), highest)
-        tilings = finalists(layout.dtype.itemsize, layout.d_in, longest, stats.num_tokens, programs)
+        tilings = finalists(layout.dtype.itemsize, layout.d_in, max(lengths), stats.num_tokens, programs)
         names += ["tiled", *(tiling.name for tiling in tilings)]
-        if stats.num_tokens >= _FEWEST_GROUPED:
-            names += [tile.name for tile in grouped_tiles(longest) if built(stats, tile.name)]
     ruled = rule(stats, transposed)
     return names if ruled in names else [*names, ruled]
 

@@ -344,6 +344,12 @@ def test_a_broken_file_is_skipped_with_one_line(
     assert str(broken) in record.getMessage()
 
 
+def test_rows_of_strategies_that_are_gone_are_skipped(folders: tuple[Put, Put]) -> None:
+    row = [1, 1, 8, 64, 64, 1, "EVEN", "float32"]
+    path = folders[0](HERE, rows=[[*row, "grouped m64 n64 k32 s5"], [2, *row[1:], "loop"]])
+    assert [strategy for _, strategy in tables.read_table(path, "cpu").rows] == ["loop"]
+
+
 def test_a_table_is_read_as_it_was_written(folders: tuple[Put, Put], tmp_path: pathlib.Path) -> None:
     rows = [
         (Bucket(4, 4, 16, 1024, 2048, 3, Evenness.EVEN, torch.bfloat16, "cpu"), "gathered"),

@@ -243,7 +243,6 @@ ERRORS = {
     f"{CHECK} tpu --memory-gib 3": "device 'tpu' is not ",
     "check /none": "there is no such folder",
     **{f"tune {each}": each.split()[0] for each in ("--minutes -1", "--threads 0", "--dtype int8", "--device tpu")},
-    "tune --capability 80": "--capability requires --build-cutlass",
     "tune --minutes 0 --out text.sqlite/here.json": "cannot write 'text.sqlite/here.json': File exists",
     "tune --check --out none.json": "cannot read the table none.json",
     "tune --check --out no.mp4": "cannot read the table no.mp4",

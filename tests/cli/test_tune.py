@@ -1,4 +1,4 @@
-"""`vlora tune`: a table from a search, its check, a resumed search, and prebuilt kernels."""
+"""`vlora tune`: a table from a search, its check, and a resumed search."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 from click.testing import CliRunner
 
 import atmm.tuning.search
-from atmm.cutlass import build
-from atmm.cutlass.tiling import SPACE
 from atmm.tuning import tables
 from fusion.embedded import checkpoint_path
 from vlora.cli import cli
@@ -111,53 +109,3 @@ def test_shapes_of_a_model_are_its_groups(tmp_path: Path) -> None:
     assert [tuple(shape) for shape in shapes_of(str(checkpoint_path()))] == groups
     with pytest.raises(BadConfig, match="cannot load model"):
         shapes_of(str(tmp_path / "nothing"))
-
-
-_NVCC = """#!/bin/sh
-# Compiles nothing: one tile spills, one is refused.
-for word in "$@"; do
-  case "$word" in -DTILE=*) tile=${word#-DTILE=};; *.o|*.so) made="$word";; esac
-done
-case "$tile" in
-  %(spills)s) echo "    8 bytes stack frame, 12 bytes spill stores, 12 bytes spill loads" >&2;;
-  %(breaks)s) echo "tile.cu(9): error: no such shape" >&2; exit 1;;
-esac
-echo "ptxas info    : Used 96 registers, used 1 barriers" >&2
-echo "$@" > "$made"
-"""
-
-
-@pytest.fixture
-def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A fake compiler, and a separate cache folder."""
-    file = tmp_path / "nvcc"
-    file.write_text(_NVCC % {"spills": SPACE[1].symbol, "breaks": SPACE[2].symbol})
-    file.chmod(0o755)
-    monkeypatch.setattr(build, "find_toolchain", lambda: build.Toolchain(file, tmp_path))
-    monkeypatch.setattr(build, "shared_bytes", lambda tile, library: 98_304)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return file
-
-
-def test_tiles_that_spill_or_do_not_compile_are_left_out(nvcc: Path) -> None:
-    code, output = tune("--build-cutlass", "--capability", "80", "--capability", "90")
-    assert code == 0 and f"{len(SPACE) - 2} of {len(SPACE)} tiles are built for sm_80, sm_90" in output
-    assert f"{SPACE[0].name}: 96 registers, nothing spilled, 98304 bytes of shared memory" in output
-    assert f"{SPACE[1].name} is left out: 24 bytes spilled" in output
-    assert f"{SPACE[2].name} is left out: does not compile: tile.cu(9): error: no such shape" in output
-    linked = build.library_path().read_text()
-    assert all((f"{tile.symbol}.o" in linked) == (tile not in SPACE[1:3]) for tile in SPACE)
-    assert "problems.o" in linked
-    assert [file.name for file in build.library_path().parent.iterdir()] == [build.library_path().name]
-
-
-def test_a_build_that_fails_names_its_cause(nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> build.Toolchain:
-        raise FileNotFoundError("there is no nvcc")
-
-    nvcc.write_text("#!/bin/sh\necho 'no host compiler' >&2\nexit 1\n")
-    for cause in ("nvcc failed: no host compiler", "cannot build the grouped products: there is no nvcc"):
-        with pytest.raises(BadConfig, match=cause):
-            CliRunner().invoke(cli, ["tune", "--build-cutlass"], catch_exceptions=False)
-        assert not build.library_path().exists()
-        monkeypatch.setattr(build, "find_toolchain", missing)

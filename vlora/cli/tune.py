@@ -43,18 +43,6 @@ from vlora.errors import BadConfig
 )
 @click.option("--check", is_flag=True, help="Only verify the numerical results of every row of the table.")
 @click.option("--lint", is_flag=True, help="Only compile every kernel of the GPU's search space; needs no GPU.")
-@click.option(
-    "--build-cutlass",
-    is_flag=True,
-    help="Only build the grouped GEMM kernels for a later search on a GPU; needs nvcc, but no GPU.",
-)
-@click.option(
-    "--capability",
-    "capabilities",
-    multiple=True,
-    type=click.IntRange(min=80),
-    help="Compute capability to build for, 80 for 8.0; may be repeated. Default: the GPU's own, or 80 and 90.",
-)
 @json_option
 @needs("serve")
 def tune(
@@ -66,8 +54,6 @@ def tune(
     out: Path | None,
     check: bool,
     lint: bool,
-    build_cutlass: bool,
-    capabilities: tuple[int, ...],
     as_json: bool,
 ) -> None:
     """Find the fastest way to add LoRA deltas on this machine for each shape, and store the result in a table.
@@ -80,9 +66,7 @@ def tune(
     threads; engines started later use it. An interrupted search resumes. --check without --out verifies the table in
     use.
     """
-    if capabilities and not build_cutlass:
-        raise BadConfig("--capability requires --build-cutlass; give both or neither")
-    if device == "cuda" and not (lint or build_cutlass):
+    if device == "cuda" and not lint:
         import torch
 
         if not torch.cuda.is_available():
@@ -91,10 +75,7 @@ def tune(
 
     messages: list[str] = []
     report: Callable[[str], None] = messages.append if as_json else click.echo
-    if build_cutlass:
-        tuning.build_cutlass(capabilities or tuning.capabilities_here(), report)
-        sound = True
-    elif lint:
+    if lint:
         sound = tuning.lint(report)
     else:
         import torch
