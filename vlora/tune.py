@@ -1,4 +1,4 @@
-"""`vlora tune`: measure ATMM on this machine, check a table's numerics, and lint every kernel of the search space."""
+"""`vlora tune`: measure ATMM on this machine, and check a table's numerics."""
 
 from __future__ import annotations
 
@@ -144,30 +144,3 @@ def check(table: Path, device: str, say: Callable[[str], None]) -> bool:
                 say(f"{strategy}: {bucket}: relative error {found:.1e}, maximum {allowed:.0e}")
     say(f"{len(rows) - wrong} of {len(rows)} rows of {table} agree with float64")
     return not wrong
-
-
-def lint(say: Callable[[str], None]) -> bool:
-    """Compile every kernel of the search space for sm_80 and sm_90, without a GPU, and print the faulty ones.
-
-    Returns:
-        Whether all kernels are sound.
-
-    Raises:
-        BadConfig: Triton is not installed.
-    """
-    try:
-        from atmm.triton.lint import compilations, inspect, whole_space
-    except ImportError as problem:
-        raise BadConfig(f"compiling the kernels requires Triton, which runs on Linux: {problem}") from problem
-    kernels = compilations(whole_space())
-    faults = 0
-    with Progress(*_COLUMNS, console=Console(stderr=True)) as progress:
-        task = progress.add_task("compiling", total=len(kernels))
-        for kernel, capability in kernels:
-            facts = inspect(kernel, capability)
-            progress.advance(task)
-            if facts.faults:
-                faults += 1
-                progress.console.print(f"{kernel} on sm_{capability}: {'; '.join(facts.faults)}")
-    say(f"{len(kernels) - faults} of {len(kernels)} kernels are sound")
-    return not faults

@@ -76,8 +76,8 @@ def _passes(checks: Sequence[str], environment: Mapping[str, str]) -> None:
 @pytest.mark.gpu_sim
 @pytest.mark.parametrize("capability", (80, 90))
 def test_kernels_compile_ahead_without_spilling_and_larger_ones_are_found(capability: int) -> None:
-    from atmm.triton.lint import compilations, inspect, kernels_of, sample
     from atmm.triton.tiling import Tiling
+    from tests.atmm.kernel_lint import compilations, inspect, kernels_of, sample
 
     for kernel, target in compilations(sample()):
         if target == capability:
@@ -103,8 +103,8 @@ def test_kernels_compile_ahead_without_spilling_and_larger_ones_are_found(capabi
 def test_kernels_with_narrow_loads_or_spills_are_found(
     name: str, warps: int | None, itemsize: int, capability: int, changed: dict[str, int], words: str
 ) -> None:
-    from atmm.triton.lint import Kernel, decoding, inspect, kernels_of
     from atmm.triton.tiling import Tiling
+    from tests.atmm.kernel_lint import Kernel, decoding, inspect, kernels_of
 
     if warps is None:
         (sound, _) = decoding(7, 4, 128, 8, itemsize=itemsize)

@@ -42,7 +42,6 @@ from vlora.errors import BadConfig
     help="The table's file. Default: in the user's data folder, where the engine reads it.",
 )
 @click.option("--check", is_flag=True, help="Only verify the numerical results of every row of the table.")
-@click.option("--lint", is_flag=True, help="Only compile every kernel of the GPU's search space; needs no GPU.")
 @json_option
 @needs("serve")
 def tune(
@@ -53,7 +52,6 @@ def tune(
     threads: int | None,
     out: Path | None,
     check: bool,
-    lint: bool,
     as_json: bool,
 ) -> None:
     """Find the fastest way to add LoRA deltas on this machine for each shape, and store the result in a table.
@@ -66,42 +64,35 @@ def tune(
     threads; engines started later use it. An interrupted search resumes. --check without --out verifies the table in
     use.
     """
-    if device == "cuda" and not lint:
-        import torch
+    import torch
 
-        if not torch.cuda.is_available():
-            raise BadConfig("device 'cuda' was requested, but torch finds no CUDA device")
+    from atmm.tuning import tables
+    from atmm.tuning.search import SHAPES
     from vlora import tune as tuning
+    from vlora.engine.host_resources import default_threads
 
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadConfig("device 'cuda' was requested, but torch finds no CUDA device")
+    torch.set_num_threads(threads or default_threads())
+    if not check:
+        found = tuning.tune(
+            SHAPES if model is None else tuning.shapes_of(model_path(model)),
+            device=device,
+            dtypes=dtypes,
+            minutes=minutes if minutes is not None else 30.0 if device == "cuda" else 5.0,
+            out=out,
+        )
+        if as_json:
+            print_json(found._asdict())
+        else:
+            click.echo(found)
+        return
     messages: list[str] = []
     report: Callable[[str], None] = messages.append if as_json else click.echo
-    if lint:
-        sound = tuning.lint(report)
-    else:
-        import torch
-
-        from atmm.tuning import tables
-        from atmm.tuning.search import SHAPES
-        from vlora.engine.host_resources import default_threads
-
-        torch.set_num_threads(threads or default_threads())
-        if not check:
-            found = tuning.tune(
-                SHAPES if model is None else tuning.shapes_of(model_path(model)),
-                device=device,
-                dtypes=dtypes,
-                minutes=minutes if minutes is not None else 30.0 if device == "cuda" else 5.0,
-                out=out,
-            )
-            if as_json:
-                print_json(found._asdict())
-            else:
-                click.echo(found)
-            return
-        with waiting("checking"):
-            table = tables.choose_table(device, torch.get_num_threads()).table
-            in_use = tables.path_for(device, torch.get_num_threads()) if table is None else table.path
-            sound = tuning.check(out or in_use, device, report)
+    with waiting("checking"):
+        table = tables.choose_table(device, torch.get_num_threads()).table
+        in_use = tables.path_for(device, torch.get_num_threads()) if table is None else table.path
+        sound = tuning.check(out or in_use, device, report)
     if as_json:
         print_json({"sound": sound, "told": messages})
     if not sound:
