@@ -81,14 +81,12 @@ class _Machine(NamedTuple):
 # One thread of an x86 server core: a 16-bit product goes through oneDNN, which costs 20 us regardless of the size.
 _CPU_16_BIT = _Machine(20e-6, 12e9, 600e9)
 _CPU_WIDE = _Machine(3e-6, 12e9, 150e9)
-_CUDA = _Machine(8e-6, 1.5e12, 100e12)
 
 
 def estimate(stats: BatchStats) -> dict[str, float]:
     """Rough estimate of the seconds per strategy for all sites of the group."""
     layout = stats.layout
-    on_cpu = _CPU_16_BIT if layout.dtype.itemsize == 2 else _CPU_WIDE
-    machine = _CUDA if layout.device.type == "cuda" else on_cpu
+    machine = _CPU_16_BIT if layout.dtype.itemsize == 2 else _CPU_WIDE
     num_lanes = num_runs = used = work = own = 0
     for d_out, runs in zip(layout.d_outs, stats.runs, strict=True):
         num_runs += len(runs)
@@ -108,13 +106,11 @@ def estimate(stats: BatchStats) -> dict[str, float]:
         read = (elements + outputs) * layout.dtype.itemsize / machine.bytes_per_s
         return calls * machine.call_s + read + 2 * products / machine.flops_per_s
 
-    estimates = {
+    return {
         "loop": seconds(2 * num_lanes, used, work),
         "batched": seconds(2 * num_runs, used, work),
         "stacked": seconds(
             1 + sum(1 for width in layout.widths if width), shrink + expand, (shrink + expand) * stats.num_tokens
         ),
+        "gathered": seconds(1 + len(stats.live), shrink + expand, shrink * stats.num_tokens) + own / 10e9,
     }
-    if layout.device.type == "cpu":
-        estimates["gathered"] = seconds(1 + len(stats.live), shrink + expand, shrink * stats.num_tokens) + own / 10e9
-    return estimates

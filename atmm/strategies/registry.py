@@ -304,5 +304,10 @@ def known(name: str) -> bool:
     return name in STRATEGIES or name.startswith("tiled ")
 
 
+def served(name: str, device_type: str) -> bool:
+    """Whether requests can be served with a known strategy: those of a GPU read factors in place."""
+    return name.startswith("tiled") if device_type == "cuda" else known(name)
+
+
 def prepare(name: str, plan: SegmentPlan, stats: BatchStats) -> Strategy:
     return _tiled(plan, stats, name) if name.startswith("tiled ") else STRATEGIES[name](plan, stats)

@@ -31,7 +31,7 @@ from atmm.layers import Factors, Site, SiteGroup
 from atmm.operator import add_delta, add_deltas
 from atmm.segments import Lane, SegmentPlan
 from atmm.strategies.hybrid import divides
-from atmm.strategies.registry import comes_transposed
+from atmm.strategies.registry import comes_transposed, served
 from atmm.triton.tiling import Tiling, block_r
 from atmm.tuning.buckets import Bucket, Evenness
 from atmm.tuning.cold_cache import DeviceCaches, factors_of, read_by
@@ -257,8 +257,16 @@ _caches = functools.cache(DeviceCaches)
 
 
 def candidates(stats: BatchStats, transposed: bool) -> list[str]:
-    """Strategies worth timing, including the rule's choice."""
+    """Strategies worth timing that requests can be served with, including the rule's choice."""
     layout = stats.layout
+    if layout.device.type == "cuda":
+        from atmm.triton.tiling import finalists, shrink_programs
+
+        lengths = [lane.stop - lane.start for lane in stats.lanes]
+        highest = max(span.rank for site in layout.spans for span in site.values())
+        programs = shrink_programs(lengths, len(stats.live), highest)
+        tilings = finalists(layout.dtype.itemsize, layout.d_in, max(lengths), stats.num_tokens, programs)
+        return ["tiled", *(tiling.name for tiling in tilings)]
     estimates = estimate(stats)
     least = min(estimates.values())
     names = [name for name, seconds in estimates.items() if seconds <= _MOST_ESTIMATED * least]
@@ -267,14 +275,6 @@ def candidates(stats: BatchStats, transposed: bool) -> list[str]:
             names.append("compiled")
         if divides(stats.lanes):
             names.append("divided")
-    if layout.device.type == "cuda":
-        from atmm.triton.tiling import finalists, shrink_programs
-
-        lengths = [lane.stop - lane.start for lane in stats.lanes]
-        highest = max(span.rank for site in layout.spans for span in site.values())
-        programs = shrink_programs(lengths, len(stats.live), highest)
-        tilings = finalists(layout.dtype.itemsize, layout.d_in, max(lengths), stats.num_tokens, programs)
-        names += ["tiled", *(tiling.name for tiling in tilings)]
     ruled = rule(stats, transposed)
     return names if ruled in names else [*names, ruled]
 
@@ -301,14 +301,16 @@ def error(case: Case, strategy: str, device: str) -> float:
 
 
 def read(journal: Path) -> list[Finding]:
-    """The findings of an interrupted search; empty without a journal. Truncated lines are skipped."""
+    """The findings of an interrupted search; empty without a journal. Truncated lines and those of other versions are
+    skipped, so that their cases are measured again.
+    """
     if not journal.exists():
         return []
     found = []
-    for line in journal.read_text().splitlines():
+    for line in journal.read_bytes().splitlines():
         try:
             found.append(_from_line(json.loads(line)))
-        except json.JSONDecodeError:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
     return found
 
@@ -326,9 +328,12 @@ def _as_line(finding: Finding) -> str:
 def _from_line(line: Mapping[str, Any]) -> Finding:
     tokens, adapters, rank, d_in, d_out, num_sites, evenness, dtype, device_type = line["bucket"]
     sizes = tokens, adapters, rank, d_in, d_out, num_sites
-    return Finding(
-        Bucket(*sizes, Evenness[evenness], getattr(torch, dtype), device_type), line["seconds"], line["ruled"]
-    )
+    bucket = Bucket(*sizes, Evenness[evenness], getattr(torch, dtype), device_type)
+    bucket.key()  # raises ValueError for a size out of range
+    seconds = {name: float(taken) for name, taken in line["seconds"].items()}
+    if line["ruled"] not in seconds or not all(served(name, device_type) for name in seconds):
+        raise ValueError(f"measured other strategies: {', '.join(seconds)}")
+    return Finding(bucket, seconds, line["ruled"])
 
 
 # Compile the kernels of a search in parallel processes: one takes a second, and a search times hundreds.

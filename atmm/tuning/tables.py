@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from atmm import processor
-from atmm.strategies.registry import known
+from atmm.strategies.registry import known, served
 from atmm.tuning.buckets import Bucket, Evenness
 
 logger = logging.getLogger(__name__)
@@ -159,11 +159,11 @@ def read_table(path: pathlib.Path, device_type: str) -> Table:
         found = [(_bucket(row[:-1], device_type), row[-1]) for row in rows]
         for bucket, _ in found:
             bucket.key()  # raises ValueError for a size out of range
-        # Earlier versions also measured CUTLASS's grouped products. The rule decides for these buckets.
-        found = [row for row in found if not str(row[1]).startswith("grouped ")]
-        unknown = {strategy for _, strategy in found if not known(strategy)}
+        unknown = {strategy for _, strategy in found if not (known(strategy) or strategy.startswith("grouped "))}
         if unknown:
             raise ValueError(f"unknown strategies: {', '.join(sorted(unknown))}")
+        # On a GPU, earlier versions also measured strategies on packed copies, and CUTLASS's grouped products.
+        found = [row for row in found if served(row[1], device_type)]
         device, threads = document["device"], document.get("threads", 1)
         if not isinstance(device, str):
             raise ValueError(f"device is {device!r}, not a name")

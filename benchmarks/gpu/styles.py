@@ -113,9 +113,7 @@ def measure(context: Context, case: Case, bytes_per_s: float, styles: Sequence[s
     plan = case.plan()
     packed = groups[0].packed
     assert packed is not None
-    # Without a tuning table, the kernels with their default tiles.
-    chosen = choose(BatchStats(plan, packed.layout))
-    ours = "tiled" if not chosen.startswith("tiled") and context.on_gpu else chosen
+    ours = choose(BatchStats(plan, packed.layout))
     mine = case.plan(ours)
     together = torch.cat(outputs, 1)
     calls: dict[str, Callable[[], object]] = {"ours": functools.partial(_add_all, groups, mine, x, together)}

@@ -257,7 +257,7 @@ def test_processors_of_other_architectures_and_gpus_do_not_share_tables(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     assert chosen(1, "cuda") is None
-    package("nvidia-h100", device="NVIDIA H100", capability="9.0")
+    package("nvidia-h100", device="NVIDIA H100", capability="9.0", rows=[[*ROW[:-1], "tiled"]])
     found = chosen(64, "cuda")  # independent of the host's threads
     assert found is not None and found.device == "NVIDIA H100" and found.rows[0][0].device_type == "cuda"
     assert tables.describe("cuda") == (
@@ -344,10 +344,11 @@ def test_a_broken_file_is_skipped_with_one_line(
     assert str(broken) in record.getMessage()
 
 
-def test_rows_of_strategies_that_are_gone_are_skipped(folders: tuple[Put, Put]) -> None:
-    row = [1, 1, 8, 64, 64, 1, "EVEN", "float32"]
-    path = folders[0](HERE, rows=[[*row, "grouped m64 n64 k32 s5"], [2, *row[1:], "loop"]])
-    assert [strategy for _, strategy in tables.read_table(path, "cpu").rows] == ["loop"]
+def test_rows_that_no_request_can_use_are_skipped(folders: tuple[Put, Put]) -> None:
+    names = "grouped m64 n64 k32 s5", "loop", "stacked", "tiled", OWN
+    path = folders[0]("other", rows=[[*ROW[:-1], name] for name in names])
+    for device_type, served in (("cpu", names[1:]), ("cuda", names[3:])):
+        assert tuple(strategy for _, strategy in tables.read_table(path, device_type).rows) == served
 
 
 def test_a_table_is_read_as_it_was_written(folders: tuple[Put, Put], tmp_path: pathlib.Path) -> None:

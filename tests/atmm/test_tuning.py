@@ -20,7 +20,7 @@ from atmm.batch_stats import BatchStats
 from atmm.cpu.lanes import serves
 from atmm.cpu.products import Weights
 from atmm.dispatch import rule
-from atmm.layers import SiteGroup
+from atmm.layers import Layout, SiteGroup
 from atmm.operator import add_delta
 from atmm.places import PackedPlaces
 from atmm.segments import SegmentPlan
@@ -98,6 +98,14 @@ def test_clearly_slower_candidates_are_not_timed() -> None:
         assert ("divided" in candidates(stats_of(case), transposed=False)) == divided
 
 
+def test_a_gpu_is_searched_for_strategies_that_requests_use() -> None:
+    stats = stats_of(Case(SMALL[0], 8, "float32", 2, 8, True))
+    layout, spans = stats.layout, tuple(tuple(site.values()) for site in stats.layout.spans)
+    stats.layout = Layout(layout.keys, spans, layout.d_in, layout.d_outs, layout.dtype, torch.device("cuda"))
+    names = candidates(stats, transposed=False)
+    assert rule(stats) in names and len(names) > 2 and all(name.startswith("tiled") for name in names)
+
+
 def test_evicting_caches_does_not_change_tensors() -> None:
     group = Case(SMALL[0], 8, "float32", 2, 8, True).group("cpu")
     factors = factors_of(group)
@@ -130,8 +138,13 @@ def test_an_interrupted_search_resumes(tmp_path: Path) -> None:
     journal, todo = tmp_path / "found.partial", some(5)
     assert list(search.search(todo, "cpu", journal, seconds=0.0)) == []
     first = list(search.search(todo[:2], "cpu", journal, seconds=60.0))
+    line = json.loads(journal.read_text().splitlines()[-1])
+    bucket = [*line["bucket"][:6], "SMOOTH", *line["bucket"][7:]]
+    others = {"seconds": {"fastest": 1.0}}, {"ruled": "fastest"}, {"bucket": bucket}, {"seconds": None}
     with journal.open("a") as file:
-        file.write('{"bucket": [1, 2')  # the machine failed during the write
+        # Lines of other versions, and one that was cut off.
+        file.writelines(json.dumps({**line, **other}) + "\n" for other in others)
+        file.write('{"bucket": [1, 2')
     assert search.read(journal) == first
     rest = list(search.search(todo, "cpu", journal, seconds=60.0))
     assert rest[:2] == [None, None] and len(rest) == 5
