@@ -7,17 +7,22 @@ import stat
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from vlora.errors import BadImage
+from vlora.errors import BadImage, listed
 
 
 def find_files(
-    given: str | Path, suffixes: Collection[str], lacks: str, on_error: Callable[[BadImage], None]
+    given: str | Path,
+    suffixes: Collection[str],
+    lacks: str,
+    on_error: Callable[[BadImage], None],
+    say: Callable[[str], None],
 ) -> list[Path]:
     """The given file, or the files of the given folder and its folders with one of the suffixes, in order of name.
 
     Args:
         lacks: in messages, what a folder without such a file lacks, such as "no picture".
         on_error: called with the error of each folder inside that cannot be read; the others are still searched.
+        say: called once with the names of the files that have another suffix, without hidden ones.
 
     Raises:
         BadImage: the path does not exist or cannot be read, or the folder contains no such file.
@@ -34,13 +39,16 @@ def find_files(
     if not stat.S_ISDIR(mode):
         raise BadImage(f"no file or folder {str(given)!r}")
     unreadable: list[OSError] = []
-    files = (Path(folder, name) for folder, _, names in os.walk(path, onerror=unreadable.append) for name in names)
+    files = [Path(folder, name) for folder, _, names in os.walk(path, onerror=unreadable.append) for name in names]
     found = sorted(file for file in files if file.suffix.lower() in suffixes and _is_file(file))
     errors = [BadImage(f"cannot read folder {each.filename!r}: {each.strerror}") for each in unreadable]
     if not found:
         raise errors[0] if errors else BadImage(f"folder {str(given)!r} contains {lacks}")
     for problem in errors:
         on_error(problem)
+    skipped = {file.name for file in files if file.suffix.lower() not in suffixes and not file.name.startswith(".")}
+    if skipped:
+        say(f"folder {str(given)!r}: skipped {listed(skipped)}; only files ending in {', '.join(suffixes)} are read")
     return found
 
 

@@ -36,8 +36,7 @@ from vlora.errors import (
     VLoraError,
 )
 from vlora.types.domain import Way
-
-SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
+from vlora.types.video import PICTURE_SUFFIXES
 
 
 class PictureAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,16 +60,21 @@ def printable(picture: Path) -> str:
     return os.fsencode(picture).decode(errors="replace")
 
 
-def find_pictures(paths: Sequence[str | Path], on_error: Callable[[BadImage], None] = lambda error: None) -> list[Path]:
+def find_pictures(
+    paths: Sequence[str | Path],
+    on_error: Callable[[BadImage], None] = lambda error: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Path]:
     """The given files, and the pictures of the given folders in order of name.
 
     Args:
         on_error: called with the error of each folder in a given one that cannot be read.
+        say: called with the names of a folder's files that are no pictures.
 
     Raises:
         BadImage: a path does not exist or cannot be read, or a folder contains no picture.
     """
-    return [file for path in paths for file in find_files(path, SUFFIXES, "no picture", on_error)]
+    return [file for path in paths for file in find_files(path, PICTURE_SUFFIXES, "no picture", on_error, say)]
 
 
 def ask_all(

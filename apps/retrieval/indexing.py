@@ -128,7 +128,7 @@ def _update_all(
     groups = find_groups(client, settings.adapters, settings.heads, settings.questions, settings.max_tokens)
     check_versions(client, index)
     errors: list[VLoraError] = []
-    media = find_media(paths, errors.append)
+    media = find_media(paths, errors.append, say)
     removed = _vanished(index, paths)  # not of a folder without any file, which may be a disk that is not mounted
     index.remove(removed)
     report = on_failed or (lambda error: say(str(error)))

@@ -16,9 +16,10 @@ import numpy as np
 from apps.found_files import find_files
 from apps.video_analytics import ClipShape, Source, read_clips
 from apps.video_analytics.sampling import spread
-from apps.video_analytics.sources import PICTURE_SUFFIXES, VIDEO_SUFFIXES, read_picture
+from apps.video_analytics.sources import is_picture, read_picture
 from vlora.errors import BadImage
 from vlora.opencv import cv2
+from vlora.types.video import PICTURE_SUFFIXES, VIDEO_SUFFIXES
 
 _JPEG_QUALITY = 90
 _READ_BYTES = 1 << 20
@@ -52,11 +53,14 @@ class Clip(NamedTuple):
         return [self.frames[place] for place in spread(num_frames, len(self.frames))]
 
 
-def find_media(paths: Sequence[str | Path], on_error: Callable[[BadImage], None]) -> list[Media]:
+def find_media(
+    paths: Sequence[str | Path], on_error: Callable[[BadImage], None], say: Callable[[str], None]
+) -> list[Media]:
     """The given files, and the videos and pictures of the given folders and their folders, each once, in order of name.
 
     Args:
         on_error: called with the error of each folder in a given one that cannot be read.
+        say: called with the names of a folder's files that are neither.
 
     Raises:
         BadImage: a path does not exist, cannot be read or is a stream, or a folder contains no video and no picture.
@@ -65,9 +69,9 @@ def find_media(paths: Sequence[str | Path], on_error: Callable[[BadImage], None]
     for given in paths:
         if re.match(r"\w+://", str(given)):
             raise BadImage(f"cannot index {str(given)!r}: an index is made of files; record the stream to a file first")
-        for file in find_files(given, VIDEO_SUFFIXES | PICTURE_SUFFIXES, "no video and no picture", on_error):
+        for file in find_files(given, VIDEO_SUFFIXES + PICTURE_SUFFIXES, "no video and no picture", on_error, say):
             path = Path(os.path.abspath(file))
-            found[path] = Media(path, "picture" if path.suffix.lower() in PICTURE_SUFFIXES else "video")
+            found[path] = Media(path, "picture" if is_picture(path) else "video")
     return list(found.values())
 
 

@@ -18,10 +18,9 @@ from apps.found_files import find_files
 from apps.video_analytics.sampling import CHUNK_S, SHOWN_FPS, Chunk, ClipShape, Frame, Sampler
 from vlora.errors import BadImage
 from vlora.opencv import Video, clock, cv2
+from vlora.types.video import PICTURE_SUFFIXES, VIDEO_SUFFIXES
 
-VIDEO_SUFFIXES = {".mp4", ".avi", ".mkv", ".mov", ".webm", ".m4v", ".mpg", ".mpeg", ".ts"}
-PICTURE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
-_DEEP_OR_CLEAR = {".png", ".webp", ".tif", ".tiff"}  # may have more than 8 bits or transparency
+_DEEP_OR_CLEAR = {".gif", ".png", ".webp", ".tif", ".tiff"}  # may have more than 8 bits or transparency
 
 _SHOWN_WIDTH = 640
 _JPEG_QUALITY = 95
@@ -40,11 +39,12 @@ class Source(NamedTuple):
         return self.kind == "live"
 
 
-def find_sources(addresses: Sequence[str]) -> list[Source]:
+def find_sources(addresses: Sequence[str], say: Callable[[str], None] = lambda text: None) -> list[Source]:
     """A source for each address: a file, a camera number, a URL; for a folder and those inside each video, and the
     pictures of each folder together.
 
-    Raises BadImage for a folder that has neither or cannot be read. Equal names are numbered.
+    Raises BadImage for a folder that has neither or cannot be read. Equal names are numbered. say: called with the
+    names of a folder's files that are neither.
     """
     found: list[Source] = []
     for address in addresses:
@@ -54,12 +54,24 @@ def find_sources(addresses: Sequence[str]) -> list[Source]:
             place = re.sub(r"^\w+://", "", without_password(address))
             found.append(Source(re.sub(r"\W+", "-", place).strip("-")[:80] or "stream", address, "live"))
         elif os.path.isdir(address):
-            found += _of_folder(Path(address))
+            found += _of_folder(Path(address), say)
         else:
-            still = Path(address).suffix.lower() in PICTURE_SUFFIXES
-            found.append(Source(Path(address).stem or "video", address, "pictures" if still else "file"))
+            kind: Literal["pictures", "file"] = "pictures" if is_picture(Path(address)) else "file"
+            found.append(Source(Path(address).stem or "video", address, kind))
     names = unique_names([source.name for source in found])
     return [source._replace(name=name) for source, name in zip(found, names, strict=True)]
+
+
+def is_picture(path: Path) -> bool:
+    """Whether a file is a picture, by its suffix; a GIF with several frames is a video."""
+    suffix = path.suffix.lower()
+    if suffix != ".gif":
+        return suffix in PICTURE_SUFFIXES
+    try:
+        str(path).encode()  # OpenCV aborts on others
+        return cv2.imcount(str(path)) == 1
+    except (UnicodeEncodeError, cv2.error):
+        return True  # the error is reported when the picture is read
 
 
 def without_password(address: str) -> str:
@@ -77,7 +89,7 @@ def unique_names(names: Sequence[str]) -> list[str]:
     return list(taken)
 
 
-def _of_folder(folder: Path) -> list[Source]:
+def _of_folder(folder: Path, say: Callable[[str], None]) -> list[Source]:
     """The videos in a folder and the folders inside, and the pictures of each, without the results of an earlier run.
 
     Raises BadImage.
@@ -86,14 +98,14 @@ def _of_folder(folder: Path) -> list[Source]:
     def refuse(error: BadImage) -> None:
         raise error
 
-    files = find_files(folder, VIDEO_SUFFIXES | PICTURE_SUFFIXES, "no video and no picture", refuse)
+    files = find_files(folder, VIDEO_SUFFIXES + PICTURE_SUFFIXES, "no video and no picture", refuse, say)
     files = [path for path in files if not _is_result(path)]
     top, found = folder.resolve().name, []
-    for path in files:
-        if path.suffix.lower() in VIDEO_SUFFIXES:
-            inside = path.relative_to(folder).with_suffix("").parts
-            found.append(Source("-".join(inside), str(path), "file"))
-    for parent in dict.fromkeys(path.parent for path in files if path.suffix.lower() in PICTURE_SUFFIXES):
+    pictures = list(filter(is_picture, files))
+    for path in sorted({*files} - {*pictures}):
+        inside = path.relative_to(folder).with_suffix("").parts
+        found.append(Source("-".join(inside), str(path), "file"))
+    for parent in dict.fromkeys(path.parent for path in pictures):
         found.append(Source("-".join(parent.relative_to(folder).parts) or top, str(parent), "pictures"))
     if not found:
         raise BadImage(f"folder {str(folder)!r} contains results of `vlora stream` only; give a folder of videos")
@@ -235,7 +247,7 @@ def _read_pictures(
     folder: Path, shapes: Sequence[ClipShape], stop: threading.Event, shown: bool
 ) -> Iterator[tuple[int, Chunk]]:
     if folder.is_dir():
-        files = [path for path in _files(folder) if path.suffix.lower() in PICTURE_SUFFIXES]
+        files = list(filter(is_picture, _files(folder)))
     else:
         read_picture(folder)  # its error is that of the source
         files = [folder]

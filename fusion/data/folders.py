@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fusion.data.frames import PICTURE_SUFFIXES, VIDEO_SUFFIXES, Clip, Frames, Picture
+from fusion.data.frames import Clip, Frames, Picture
 from fusion.data.items import Item, source_picture
 from fusion.plan.data_formats import ImageFolder, Unlabelled, VideoFolder
 from vlora.models.vision.images import FORMATS
 from vlora.plan_files.errors import PlanErrors
 from vlora.training.records import PART_NAMES, PARTS, Part
+from vlora.types.video import PICTURE_SUFFIXES, VIDEO_SUFFIXES
 
 _NOT_READ = (".heic", ".heif", ".avif", ".jxl", ".jp2", ".psd", ".svg", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw")
 _OF_ARCHIVES = ("__MACOSX", "@eaDir")  # folders that unpacking and network storage leave

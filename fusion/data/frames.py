@@ -23,11 +23,8 @@ from PIL import Image
 from vlora.errors import BadImage
 from vlora.models.vision.images import FORMATS, open_image, upright_rgb
 from vlora.opencv import Video, cv2
+from vlora.types.video import PICTURE_SUFFIXES
 
-PICTURE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-VIDEO_SUFFIXES = (
-    *(".mp4", ".avi", ".mkv", ".mov", ".webm", ".m4v", ".mpg", ".mpeg", ".ts", ".mts", ".m2ts", ".wmv", ".flv", ".3gp"),
-)
 QUARTER_TURNS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 
 _ORIENTATION = 0x0112

@@ -9,11 +9,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from fusion.data.boxes import Annotated, Drawn, Edges, boxed_items, seem_shares
-from fusion.data.frames import PICTURE_SUFFIXES, find_file, read_text
+from fusion.data.frames import find_file, read_text
 from fusion.data.items import Item
 from fusion.plan.data_formats import Voc
 from vlora.plan_files.errors import PlanErrors
 from vlora.training.records import PART_NAMES, Part
+from vlora.types.video import PICTURE_SUFFIXES
 
 _ENCODING = re.compile(rb"""<\?xml[^>]*encoding=["']([\w.-]+)""")
 _PICTURES = ("JPEGImages", "images", "Images")

@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 from fusion.data.boxes import Annotated, Drawn, Edges, boxed_items
 from fusion.data.folders import files_in, note_skipped
-from fusion.data.frames import PICTURE_SUFFIXES, find_file, read_text
+from fusion.data.frames import find_file, read_text
 from fusion.data.items import Item
 from fusion.plan.data_formats import Yolo
 from vlora.errors import BadPlan
 from vlora.plan_files.errors import PlanErrors
 from vlora.plan_files.reading import read_yaml
 from vlora.training.records import PART_NAMES, PARTS, Part
+from vlora.types.video import PICTURE_SUFFIXES
 
 _NAMES = ("classes.txt", "obj.names", "_darknet.labels", "labels/classes.txt", "predefined_classes.txt")
 _LISTS: dict[str, Part] = {"train": "train", "val": "validation", "valid": "validation", "test": "test"}

@@ -201,7 +201,7 @@ def test_paths_and_files_that_cannot_be_used_are_errors(here: Indexed, videos: P
         ("x" * 256, "cannot read 'x+': File name too long"),
     ):
         with pytest.raises(BadImage, match=message):
-            find_media([path], list[BadImage]().append)
+            find_media([path], list[BadImage]().append, print)
     here.update(videos)
     whole = here.path.read_bytes()
     with contextlib.closing(sqlite3.connect(tmp_path / "other.sqlite")) as other:

@@ -44,22 +44,27 @@ def clips_of(source: Source, num_frames: int, fps: float | None = None, **option
 
 
 def test_addresses_become_sources_with_unique_names(tmp_path: Path) -> None:
-    for name in ("b.mp4", "a.MP4", "notes.txt", "c.png"):
+    for name in ("b.mp4", "a.MP4", "notes.txt", ".hidden", "c.jfif", "still.gif", "moving.GIF", "d.m2ts"):
         (tmp_path / name).write_bytes(b"")
+    frames = [Image.new("L", (8, 8), grey) for grey in (20, 230)]
+    frames[0].save(tmp_path / "still.gif")
+    frames[0].save(tmp_path / "moving.GIF", save_all=True, append_images=frames[1:])
     addresses = ("0", "rtsp://user:secret@camera-7:554/main?x=1", "x/street.mp4", "y/street.mp4", str(tmp_path))
-    assert [(source.name, source.kind) for source in find_sources(addresses)] == [
+    said: list[str] = []
+    assert [(source.name, source.kind) for source in find_sources(addresses, said.append)] == [
         ("camera-0", "live"),
         ("camera-7-554-main-x-1", "live"),
-        *((name, "file") for name in ("street", "street-2", "a", "b")),
+        *((name, "file") for name in ("street", "street-2", "a", "b", "d", "moving")),
         (tmp_path.name, "pictures"),
     ]
+    assert len(said) == 1 and "skipped notes.txt; only files ending in" in said[0]
     (gate := tmp_path / "gate").joinpath("old").mkdir(parents=True)
     (gate / "a.events").mkdir()
     results = ("a.jsonl", "a.webm", "a.events.jsonl", "a.events/0001-car.jpg")  # of an earlier run
     for name in ("a.mp4", "old/a.mp4", "old/1.png", *results):
         (gate / name).write_bytes(b"")
     assert [source.name for source in find_sources([str(tmp_path), str(gate / "a.mp4")])] == [
-        *("a", "b", "gate-a", "gate-old-a", tmp_path.name, "gate-old", "a-2"),
+        *("a", "b", "d", "gate-a", "gate-old-a", "moving", tmp_path.name, "gate-old", "a-2"),
     ]
     (tmp_path / "empty").mkdir()
     for folder, why in (("gate/a.events", "results of `vlora stream` only"), ("empty", "no video and no picture")):
@@ -111,7 +116,7 @@ def test_a_folders_pictures_are_chunks_of_as_many_as_the_head_reads(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "kind", ["RGBA.png", "RGBA.webp", "RGBA.tif", "LA.png", "P.png", "I;16.png", "I;16.tif", "RGBA;16.png"]
+    "kind", ["RGBA.png", "RGBA.webp", "RGBA.tif", "LA.png", "P.png", "P.gif", "I;16.png", "I;16.tif", "RGBA;16.png"]
 )
 def test_pictures_have_the_pixels_that_the_server_decodes(tmp_path: Path, kind: str) -> None:
     mode, _, suffix = kind.partition(".")

@@ -111,7 +111,7 @@ def stream(
         raise BadRequest("nothing is asked; give at least one --head or --question")
     if fps is not None and not math.isfinite(fps):
         raise BadRequest(f"--fps is {fps}; it must be a number above 0")
-    found = find_sources(sources)
+    found = find_sources(sources, lambda text: click.echo(text, err=True))
     num_problems = 0
     several = len(heads) + len(questions) * max(1, len(adapters)) > 1
 
@@ -196,7 +196,7 @@ def batch(
 
     if resume and out is None:
         raise click.UsageError("--resume continues a file; also give --out")
-    found = find_pictures(images, on_error)
+    found = find_pictures(images, on_error, lambda text: click.echo(text, err=True))
     num_found, num_received, num_answered = len(found), 0, 0
     if head is not None and answer is not None:
         raise BadRequest("--answer has no effect on a task head's answer; leave out --answer or --head")

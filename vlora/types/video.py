@@ -1,4 +1,4 @@
-"""Videos as callers send them: frames with their times."""
+"""Videos as callers send them: frames with their times; the suffixes of files with pictures and videos."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ import msgspec
 from vlora.errors import BadRequest
 from vlora.types.request import MAX_VISUALS
 
+PICTURE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+VIDEO_SUFFIXES = (
+    *(".mp4", ".avi", ".mkv", ".mov", ".webm", ".m4v", ".mpg", ".mpeg", ".ts", ".mts", ".m2ts", ".wmv", ".flv", ".3gp"),
+)
 Frame = TypeVar("Frame", covariant=True)
 
 
