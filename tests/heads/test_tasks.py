@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from sklearn.metrics import f1_score
 
 from heads import TASKS, Box, Grid, Task, Value
-from heads.regression import Regression
 from heads.task import LESS_IS_BETTER
-from heads.tasks import make_task
+from heads.tasks import Regression, make_task
 
 pytestmark = pytest.mark.slow
 
