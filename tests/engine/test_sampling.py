@@ -50,7 +50,7 @@ def test_penalties_are_those_of_transformers(reference: Reference, policy: str) 
         ({}, {}),
         ({"logit_bias": ((favourite, -30.0),)}, {"sequence_bias": [[[favourite], -30.0]]}),
     ]
-    outputs = engine(reference, policy=policy).run(
+    outputs = engine(reference, policy=policy, encode_share=1e9).run(  # images first: all requests share their steps
         ask(PROMPTS[i], str(i), "wide8", sampling=sampling(**ours)) for i, (ours, _) in enumerate(cases)
     )
     peft = reference.oracle.peft
