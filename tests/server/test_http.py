@@ -13,6 +13,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from schemathesis.core.result import Ok
 from tests.example_counts import scaled
 from tests.server.api import Api, data_url, events, image_part, running_api
 from tests.server.running import png
+from tests.server.scripted import write_adapter
 from tests.server.test_grammars import COUNT, STOP, call
 from vlora.client.values import sampling_params
 from vlora.errors import BadRequest
@@ -364,6 +366,25 @@ def test_errors_name_the_field(api: Api, stream: bool) -> None:
             assert not any(theirs in error["message"] for theirs in LIBRARIES), answer
 
 
+def test_adapters_are_loaded_and_unloaded_by_the_calls_of_vllm(api: Api, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "lora", {"rain": 1})
+    load, unload, gone = {"lora_name": "lora", "lora_path": path}, {"lora_name": "lora"}, {"lora_name": "x{y}"}
+    for what, body, status, message in (
+        ("load", load, 200, "Success: LoRA adapter 'lora' added successfully."),
+        ("load", load, 400, "The lora adapter 'lora' has already been loaded. If you want to load the adapter in"),
+        ("load", {**load, "load_inplace": True}, 200, "Success: LoRA adapter 'lora' added successfully."),
+        ("load", {"lora_name": "y", "lora_path": str(tmp_path)}, 400, f"{tmp_path}: no adapter_config.json"),
+        ("load", unload, 400, "lora_path is missing"),
+        ("load", {**load, "is_3d_lora_weight": True}, 400, "is_3d_lora_weight: this field is not supported"),
+        ("unload", {**unload, "lora_int_id": 7}, 200, "Success: LoRA adapter 'lora' removed successfully."),
+        ("unload", gone, 404, "no adapter named 'x{y}'"),
+        ("unload", {}, 400, "lora_name is missing"),
+    ):
+        found, answer = api.call("POST", f"/v1/{what}_lora_adapter", body)
+        text = answer if isinstance(answer, str) else answer["error"]["message"]
+        assert found == status and text.startswith(message), answer
+
+
 NO_NUMBER = 'replicas: it must be a whole number, or "auto"'
 
 
@@ -537,7 +558,7 @@ def test_small_packets_are_sent_without_delay(monkeypatch: pytest.MonkeyPatch) -
 NAMES = (
     *("adapters", "load_adapter", "unload_adapter", "pin_adapter", "unpin_adapter"),
     *("trainings", "train", "cancel_training", "correct", "statuses", "promote", "roll_back"),
-    *("status", "scale", "drain", "resume"),
+    *("status", "scale", "drain", "resume", "load_lora_adapter", "unload_lora_adapter"),
 )
 """Of the operator's routes in the OpenAPI document, in the order of `ROWS`; clients are generated from them."""
 

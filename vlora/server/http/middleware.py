@@ -19,7 +19,8 @@ from vlora.server.security.public_errors import ANYONE
 
 ADAPTER_PATHS, TRAINING_PATHS, CLUSTER_PATHS = "/v1/adapters", "/v1/trainings", "/v1/cluster"
 LEARNING_PATHS = "/v1/learning"
-ADMIN_PATHS = (ADAPTER_PATHS, TRAINING_PATHS, CLUSTER_PATHS, LEARNING_PATHS)
+LORA_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # as of vLLM
+ADMIN_PATHS = (ADAPTER_PATHS, TRAINING_PATHS, CLUSTER_PATHS, LEARNING_PATHS, *LORA_PATHS)
 """Methods other than GET need an admin token."""
 OPEN_PATHS = frozenset({"/health", "/ready"}) | CONSOLE_FILES.keys()
 """Paths without a token: health checks of load balancers, and the console page, where the user enters the token."""

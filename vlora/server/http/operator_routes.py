@@ -11,13 +11,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from fastapi import FastAPI, Query, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, Field, create_model, field_validator
 
 from vlora import operations as op
 from vlora.config import Token
+from vlora.errors import BadRequest
 from vlora.server.frontend import FrontEnd, choice_id
-from vlora.server.http.middleware import ADAPTER_PATHS, CLUSTER_PATHS, LEARNING_PATHS, TRAINING_PATHS
+from vlora.server.http.middleware import ADAPTER_PATHS, CLUSTER_PATHS, LEARNING_PATHS, LORA_PATHS, TRAINING_PATHS
 from vlora.server.http.sampling_fields import StrictModel
 from vlora.server.operations import perform
 from vlora.server.security.access import caller_of
@@ -53,7 +54,8 @@ class ScaleBody(StrictModel):
 
 class Row(NamedTuple):
     """A route. status: of a success. fixed: fields of the operation. body: a model of the others. name: for OpenAPI's
-    operation id, if it is not the operation's."""
+    operation id, if it is not the operation's. names: in the body, of the operation's fields. more: fields of the body
+    only, with their defaults. text: the answer, in place of the operation's result."""
 
     method: str
     path: str
@@ -62,6 +64,9 @@ class Row(NamedTuple):
     fixed: Mapping[str, Any] = {}
     body: type[BaseModel] | None = None
     name: str = ""
+    names: Mapping[str, str] = {}
+    more: Mapping[str, tuple[Any, Any]] = {}
+    text: str = ""
 
 
 _PIN = ADAPTER_PATHS + "/{name}/pin"
@@ -84,10 +89,26 @@ ROWS = (
     Row("PUT", CLUSTER_PATHS + "/scale", op.Scale, body=ScaleBody),
     Row("PUT", _DRAIN, op.DrainReplica, name="drain"),
     Row("DELETE", _DRAIN, op.ResumeReplica, name="resume"),
+    Row(
+        *("POST", LORA_PATHS[0], op.LoadAdapter),
+        name="load_lora_adapter",
+        names={"name": "lora_name", "path": "lora_path"},
+        more={"load_inplace": (bool, False)},
+        text="Success: LoRA adapter '{name}' added successfully.",
+    ),
+    Row(
+        *("POST", LORA_PATHS[1], op.UnloadAdapter),
+        name="unload_lora_adapter",
+        names={"name": "lora_name"},
+        more={"lora_int_id": (int | None, None)},
+        text="Success: LoRA adapter '{name}' removed successfully.",
+    ),
 )
 
 _TEXTS = {
     "adapters": f"{op.GetAdapters.__doc__} A server with replicas adds where each adapter is.",
+    "load_lora_adapter": "Register an adapter folder on the server's file system, with vLLM's fields and answer.",
+    "unload_lora_adapter": "Remove an adapter and cancel its requests, with vLLM's fields and answer.",
     "unpin_adapter": "Unpin an adapter, so that it can be evicted.",
     "scale": "Have another number of replicas, or let the load decide; 202 while it is not done.",
     "drain": "Move a replica's requests to others, and send it no further ones; 202 while it still has requests.",
@@ -111,7 +132,7 @@ def add_operator_routes(app: FastAPI, front_end: FrontEnd) -> None:
 
 def _endpoint(front_end: FrontEnd, row: Row) -> Callable[..., Coroutine[Any, Any, Response]]:
     parameters: dict[str, tuple[Any, Any]] = {"request": (Request, ...)}
-    in_body: dict[str, Any] = {}
+    in_body: dict[str, Any] = dict(row.more)
     hints = typing.get_type_hints(row.operation)
     for field in msgspec.structs.fields(row.operation):
         default = ... if field.required else field.default
@@ -120,18 +141,26 @@ def _endpoint(front_end: FrontEnd, row: Row) -> Callable[..., Coroutine[Any, Any
         elif field.name in _QUERY:
             parameters[field.name] = (_QUERY[field.name], default)
         elif field.name not in row.fixed:
-            in_body[field.name] = (hints[field.name], default)
+            in_body[row.names.get(field.name, field.name)] = (hints[field.name], default)
     if in_body:
-        model = row.body or create_model(f"{row.operation.__name__}Body", __base__=StrictModel, **in_body)
+        kind = f"{row.operation.__name__}{'Lora' if row.names else ''}Body"
+        model = row.body or create_model(kind, __base__=StrictModel, **in_body)
         parameters["body"] = (model, ...)
 
     async def call(request: Request, body: BaseModel | None = None, **fields: Any) -> Response:
         if isinstance(body, CorrectionBody):
             fields |= {"request_id": choice_id(re.sub("^chatcmpl-", "", body.id), body.choice), "label": body.label}
         elif body is not None:
-            fields |= body.model_dump()
+            given = body.model_dump()
+            if given.get("load_inplace") is False:
+                await _check_unused(front_end, given["lora_name"])
+            own = {row.names.get(name, name): name for name in row.operation.__struct_fields__}
+            fields |= {own[name]: value for name, value in given.items() if name in own}
         caller = caller_of(request)
         operation = row.operation(**row.fixed, **fields)
+        if row.text:
+            await perform(front_end, operation, caller)
+            return PlainTextResponse(row.text.format_map(fields), row.status)
         return await _response(front_end, row, await perform(front_end, operation, caller), caller)
 
     call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -141,6 +170,16 @@ def _endpoint(front_end: FrontEnd, row: Row) -> Callable[..., Coroutine[Any, Any
         ]
     )
     return call
+
+
+async def _check_unused(front_end: FrontEnd, name: str) -> None:
+    """Raises BadRequest, with vLLM's words, for the name of an adapter."""
+    if any(status.name == name for status in await front_end.adapters.list()):
+        raise BadRequest(
+            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
+            "'load_inplace' to True.",
+            field="lora_name",
+        )
 
 
 def _default(value: Any) -> Any:
