@@ -234,7 +234,7 @@ def test_checkpoints_are_read_by_the_one_way_that_runs_none_of_their_code() -> N
 def test_ray_is_imported_by_processes_of_ray_only() -> None:
     """A front end that imports it may become a driver, which Ray may end."""
     found = {module for module, file in modules() for name in imports(file) if name.split(".")[0] == "ray"}
-    assert found == {f"vlora.cluster.on_ray.{name}" for name in ("driver", "local_ray", "actor")}
+    assert found == {f"vlora.cluster.on_ray.{name}" for name in ("driver", "connecting", "local_ray", "actor")}
 
 
 WITHOUT_TORCH = own(

@@ -97,7 +97,8 @@ def test_client_commands_and_help_need_no_extra_and_the_others_name_theirs(serve
 
 def test_several_replicas_need_ray() -> None:
     commands = {
-        "--replicas 2": [["serve", "--replicas", "2"], ["serve", "--max-replicas", "2"]],
+        "--replicas 2": [["serve", "--replicas", "2"]],
+        "--replicas 1:2": [["serve", "--replicas", "1:2"]],
         "--ray auto": [["serve", "--ray", "auto"]],
     }
     for what, lines in commands.items():

@@ -122,11 +122,12 @@ def test_flags_override_the_environment_which_overrides_the_file(
 def test_the_environment_may_name_the_file_and_the_file_may_have_lists(
     settings: dict[str, object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    values = "weight: [signs=2, '*=1'], image-hosts: example.org, prefix-cache: false, theta-s: null"
+    values = "weight: [signs=2, '*=1'], image-hosts: example.org, prefix-cache: false, theta-s: null, replicas: 1:4"
     (tmp_path / "vlora.yaml").write_text(f"serve: {{{values}}}\n")
     monkeypatch.setenv("VLORA_CONFIG", str(tmp_path / "vlora.yaml"))
     cli.main(["serve"], prog_name="vlora", standalone_mode=False)
     expected = {"weight": ("signs=2", "*=1"), "image_hosts": ("example.org",), "prefix_cache": False, "theta_s": 0.1}
+    expected |= {"replicas": "1:4"}  # not a number of base 60
     assert {name: settings[name] for name in expected} == expected
 
 

@@ -23,6 +23,7 @@ from tests.processes import PATIENCE_S, is_alive, until
 from vlora.cluster.model_files import model_digest, own_path, portable
 from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.actor import ReplicaActor
+from vlora.cluster.on_ray.processes import driver_settings
 from vlora.cluster.on_ray.reports import ActorReport, Ended, HeadFacts, Opened, Service, missing
 from vlora.cluster.on_ray.settings import Folder, RayOptions, with_own_cores, with_shared_cores
 from vlora.cluster.replica import ReplicaSettings
@@ -282,9 +283,55 @@ def test_a_head_that_does_not_keep_its_state_is_warned_of(facts: HeadFacts, warn
 
 
 @needs_ray
-def test_one_front_end_uses_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_is_asked_for_nodes_and_replicas_leave_those_that_it_drains(monkeypatch: pytest.MonkeyPatch) -> None:
     from vlora.cluster.on_ray import driver
-    from vlora.cluster.on_ray.driver import Lease
+
+    requests: list[Any] = []
+    events: list[Any] = []
+    draining, free = {"a": 0}, {"a": {"CPU": 2.0}, "b": {"CPU": 0.0}}
+    monkeypatch.setattr(driver, "request_resources", lambda **given: requests.append(given))
+    monkeypatch.setattr(driver, "own_actors", set)
+    monkeypatch.setattr(driver, "state", SimpleNamespace(get_draining_nodes=lambda: draining))
+    monkeypatch.setattr(driver, "available_resources_per_node", lambda: free)
+    monkeypatch.setattr(driver.ray, "nodes", lambda: [node("a", {"zone": "x"}, CPU=2), node("b", {"zone": "x"}, CPU=2)])
+    monkeypatch.setattr(driver.Driver, "hold", lambda self, name: None)
+    monkeypatch.setattr(driver.Driver, "say", lambda self, event: events.append(event))
+    options = RayOptions(address="h:1", labels={"zone": "x"})
+    replica = ReplicaSettings(config=EngineConfig(model="m"), secret=SECRET)
+
+    def made(most: int) -> Any:
+        return driver.Driver(driver_settings(options, replica, 2, most, Folder("/tmp/f"), "m"), None)
+
+    made(2).scale(2)
+    assert not requests  # their number is fixed
+    found = made(3)
+    for number in (2, 3):
+        found.scale(number)
+        assert requests[-1] == {"bundles": [{"CPU": 1.0}] * number, "bundle_label_selectors": [{"zone": "x"}] * number}
+    found.scale(2)
+
+    def look(now_s: float = 0.0) -> list[Any]:
+        found.look_at_nodes(now_s)
+        return [each.name for each in events]
+
+    found.nodes |= {"replica-0": "a", "replica-1": "a"}
+    assert look() == []  # none has room
+    free["b"]["CPU"] = 2.0
+    assert look() == look() == ["replica-0"]  # one by one
+    found.nodes["replica-0"] = "b"
+    free["b"]["CPU"] = 0.0
+    draining["a"] = 60_000
+    assert look(40.0) == ["replica-0"]
+    assert look(50.0) == look(51.0) == ["replica-0", "replica-1"]  # it ends soon
+    monkeypatch.setattr(driver.Lease, "release", lambda self: None)
+    found.stop()
+    assert requests[-1] == {"bundles": [], "bundle_label_selectors": []}
+
+
+@needs_ray
+def test_one_front_end_uses_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vlora.cluster.on_ray import connecting
+    from vlora.cluster.on_ray.connecting import Lease
 
     stored: dict[tuple[bytes, bytes], bytes] = {}
     store = SimpleNamespace(
@@ -292,7 +339,7 @@ def test_one_front_end_uses_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None
         delete=lambda key, namespace: stored.pop((namespace, key), None),
         put=lambda key, value, namespace: stored.update({(namespace, key): value}),
     )
-    monkeypatch.setattr(driver, "store", store)
+    monkeypatch.setattr(connecting, "store", store)
     monkeypatch.setattr(Lease, "RENEW_S", 0.05)
     monkeypatch.setattr(Lease, "STALE_S", 0.4)
 

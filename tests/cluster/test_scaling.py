@@ -19,6 +19,7 @@ from vlora.cluster.autoscaler import Autoscaler
 from vlora.cluster.cluster import COSTS, REBALANCE_S, REPLAN_S, Cluster, LivePlacement
 from vlora.cluster.members import clients
 from vlora.cluster.on_ray.cluster import RayCluster
+from vlora.cluster.on_ray.reports import Draining, Located, Opened, Restart
 from vlora.errors import BadRequest
 from vlora.routing import MoveCosts, Need, Room, Router
 from vlora.routing.placement import proactive
@@ -537,3 +538,45 @@ def test_requests_are_moved_only_where_some_wait_needlessly() -> None:
     router.now += REBALANCE_S
     placement.tick()
     assert len(router.costs) == 1  # each request is in a batch
+
+
+def located(place: int, listens: str, node: str) -> Located:
+    host, port = at(listens)[:2]
+    opened = Opened(host=host, port=port, tls=False, pid=1, replica_pid=2 + place, engine_pid=9)
+    return Located(f"replica-{place}", opened, node, "actor")
+
+
+@virtual
+async def test_a_replica_leaves_a_node_that_ray_drains(cluster: Maker) -> None:
+    """Without lost requests; one that an operator has drained stays drained."""
+    for is_drained in (False, True):
+        async with two_of_three(cluster) as found, busy(found):
+            orders = list[Any]()
+            found.ray.send = orders.append
+            for place in range(2):
+                found.hear(located(place, "ab"[place], "former"))
+            if is_drained:
+                assert await found.drain("replica-0")
+            for _ in range(2):  # of two drivers
+                found.hear(Draining("replica-0", "former"))
+            while not orders:
+                await asyncio.sleep(0.1)
+            assert orders == [Restart("replica-0", 2, moves=True)] and states(found) == [DOWN, SERVING]
+            found.hear(located(0, "c", "other"))
+            await asyncio.sleep(1)
+            assert states(found) == [DRAINING if is_drained else SERVING, SERVING]
+            assert found.status().num_deaths == 0 and len(orders) == 1
+
+
+@virtual
+async def test_the_only_replica_leaves_a_node_that_ray_drains(cluster: Maker) -> None:
+    async with two_of_three(cluster) as found:
+        found.ray.send = list[Any]().append
+        assert await found.scale(1, 5.0)
+        found.hear(located(0, "a", "former"))
+        answering = asyncio.create_task(outputs_of(found, asked("r", 300)))
+        await asyncio.sleep(1)
+        found.hear(Draining("replica-0", "former"))
+        await asyncio.sleep(1)
+        found.hear(located(0, "c", "other"))
+        check(asked("r", 300), await answering)

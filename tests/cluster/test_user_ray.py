@@ -23,7 +23,7 @@ import pytest
 
 from tests import embedded_cases
 from tests.cluster import paced_engine
-from tests.cluster.running import SLEEPING, InThread, outputs_of
+from tests.cluster.running import SLEEPING, InThread, asked, check, outputs_of
 from tests.cluster.sleeping_engine import COMMAND
 from tests.cluster.test_real_engine import check as check_real
 from tests.cluster.user_ray import UserRay
@@ -230,6 +230,64 @@ def test_a_service_waits_for_a_node_with_room(here: Here, ray: UserRay) -> None:
     for each in (node, ray.nodes.pop()):
         each.kill()
     ray.nodes.remove(node)
+
+
+def test_replicas_leave_a_node_that_ray_drains(here: Here, ray: UserRay) -> None:
+    """One stays until another node has room."""
+    camera = ("--num-cpus=1", '--resources={"camera": 1}')
+    nodes = [ray.add(*camera) for _ in range(2)]
+    found = Here(ray, namespace="drained", resources={"camera": 1})
+    try:
+        assert set(found.answer_all()) == {0}
+        pids, before = found.pids(), {each.name: each.node for each in found.cluster.status().replicas}
+        reason = ("--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=test", "--deadline-remaining-seconds=90")
+        command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", f"--address={ray.address}", *reason]
+        subprocess.run([*command, f"--node-id={before[NAMES[0]]}"], check=True, capture_output=True, timeout=60)
+        time.sleep(5)
+        assert found.pids() == pids and found.serves()
+        nodes.append(ray.add(*camera))
+        began_s = time.monotonic()
+        while found.pids()[NAMES[0]] == pids[NAMES[0]] or not found.serves():
+            assert set(found.answer_all()) == {0}
+        print(f"moved {time.monotonic() - began_s:.1f} s after a node was added")
+        after = {each.name: each.node for each in found.cluster.status().replicas}
+        assert after[NAMES[1]] == before[NAMES[1]] and after[NAMES[0]] not in before.values()
+        assert found.cluster.status().num_deaths == 0
+    finally:
+        found.close()
+        for node in nodes:
+            ray.nodes.remove(node)
+            node.kill()
+
+
+def test_rays_autoscaler_adds_a_node_under_load_and_removes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Ray's simulated provider of nodes, on a head without room for replicas."""
+    ray = UserRay(num_cpus=0, most_nodes=2)
+    for name, value in ray.environ.items():
+        monkeypatch.setenv(name, value)
+    raylets = lambda: sum(  # noqa: E731
+        each.name() == "raylet" for each in psutil.Process(ray.head.process.pid).children(recursive=True)
+    )
+    try:
+        began_s = time.monotonic()
+        scaling: dict[str, Any] = {"max_replicas": 2, "autoscale": True, "scale_up_s": 0.5, "scale_down_s": 2.0}
+        found = Here(ray, number=1, wait_s=PATIENCE_S, **scaling)
+        print(f"a node and the first replica after {time.monotonic() - began_s:.1f} s")
+        began_s = time.monotonic()
+        assert raylets() == 2
+        answers = [found.begin(outputs_of(found.cluster, asked(f"busy{number}", 1500))) for number in range(24)]
+        until(lambda: found.serves())
+        print(f"a node and the second replica after {time.monotonic() - began_s:.1f} s")
+        assert len({each.node for each in found.cluster.status().replicas}) == 2 and raylets() == 3
+        for number, answer in enumerate(answers):
+            assert check(asked(f"busy{number}", 1500), answer.result(PATIENCE_S)).timings.num_deaths == 0  # type: ignore[union-attr]
+        began_s = time.monotonic()
+        until(lambda: len(found.cluster.status().replicas) == 1 and raylets() == 2)
+        print(f"released, and its node removed, {time.monotonic() - began_s:.1f} s after the load")
+        assert set(found.answer_all()) == {0}
+        found.close()
+    finally:
+        ray.close()
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from tests.processes import free_port
 
 ROOT = str(Path(__file__).parents[2])
 _STARTED = "Ray runtime started"
+_HEAD_ID = "f" * 51 + "00000"  # with Ray's simulated provider of nodes
 
 
 class Node:
@@ -67,7 +69,8 @@ class UserRay:
         environ: What a user has set, such as the path of the token.
     """
 
-    def __init__(self, *, num_cpus: int, keeps_state: bool = False) -> None:
+    def __init__(self, *, num_cpus: int, keeps_state: bool = False, most_nodes: int = 0) -> None:
+        """most_nodes: That Ray's autoscaler adds, with a CPU each."""
         self.folder = Path(tempfile.mkdtemp(prefix="ur-", dir="/tmp"))  # paths of sockets are short
         token = self.folder / "token"
         token.touch(0o600)
@@ -81,8 +84,37 @@ class UserRay:
         if not keeps_state:
             self._state = {}
         self._num_cpus = num_cpus
+        self._autoscaling: dict[str, str] = {}
+        if most_nodes:
+            (self.folder / "autoscaling.json").write_text(json.dumps(self._autoscaler(most_nodes)))
+            ids = dict.fromkeys(("RAY_CLOUD_INSTANCE_ID", "RAY_OVERRIDE_NODE_ID_FOR_TESTING"), _HEAD_ID)
+            self._autoscaling = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", **ids}
+            self._autoscaling["RAY_enable_autoscaler_v2"] = "1"
         self.nodes: list[Node] = []
         self.start_head()
+
+    def _autoscaler(self, most_nodes: int) -> dict[str, object]:
+        of_node = {"resources": {"CPU": 1, "object_store_memory": 80_000_000}, "node_config": {}}
+        return {
+            "cluster_name": "simulated",
+            "max_workers": most_nodes,
+            "idle_timeout_minutes": 0.1,
+            "provider": {
+                "type": "external",  # Ray's own type for it needs a file that is not installed
+                "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
+                "launch_multiple": True,
+                "head_node_id": _HEAD_ID,
+                "gcs_address": f"127.0.0.1:{self._port}",
+            },
+            "available_node_types": {
+                "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+                "worker": {**of_node, "min_workers": 0, "max_workers": most_nodes},
+            },
+            "head_node_type": "ray.head.default",
+            "file_mounts": {},
+            **{key: [] for key in ("cluster_synced_files", "rsync_exclude", "rsync_filter")},
+            **{f"{part}_commands": [] for part in ("setup", "head_setup", "worker_setup", "initialization")},
+        }
 
     def start_head(self) -> None:
         (self.folder / "ray" / "ray_current_cluster").unlink(missing_ok=True)  # or it refuses to start beside nodes
@@ -93,7 +125,8 @@ class UserRay:
             f"--temp-dir={self.folder}/ray",
             "--include-dashboard=false",
             "--object-store-memory=80000000",
-            environ=self._environ | self._state,
+            *([f"--autoscaling-config={self.folder}/autoscaling.json"] if self._autoscaling else []),
+            environ=self._environ | self._state | self._autoscaling,
         )
         found = re.search(r"Local node IP: ([0-9.]+)", self.head.output)
         assert found is not None, self.head.output

@@ -79,7 +79,9 @@ def test_pods_have_room_for_the_replicas() -> None:
     cores = int(workers["rayStartParams"]["num-cpus"])
     assert str(cores) == only_container("worker")["resources"]["limits"]["cpu"] and cores >= found["replica_cpus"]
     each = cores // int(found["replica_cpus"])
-    assert workers["replicas"] * each >= found["replicas"] and workers["maxReplicas"] * each >= found["max_replicas"]
+    least, most = map(int, found["replicas"].split(":"))
+    assert workers["minReplicas"] * each >= least and workers["maxReplicas"] * each >= most
+    assert cluster["enableInTreeAutoscaling"] is True
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     (script,) = only_container("front end")["args"]
     assert "--num-cpus=0" in script and "--address=vlora-cluster-head-svc:6379" in script

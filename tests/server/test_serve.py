@@ -279,7 +279,7 @@ def vlora(*args: str) -> str:
 @pytest.mark.slow
 def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
     journal = str(folder / "routing.jsonl")
-    settings = ("--routing-rule", "least_loaded", "--max-replicas", "3", "--routing-journal", journal)
+    settings = ("--routing-rule", "least_loaded", "--routing-journal", journal)
     with replicas(folder, *settings) as on:
         ray, *lines, _ = on.lines
         assert ray == "starting Ray\n"
@@ -326,7 +326,7 @@ def test_a_killed_server_leaves_nothing_running_but_its_adapters_state(folder: P
         write_adapter(folder / name)
     given = [f"--adapter={name}={folder / name}" for name in ("given", "unloaded")]
     settings = (*given, "--adapter-state", str(folder / "state"))
-    with replicas(folder, "--replicas", "1", "--max-replicas", "2", "--autoscale", *settings) as on:
+    with replicas(folder, "--replicas", "1:2", *settings) as on:
         assert on.ready.endswith("| adapters: given, unloaded\n")
         on.client.load_adapter("loaded", folder / "loaded")
         on.client.pin_adapter("loaded", True)

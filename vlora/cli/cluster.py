@@ -119,14 +119,14 @@ def resume(name: str, client: Client, as_json: bool) -> None:
 @click.argument("number", type=_NumberOrAuto())
 @server_options
 def scale(number: int | Literal["auto"], client: Client, as_json: bool) -> None:
-    """Have NUMBER replicas, at most --max-replicas of the server, or let the load decide.
+    """Have NUMBER replicas, at most --replicas LEAST:MOST of the server, or let the load decide.
 
     \b
         vlora cluster scale 3
         vlora cluster scale auto
 
     A number holds until the next call, whatever the load; auto begins with the present number, and keeps at least
-    --replicas of the server.
+    LEAST.
 
     Further ones are started. The last ones are drained, and end once they have no requests. An interrupt ends the wait,
     and leaves what drains drained; another number then resumes it. The wait ends with an error if another call sets

@@ -30,7 +30,7 @@ def _read_config(context: click.Context, option: click.Parameter, file: Path | N
     from vlora.wording import yaml_errors
 
     try:
-        content = yaml.safe_load(file.read_text()) or {}
+        content = yaml.load(file.read_text(), _loader()) or {}
     except OSError as error:
         raise BadConfig(f"cannot read the config file {str(file)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -39,6 +39,18 @@ def _read_config(context: click.Context, option: click.Parameter, file: Path | N
         raise BadConfig(f"the config file {str(file)!r} is not YAML: {yaml_errors.described(error)}") from error
     assert isinstance(context.command, click.Group)
     context.default_map = _checked(content, context.command, f"the config file {str(file)!r}")
+
+
+def _loader() -> Any:
+    """YAML's safe one, without the numbers of base 60 of its version 1.1, in which `1:4` is 64."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_yaml_int(self, node: Any) -> Any:
+            return node.value if ":" in node.value else super().construct_yaml_int(node)
+
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
+    return Loader
 
 
 def _checked(content: Any, group: click.Group, where: str) -> dict[str, Any]:

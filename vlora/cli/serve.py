@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,9 +34,7 @@ _MOST_SECONDS = 1e9
 class ReplicaOptions:
     """Several engines; a flag each."""
 
-    replicas: int = 1
-    max_replicas: int | None = None
-    autoscale: bool = False
+    replicas: str = "1"
     scale_up_s: float = 2.0
     scale_down_s: float = 60.0
     routing_rule: str = "placed"
@@ -82,17 +81,14 @@ def take_replica_options(
             which is not imported; or an option has no effect.
     """
     given = ReplicaOptions(**{field.name: settings.pop(field.name) for field in dataclasses.fields(ReplicaOptions)})
-    number, most = given.replicas, given.max_replicas
-    if number < 1:
-        raise BadConfig(f"--replicas is {number}; at least one engine serves")
-    if most is not None and most < number:
-        raise BadConfig(f"--max-replicas is {most}, below --replicas {number}; set it to {number} or more")
-    most = most or number
+    if (numbers := re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", given.replicas)) is None:
+        raise BadConfig(f"--replicas is {given.replicas!r}; write a number, or LEAST:MOST to scale by load")
+    number, most = int(numbers[1]), int(numbers[2] or numbers[1])
+    if not 1 <= number <= most:
+        raise BadConfig(f"--replicas is {given.replicas}; at least one engine serves, and LEAST:MOST is ascending")
     for name in _SECONDS:
         if not 0 < getattr(given, name) <= _MOST_SECONDS:
             raise BadConfig(f"{_flag(name)} is {getattr(given, name):g}; set seconds from above 0 to 1e9")
-    if given.autoscale and most == number:
-        raise BadConfig(f"--autoscale needs a --max-replicas above --replicas {number}")
     address = given.ray or (environ.get("RAY_ADDRESS") if most > 1 else None)
     several = f"--ray {address}" if given.ray else str(most)
     for option, plan in (("--train", settings.get("train")), ("--learn", learn)):
@@ -116,11 +112,9 @@ def take_replica_options(
     from vlora.cluster.adapter_sender import ShippingLimits
     from vlora.cluster.on_ray.settings import check_ray
 
-    check_ray(several if given.ray else f"--replicas {most}")
-    more: dict[str, Any] = {
-        name: getattr(given, name) for name in ("autoscale", "scale_up_s", "scale_down_s", "routing_rule")
-    }
-    more["max_replicas"] = most
+    check_ray(several if given.ray else f"--replicas {given.replicas}")
+    more: dict[str, Any] = {name: getattr(given, name) for name in ("scale_up_s", "scale_down_s", "routing_rule")}
+    more |= {"max_replicas": most, "autoscale": most > number}
     if given.routing_journal is not None:
         more["routing_journal"] = os.path.abspath(os.path.expanduser(given.routing_journal))
     more["shipping"] = ShippingLimits(_bytes(given, "shipped_adapter_gib"), _bytes(given, "shipped_gib"))

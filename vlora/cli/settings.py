@@ -67,10 +67,8 @@ _SETTINGS = {
         "prefix_cache": "Reuse KV across requests with a common prefix.",
     },
     "Replicas": {
-        "replicas": "Number of engines; more than one needs Ray.",
-        "max_replicas": "Limit of `vlora cluster scale` and of --autoscale.  [default: --replicas]",
-        "autoscale": "Add replicas under load, up to --max-replicas, and release them down to --replicas.",
-        "scale_up_s": "Seconds that requests wait before --autoscale adds a replica.",
+        "replicas": "Number of engines, or LEAST:MOST to add and release them by load; more than one needs Ray.",
+        "scale_up_s": "Seconds that requests wait before a replica is added by load.",
         "scale_down_s": "Seconds that the others could carry the load before one is released.",
         "routing_rule": "Which replica gets the next request.",
         "routing_journal": "Record routing in this file, up to 256 MiB, for `vlora simulate --replay`.",

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.members import Member
+from vlora.cluster.on_ray.reports import Located
 from vlora.routing import Router
 from vlora.types.replicas import DOWN, DRAINING, SERVING, ClusterStatus, ReplicaStatus
+from vlora.wire.address import Address
 
 
 class Events:
@@ -42,4 +46,15 @@ def _replica(member: Member, router: Router, adapters: ReplicatedAdapters) -> Re
         num_requests=len(standing.holds),
         num_failed_adapters=adapters.num_failed(member.name),
         num_shipped_bytes=0 if home is None or home.files is None else home.files.num_bytes_sent,
+    )
+
+
+def with_place(status: ReplicaStatus, found: Located | None, causes: Mapping[str, str]) -> ReplicaStatus:
+    """With where it is on Ray, and why it does not start. causes: by the names of replicas."""
+    cause = causes.get(status.name, status.cause) if status.state == DOWN else status.cause
+    if found is None:
+        return msgspec.structs.replace(status, cause=cause)
+    address = str(Address(found.at.host, found.at.port))
+    return msgspec.structs.replace(
+        status, cause=cause, node=found.node, address=address, actor=found.actor, pid=found.at.replica_pid
     )

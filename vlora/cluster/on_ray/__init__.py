@@ -1,6 +1,6 @@
-"""Replicas of one machine on a Ray of their own. Ray places and restarts them; nothing of a request passes through it.
+"""Replicas that are actors on Ray, which places and restarts them; nothing of a request passes through it.
 
-`settings.py` has every setting of Ray with its reason, `head.py` is the process that runs Ray, `driver.py` the only Ray
-driver, `actor.py` what Ray starts for a replica, `processes.py` starts head and driver again, `cluster.py` is what a
-front end holds.
+`cluster.py` is what a front end holds, `processes.py` starts the processes that use Ray: `driver.py`, the only Ray
+driver, with `connecting.py`, and `local_ray.py`, a Ray of this machine. `actor.py` is what Ray starts for a replica,
+`settings.py` has every setting of Ray with its reason, `reports.py` what these exchange.
 """

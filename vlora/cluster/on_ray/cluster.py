@@ -23,6 +23,7 @@ from vlora.cluster.model_files import model_digest, portable
 from vlora.cluster.on_ray.processes import LocalRay, RayProcesses, driver_settings
 from vlora.cluster.on_ray.reports import (
     Connected,
+    Draining,
     Failed,
     HeadFacts,
     Located,
@@ -34,6 +35,7 @@ from vlora.cluster.on_ray.reports import (
 )
 from vlora.cluster.on_ray.settings import Folder, RayOptions, with_own_cores, with_shared_cores
 from vlora.cluster.replica import ALONE_S, ReplicaSettings
+from vlora.cluster.status import with_place
 from vlora.config import EngineConfig
 from vlora.engine.host_resources import default_threads
 from vlora.engine.ipc.client import ENGINE_COMMAND
@@ -47,8 +49,8 @@ from vlora.wire.address import Address
 log = logging.getLogger("vlora.cluster")
 
 HUNG_S = 60.0
+MOVE_S = 10.0  # for the requests of a replica that leaves its node
 _PAUSE_S = 0.2
-_SECRET_BYTES = 32
 
 
 class RayCluster(Cluster):
@@ -74,9 +76,8 @@ class RayCluster(Cluster):
     ) -> None:
         settings: dict[str, Any] = {"rule": rule, "weights": config.weights, "tenant_weights": config.tenant_weights}
         router = Router(**settings) if journal is None else RecordedRouter(journal.write, **settings).as_router
-        secret = secrets.token_bytes(_SECRET_BYTES)
-        super().__init__(router, secret, health=health, adapters=adapters, shipping=shipping)
-        self.secret = secret
+        self.secret = secrets.token_bytes(32)
+        super().__init__(router, self.secret, health=health, adapters=adapters, shipping=shipping)
         self._journal = journal
         self.folder = Folder.create()
         self.ray: RayProcesses
@@ -89,11 +90,12 @@ class RayCluster(Cluster):
         self._failures: dict[str, str] = {}  # of the latest starts
         self._waiting: dict[str, str] = {}  # for room on a node of Ray, which may get one: that is no failure
         self._leaving: set[str] = set()  # drained by `scale`
-        self._hung: dict[str, asyncio.TimerHandle] = {}  # by the names of lost replicas
+        self._lost: dict[str, float] = {}  # since when replicas have been lost that have not joined again
         self.on_change: list[Callable[[], object]] = []
         self.located: dict[str, Located] = {}
         self._changed: dict[str, asyncio.Event] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
+        self._moving: dict[str, asyncio.Task[None]] = {}
         self._starting: asyncio.Queue[str | NoRoom | VLoraError] | None = asyncio.Queue()  # of the start
         self._problem = ""  # of the driver, as last logged
         self._autoscaler = Autoscaler(self, scaling, self._loop.time, automatic=automatic)
@@ -124,14 +126,12 @@ class RayCluster(Cluster):
         """Start the replicas, on a new Ray of this machine unless the options have an address; wait until all serve.
 
         Args:
-            config: Of each replica.
             max_replicas: The limit of `scale`; None: `num_replicas`.
             autoscale: Whether the load decides on their number, until an operator does.
             scale_up_s, scale_down_s: See `ScalingSettings`.
             journal: Records the router's calls; closed with the cluster.
             shipping: Limits of adapters' files, which are sent to nodes of the user's Ray that lack them.
             model_name: What others are told that uses the namespace.
-            command: Starts an engine process.
             alone_s: A replica ends after so many seconds without a front end, if nothing has ended it before.
             hung_s: A lost replica is killed, and so started again, if it has not joined after so many seconds.
 
@@ -141,20 +141,19 @@ class RayCluster(Cluster):
         max_replicas = max(num_replicas, max_replicas or 0)
         is_local = options.address is None
         config = with_shared_cores(config, max_replicas) if is_local else with_own_cores(config, options.cpus)
-        digest = "" if is_local else await asyncio.to_thread(model_digest, config.model)
         scaling = ScalingSettings(num_replicas, max_replicas, scale_up_s, scale_down_s)
         self = cls(config, rule, health, hung_s, scaling, autoscale, journal, adapters, None if is_local else shipping)
         local = LocalRay(self.folder, math.ceil(max_replicas * options.cpus)) if is_local else None
         replica = ReplicaSettings(
             config=dataclasses.replace(config, model=portable(config.model)),
             secret=self.secret,
-            model_digest=digest,
+            model_digest="" if is_local else await asyncio.to_thread(model_digest, config.model),
             # Empty for the Python of each node.
             command=("" if command[0] == sys.executable else command[0], *command[1:]),
             alone_s=alone_s,
         )
-        settings = driver_settings(options, replica, num_replicas, self.folder, model_name)
-        self.ray = RayProcesses(settings, local, self._hear)
+        settings = driver_settings(options, replica, num_replicas, max_replicas, self.folder, model_name)
+        self.ray = RayProcesses(settings, local, self.hear)
         try:
             if is_local and config.device == "cpu" and num_replicas > (cores := default_threads(environ={})):
                 announce(f"{num_replicas} replicas share {cores} cores: more replicas than cores make a server slower")
@@ -198,7 +197,7 @@ class RayCluster(Cluster):
             self._autoscaler.turn_on()
             return True
         if not 1 <= number <= self.max_replicas:
-            limits = f"it must be between 1 and {self.max_replicas}, see --max-replicas"
+            limits = f"it must be between 1 and {self.max_replicas}, see --replicas"
             raise BadRequest(f"the number of replicas is {number}; {limits}")
         ends_s = self._loop.time() + timeout_s
         self._num_calls = call = self._num_calls + 1
@@ -228,15 +227,21 @@ class RayCluster(Cluster):
         for name in last:
             self._leaving.add(name)
             self._mark_drained(name, True)
-        while any(map(self._has_requests, last)):
-            if self._loop.time() >= ends_s or call != self._num_calls:
-                return False
-            self.consolidate()
-            await asyncio.sleep(_PAUSE_S / 4)
+        if not await self._emptied(last, ends_s, lambda: call == self._num_calls):
+            return False
         self.num_replicas = number
         self.ray.scale(number)
         for name in last:
             await self._release(name)
+        return True
+
+    async def _emptied(self, names: Sequence[str], ends_s: float, goes_on: Callable[[], bool] = lambda: True) -> bool:
+        """Wait until drained replicas have no requests. Returns whether they have none."""
+        while any(map(self._has_requests, names)):
+            if self._loop.time() >= ends_s or not goes_on():
+                return False
+            self.consolidate()
+            await asyncio.sleep(_PAUSE_S / 4)
         return True
 
     async def _wait_started(self, number: int, ends_s: float) -> bool:
@@ -255,25 +260,11 @@ class RayCluster(Cluster):
         """See `Cluster`, with the place of each replica, and why one does not start."""
         found = super().status()
         known = {each.name: each for each in found.replicas}
-        absent = replica_names(self.num_replicas)
-        for name in absent:
+        for name in replica_names(self.num_replicas):
             known.setdefault(name, ReplicaStatus(name=name, state=DOWN, cause="it starts", num_requests=0))
-        replicas = tuple(self._with_place(each) for _, each in sorted(known.items()))
+        causes = {**self._waiting, **self._failures}
+        replicas = tuple(with_place(each, self.located.get(name), causes) for name, each in sorted(known.items()))
         return msgspec.structs.replace(found, replicas=replicas, scaling=self._autoscaler.status)
-
-    def _with_place(self, status: ReplicaStatus) -> ReplicaStatus:
-        if status.state == DOWN:
-            known = {**self._waiting, **self._failures}
-            status = msgspec.structs.replace(status, cause=known.get(status.name, status.cause))
-        if (found := self.located.get(status.name)) is None:
-            return status
-        return msgspec.structs.replace(
-            status,
-            node=found.node,
-            address=str(Address(found.at.host, found.at.port)),
-            actor=found.actor,
-            pid=found.at.replica_pid,
-        )
 
     # -- of `Scaled` --------------------------------------------------------------------------------------------------
 
@@ -282,8 +273,7 @@ class RayCluster(Cluster):
         return self._scaling.locked()
 
     def absent(self) -> dict[int, str]:
-        joined = clients(self.members)
-        names = enumerate(replica_names(self.number))
+        joined, names = clients(self.members), enumerate(replica_names(self.number))
         failures = {name: f"{name} does not start: {cause}" for name, cause in self._failures.items()}
         return {place: failures.get(name, "") for place, name in names if name not in joined}
 
@@ -307,13 +297,10 @@ class RayCluster(Cluster):
 
     async def close(self) -> None:
         """See EngineInterface. Ends the replicas, and a Ray that was started here."""
-        for timer in self._hung.values():
-            timer.cancel()
-        tasks = [*self._following.values(), *([self._autoscaling] if self._autoscaling else [])]
+        tasks = [*self._following.values(), *self._moving.values(), *([self._autoscaling] if self._autoscaling else [])]
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await super().close()
         if not self._closed:
             self._closed = True
@@ -347,25 +334,22 @@ class RayCluster(Cluster):
                     ends_s = ends_s or self._loop.time() + wait_s
                 case name:
                     names.add(name)
-                    announce(f"{name} serves ({len(names)} of {number}){self._place(name)}")
+                    where = "" if self.ray.local is not None else f" on {self.located[name].at.host}"
+                    announce(f"{name} serves ({len(names)} of {number}){where}")
         self._starting = None
-
-    def _place(self, name: str) -> str:
-        """Where a replica is, unless all are on this machine."""
-        return "" if self.ray.local is not None else f" on {self.located[name].at.host}"
 
     async def _release(self, name: str) -> None:
         """Forget a replica that has no requests, and that the driver ends."""
-        if (following := self._following.pop(name, None)) is not None:
-            following.cancel()
-            await asyncio.wait({following})
+        for task in filter(None, (self._following.pop(name, None), self._moving.pop(name, None))):
+            task.cancel()
+            await asyncio.wait({task})
         await self.remove(name)
-        self._cancel_kill(name)
         self._leaving.discard(name)
-        for known in (self._failures, self._waiting, self._changed, self.located):
+        for known in (self._failures, self._waiting, self._changed, self._lost, self.located):
             known.pop(name, None)
 
-    def _hear(self, event: Any) -> None:
+    def hear(self, event: Any) -> None:
+        """Follow an event of the driver."""
         name = getattr(event, "name", "")
         if name and name not in replica_names(self.num_replicas):
             return  # it was on its way when the number was reduced
@@ -399,10 +383,30 @@ class RayCluster(Cluster):
                     self._problem = error.message
                     log.warning("%s; serving goes on, and it is tried again", error.message)
             case Lost(cause=cause):
-                self._cancel_kill(name)
+                self._lost.pop(name, None)
                 log.warning("%s has ended: %s; it is started again", name, cause)
+            case Draining(node=node) if name not in self._moving:
+                log.warning("Ray is going to end the node of %s, which moves to another one", name)
+                self._moving[name] = asyncio.create_task(self._move(name, node), name=f"vlora-move-{name}")
             case HeadFacts() if event.warning:
                 log.warning("%s", event.warning)
+
+    async def _move(self, name: str, node: str) -> None:
+        """Drain a replica, then have it started on another node."""
+        resumes = name not in self._drained
+        self._mark_drained(name, True)
+        if len(clients(self.members)) > 1:
+            await self._emptied([name], self._loop.time() + MOVE_S)
+        await self._disconnect(name)  # requests that no other replica has room for continue anywhere
+        asked_s = -math.inf
+        while (found := self.located.get(name)) is not None and found.node == node:
+            if self._loop.time() - asked_s > MOVE_S:  # another driver may have started
+                asked_s = self._loop.time()
+                self.ray.send(Restart(name, found.at.replica_pid, moves=True))
+            await asyncio.sleep(_PAUSE_S)
+        if resumes and name not in self._leaving:
+            self._mark_drained(name, False)
+        del self._moving[name]
 
     async def _follow(self, name: str) -> None:
         """Connect a replica, wherever its latest process listens."""
@@ -412,8 +416,7 @@ class RayCluster(Cluster):
             changed.clear()
             at = self.located[name].at
             address = Address(at.host, at.port)
-            member = self.members.get(name)
-            if member is not None and member.address == address:
+            if (member := self.members.get(name)) is not None and member.address == address:
                 continue  # found by another driver
             try:
                 await self.replace(name, address, tls=at.tls)
@@ -425,22 +428,19 @@ class RayCluster(Cluster):
     def _left(self, member: Member, *, died: bool = True) -> None:
         super()._left(member, died=died)
         if died:
-            self._cancel_kill(member.name)
-            self._hung[member.name] = self._loop.call_later(self._hung_s, self._kill, member)
+            self._lost[member.name] = self._loop.time()
 
-    def _kill(self, member: Member) -> None:
-        """End a replica that was lost and has not joined again, unless it was replaced."""
-        if self.members.get(member.name) is member and member.client is None:
-            log.warning("%s has not joined again for %g s; it is started again", member.name, self._hung_s)
-            self.ray.send(Restart(member.name, self.located[member.name].at.replica_pid))
-            self._hung[member.name] = self._loop.call_later(self._hung_s, self._kill, member)
-
-    def _cancel_kill(self, name: str) -> None:
-        if (timer := self._hung.pop(name, None)) is not None:
-            timer.cancel()
+    def _tick(self) -> None:
+        """See `Cluster`. Ends lost replicas that have not joined again."""
+        super()._tick()
+        for name, since_s in self._lost.items():
+            if self._loop.time() - since_s > self._hung_s:
+                log.warning("%s has not joined again for %g s; it is started again", name, self._hung_s)
+                self.ray.send(Restart(name, self.located[name].at.replica_pid))
+                self._lost[name] = self._loop.time()
 
     def _joined(self, member: Member) -> None:
-        self._cancel_kill(member.name)
+        self._lost.pop(member.name, None)
         was_absent = len(clients(self.members)) == 1
         super()._joined(member)
         if self._starting is not None:

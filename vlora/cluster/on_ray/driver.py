@@ -9,28 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, cast
 
 import msgspec
 import ray
 from ray._private import services
 from ray._private.state import actors, available_resources_per_node, state
+from ray.autoscaler.sdk import request_resources
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
-from ray.experimental import internal_kv
-from ray.job_config import JobConfig
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vlora.cluster.on_ray.actor import ReplicaActor, keeps_state
+from vlora.cluster.on_ray.connecting import MAX_CHARS, Lease, connect, find_address, line_of
 from vlora.cluster.on_ray.reports import (
     RENEWED,
     ActorReport,
     Connected,
+    Draining,
     DriverSettings,
     Ended,
     Event,
@@ -44,168 +44,31 @@ from vlora.cluster.on_ray.reports import (
     Order,
     Restart,
     Scale,
-    Service,
     missing,
     replica_names,
 )
 from vlora.errors import BadConfig
 from vlora.types import ErrorValue
-from vlora.wire.address import Address
 from vlora.wire.framing import pack_value, read_value
 
 _WATCH_S = 10.0  # of one call that watches an actor; those of a killed driver end by then
 _LOOK_S = 3.0
 _PENDING_S = 8.0  # a worker process has started by then, if its node has room
-_ANSWER_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _AGAIN_S, _RESTART_S = 0.2, 2.0  # between two calls of an actor that has ended; in which it is started again
 _STOP_S, _END_S = 3.0, 1.5
+_LATE_S = 15.0  # before the end of a node, its replicas leave it also if no other one has room
 _PREFIX = "vlora-"  # of the names of actors
-_MAX_CHARS = 600  # of a message of Ray
-
-# -- before and at the connection -------------------------------------------------------------------------------------
-
-
-def find_address(address: str) -> str:
-    """The control service's address. Ray would try for 45 s, or end the process without a raylet on this machine.
-
-    Raises:
-        BadConfig: There is no such Ray, or no node of it on this machine.
-    """
-    if "://" in address:
-        raise BadConfig(
-            f"--ray {address} is no address of a Ray cluster itself; write HOST:PORT of its head (port 6379 by default)"
-        )
-    if address != "auto":
-        _check_listens(Address.parse(address))
-    try:
-        found = services.canonicalize_bootstrap_address(address)
-    except (ConnectionError, ValueError, OSError) as error:
-        raise BadConfig(
-            f"--ray {address}: no Ray runs on this machine; run `ray start --address=HEAD:6379 --num-cpus=0` to join "
-            "a cluster, or `ray start --head`"
-        ) from error
-    control = Address.parse(found or "")
-    _check_listens(control)
-    if not any(_is_same(Address.parse(each), control) for each in services.find_gcs_addresses()):
-        host = f"{control}" if not control.is_local else "HEAD:PORT"
-        raise BadConfig(
-            f"this machine has no node of the Ray at {control}; run `ray start --address={host} --num-cpus=0` here, or "
-            "start the server with `ray job submit`"
-        )
-    return str(found)
-
-
-def _check_listens(control: Address) -> None:
-    try:
-        socket.create_connection(control[:2], _ANSWER_S).close()
-    except OSError as error:
-        raise BadConfig(f"nothing answers at {control}, the address of Ray's head: {error}") from error
-
-
-def _is_same(one: Address, other: Address) -> bool:
-    """Whether two addresses have the same port and machine. Some have a name, others a number."""
-    with contextlib.suppress(OSError):
-        return one.port == other.port and socket.gethostbyname(one.host) == socket.gethostbyname(other.host)
-    return one == other
-
-
-def connect(settings: DriverSettings) -> None:
-    """Raises BadConfig with Ray's reason."""
-    try:
-        # Actors are loaded from the installed package: Ray may forget the class with the driver that sent it, and would
-        # then start its actors again without end.
-        ray.init(
-            address=settings.address,
-            namespace=settings.namespace,
-            job_config=JobConfig(code_search_path=[sys.prefix]),
-            log_to_driver=False,  # the lines of replicas' logs come from their actors
-            configure_logging=False,
-            **settings.connection,
-        )
-    except Exception as error:
-        raise BadConfig(f"the Ray at {settings.address} cannot be used: {_reasons(error)}") from error
-
-
-def _reasons(error: BaseException) -> str:
-    """Ray has the reason of a refused token in the chain of causes only, as the last line of a traceback in a text."""
-    found = []
-    cause: BaseException | None = error
-    while cause is not None:
-        first, traceback, page = str(cause).partition("Traceback (most recent call last)")
-        last = page.strip().splitlines()[-1] if traceback else ""
-        for text in (_line(first) or type(cause).__name__, _line(last)):
-            if text and text not in found:
-                found.append(text)
-        cause = cause.__cause__ or cause.__context__
-    return "; ".join(found)[:_MAX_CHARS]
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())[:_MAX_CHARS]
-
-
-class Store(NamedTuple):
-    """Ray's own store of keys and values, in its head."""
-
-    get: Callable[..., bytes | None] = internal_kv._internal_kv_get  # noqa: SLF001
-    put: Callable[..., object] = internal_kv._internal_kv_put  # noqa: SLF001
-    delete: Callable[..., object] = internal_kv._internal_kv_del  # noqa: SLF001
-
-
-store = Store()
-
-
-class Lease:
-    """The use of a namespace by one front end: an entry of Ray's own store that its driver renews."""
-
-    _KEY = b"service"
-    RENEW_S, STALE_S = 1.0, 10.0
-
-    def __init__(self, namespace: str, service: Service) -> None:
-        self._namespace = f"vlora:{namespace}".encode()
-        self._service = service
-        self._what = namespace
-        self._count = 0
-
-    def take(self) -> None:
-        """Raises BadConfig if another front end uses the namespace."""
-        former = self._get()
-        ends_s = time.monotonic() + self.STALE_S
-        while former is not None and former[0].key != self._service.key and time.monotonic() < ends_s:
-            time.sleep(self.RENEW_S / 2)
-            if (found := self._get()) is None or found[0].key == self._service.key:
-                break
-            if found != former:
-                raise BadConfig(
-                    f"the Ray namespace {self._what!r} is in use by {found[0]}; end it, or choose another "
-                    "--ray-namespace"
-                )
-        self.renew(first=True)
-
-    def renew(self, *, first: bool = False) -> bool:
-        """Returns False if another front end has taken it."""
-        if not first and ((found := self._get()) is None or found[0].key != self._service.key):
-            return False
-        self._count += 1
-        value = msgspec.msgpack.encode((self._service, os.getpid(), self._count))
-        store.put(self._KEY, value, namespace=self._namespace)
-        return True
-
-    def release(self) -> None:
-        if (found := self._get()) is not None and found[0].key == self._service.key:
-            store.delete(self._KEY, namespace=self._namespace)
-
-    def _get(self) -> tuple[Service, int, int] | None:
-        value = store.get(self._KEY, namespace=self._namespace)
-        return None if value is None else msgspec.msgpack.decode(value, type=tuple[Service, int, int])
-
 
 # -- the driver -------------------------------------------------------------------------------------------------------
 
 
 class Driver:
-    """Holds one actor for each replica that there is to be, with a thread for each."""
+    """Holds one actor for each replica that there is to be, with a thread for each.
+
+    Attributes:
+        nodes: Ray's ids of the nodes of replicas that serve, by name.
+    """
 
     def __init__(self, settings: DriverSettings, out: Any) -> None:
         """out: a binary file for events."""
@@ -217,6 +80,8 @@ class Driver:
         self._scaled = threading.Condition()
         self._wanted: tuple[str, ...] = ()
         self._following: set[str] = set()
+        self.nodes: dict[str, str] = {}
+        self._leaving: dict[str, str] = {}  # the nodes of those that are to move
         self._lease = Lease(settings.namespace, settings.service)
         self._looked_at_head = not settings.checks_head
 
@@ -230,7 +95,8 @@ class Driver:
     def stop(self) -> None:
         """End the actors."""
         self._lease.release()
-        self._end(_own_actors())
+        self._end(own_actors())
+        self._request_nodes(0)
 
     def scale(self, number: int) -> None:
         """Have the first replicas; end the actors of others."""
@@ -239,12 +105,18 @@ class Driver:
             self._scaled.notify_all()
         for name in set(self._wanted) - self._following:
             self._following.add(name)
-            threading.Thread(target=self._hold, args=(name,), name=name, daemon=True).start()
-        self._end(_own_actors() - set(self._wanted))
+            threading.Thread(target=self.hold, args=(name,), name=name, daemon=True).start()
+        self._request_nodes(number)
+        self._end(own_actors() - set(self._wanted))
 
-    def restart(self, name: str, replica_pid: int) -> None:
-        if (handle := self._handles.get(name)) is not None:
+    def restart(self, name: str, replica_pid: int, *, moves: bool) -> None:
+        if (handle := self._handles.get(name)) is None:
+            return
+        if not moves:
             handle.end_replica.remote(replica_pid)
+        elif name in self._leaving and self.nodes.get(name) == self._leaving[name]:
+            del self.nodes[name]
+            ray.kill(handle, no_restart=False)  # Ray starts it again, on a node that it does not drain
 
     def say(self, event: Event) -> None:
         with self._saying:
@@ -258,16 +130,35 @@ class Driver:
             with contextlib.suppress(ValueError):  # it has ended
                 ray.kill(ray.get_actor(_PREFIX + name), no_restart=True)
 
+    def _request_nodes(self, number: int) -> None:
+        """Have Ray's autoscaler, if there is one, keep nodes for so many replicas, and add those that are missing."""
+        if self._settings.scales:
+            need, labels = self._settings.need, self._settings.labels
+            request_resources(bundles=[need] * number, bundle_label_selectors=[labels] * number)
+
+    def look_at_nodes(self, now_s: float) -> None:
+        """Report the replicas that are to leave nodes which Ray drains: one by one, as others have room for them, or
+        all of a node that ends soon."""
+        draining = state.get_draining_nodes()  # and when they end, in milliseconds; 0: nobody has said
+        here = {name: node for name, node in tuple(self.nodes.items()) if name in self._wanted and node in draining}
+        moving = any(self.nodes.get(name) in (None, self._leaving.get(name)) for name in self._wanted)
+        for name, node in sorted(here.items()):
+            is_late = 0 < draining[node] < 1000 * (now_s + _LATE_S)
+            if self._leaving.get(name) != node and (is_late or not (moving or self._missing(name, draining))):
+                self._leaving[name], moving = node, True
+                self.say(Draining(name, node))
+
     def _renew(self) -> None:
         while True:
             time.sleep(Lease.RENEW_S)
             with contextlib.suppress(RayError, RuntimeError):  # Ray's head is away
+                self.look_at_nodes(time.time())
                 if not self._lease.renew():
                     error = BadConfig(f"another server has taken the Ray namespace {self._settings.namespace!r}")
                     self.say(Failed("", ErrorValue.of(error)))
                     os._exit(1)
 
-    def _hold(self, name: str) -> None:
+    def hold(self, name: str) -> None:
         """Have the replica's actor start it, as long as there is to be one, and again whenever it has ended."""
         pause_s, told = _FIRST_PAUSE_S, ""
         known: Opened | None = None  # the latest one
@@ -304,7 +195,8 @@ class Driver:
                     continue
                 text = _of_actor(error)
                 if located is not None:
-                    self.say(Lost(name, text))
+                    if self.nodes.pop(name, None) is not None:  # otherwise it moves
+                        self.say(Lost(name, text))
                     heard_s = time.monotonic()
                 elif known is not None and time.monotonic() - heard_s > _RESTART_S:
                     self._replace_outdated(name, known)
@@ -346,10 +238,12 @@ class Driver:
 
     def _why_pending(self, name: str) -> str:
         """Why an actor does not run; empty if it does, or if a node has room for it."""
-        nodes, free = ray.nodes(), available_resources_per_node()
-        if self._actor(name).get("State") == "ALIVE":
-            return ""
-        return missing(name, self._settings.need, self._settings.labels, nodes, free)
+        what = self._missing(name, state.get_draining_nodes())
+        return "" if self._actor(name).get("State") == "ALIVE" else what
+
+    def _missing(self, name: str, draining: Collection[str]) -> str:
+        nodes = [node for node in ray.nodes() if node["NodeID"] not in draining]
+        return missing(name, self._settings.need, self._settings.labels, nodes, available_resources_per_node())
 
     def _actor(self, name: str) -> Mapping[str, Any]:
         """What Ray's head knows of an actor; other services may have actors of this name."""
@@ -357,6 +251,7 @@ class Driver:
 
     def _locate(self, name: str, at: Opened) -> None:
         node, actor, reconnect_s = ray.get(self._handles[name].about_node.remote())
+        self.nodes[name] = node
         self.say(Located(name, at, node, actor))
         if not self._looked_at_head:
             self._looked_at_head = True
@@ -383,7 +278,7 @@ class Driver:
                 os._exit(RENEWED)
 
 
-def _own_actors() -> set[str]:
+def own_actors() -> set[str]:
     """The names of replicas with an actor in this namespace, in which the user may have others."""
     return {name.removeprefix(_PREFIX) for name in list_named_actors() if name.startswith(_PREFIX)}
 
@@ -396,7 +291,7 @@ def _of_actor(error: BaseException) -> str:
     ):
         return "its actor has ended, or its node cannot be reached"
     # The last line of a page about an error of the actor's own code is the error itself.
-    return (lines or [type(error).__name__])[-1][:_MAX_CHARS]
+    return (lines or [type(error).__name__])[-1][:MAX_CHARS]
 
 
 def main() -> None:
@@ -417,7 +312,7 @@ def main() -> None:
         driver.say(Failed("", ErrorValue.of(error)))
         os._exit(1)
     except Exception as error:
-        print(f"the driver cannot use Ray: {_line(str(error))}", file=problems, flush=True)
+        print(f"the driver cannot use Ray: {line_of(str(error))}", file=problems, flush=True)
         os._exit(1)
     with contextlib.suppress(EOFError):  # the front end has closed it, or has ended
         while True:
@@ -425,8 +320,8 @@ def main() -> None:
             match order:
                 case Scale(number=number):
                     driver.scale(number)
-                case Restart(name, replica_pid):
-                    driver.restart(name, replica_pid)
+                case Restart(name, replica_pid, moves):
+                    driver.restart(name, replica_pid, moves=moves)
     # If Ray's head is gone, the calls do not return.
     threading.Thread(target=_leave_late, daemon=True).start()
     if settings.checks_head:  # otherwise the Ray of this machine removes it

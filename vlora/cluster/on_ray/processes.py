@@ -138,9 +138,10 @@ class LocalRay:
 
 
 def driver_settings(
-    options: RayOptions, replica: ReplicaSettings, number: int, folder: Folder, model_name: str
+    options: RayOptions, replica: ReplicaSettings, number: int, most: int, folder: Folder, model_name: str
 ) -> DriverSettings:
-    """Settings of a driver for so many replicas. model_name: what others are told that uses the namespace."""
+    """Settings of a driver for so many replicas, at most `most`. model_name: what others are told that uses the
+    namespace."""
     num_gpus = 0 if replica.config.device == "cpu" else replica.config.tensor_parallel
     is_local = options.address is None
     # There may be several Rays on a machine.
@@ -157,6 +158,7 @@ def driver_settings(
         number=number,
         folder=folder,
         checks_head=not is_local,
+        scales=not is_local and most > number,
     )
 
 

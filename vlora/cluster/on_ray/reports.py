@@ -63,6 +63,7 @@ class DriverSettings(msgspec.Struct, frozen=True, kw_only=True):
         replica: The settings of each replica. They have its secret, so they go to actors in a call.
         number: Replicas that there are to be.
         checks_head: Whether to find out how long replicas outlive Ray's head.
+        scales: Whether Ray's autoscaler is to have nodes for the replicas before they need them.
     """
 
     address: str
@@ -76,6 +77,7 @@ class DriverSettings(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     folder: Folder
     checks_head: bool
+    scales: bool
 
 
 # -- from actors ------------------------------------------------------------------------------------------------------
@@ -123,10 +125,11 @@ class Scale(msgspec.Struct, frozen=True, tag=True):
 
 
 class Restart(msgspec.Struct, frozen=True, tag=True):
-    """Kill a replica, if this is still its process, so that it is started again."""
+    """Kill a replica, if this is still its process, so that it is started again. moves: on another node."""
 
     name: str
     replica_pid: int
+    moves: bool = False
 
 
 Order = Scale | Restart
@@ -155,6 +158,13 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
 
     name: str
     cause: str
+
+
+class Draining(msgspec.Struct, frozen=True, tag=True):
+    """Ray is going to end the node of a replica, which is to move to another one."""
+
+    name: str
+    node: str
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -203,7 +213,7 @@ class HeadFacts(msgspec.Struct, frozen=True, tag=True):
         return ""
 
 
-Event = Connected | Located | Lost | Failed | NoRoom | Logged | HeadFacts
+Event = Connected | Located | Lost | Draining | Failed | NoRoom | Logged | HeadFacts
 
 
 def replica_names(number: int) -> tuple[str, ...]:

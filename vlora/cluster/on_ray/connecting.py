@@ -1,0 +1,159 @@
+"""A driver's connection to a Ray: whether it can be used, and which front end uses a namespace of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+import ray
+from ray._private import services
+from ray.experimental import internal_kv
+from ray.job_config import JobConfig
+
+from vlora.cluster.on_ray.reports import DriverSettings, Service
+from vlora.errors import BadConfig
+from vlora.wire.address import Address
+
+_ANSWER_S = 2.0
+MAX_CHARS = 600  # of a message of Ray
+
+
+def find_address(address: str) -> str:
+    """The control service's address. Ray would try for 45 s, or end the process without a raylet on this machine.
+
+    Raises:
+        BadConfig: There is no such Ray, or no node of it on this machine.
+    """
+    if "://" in address:
+        raise BadConfig(
+            f"--ray {address} is no address of a Ray cluster itself; write HOST:PORT of its head (port 6379 by default)"
+        )
+    if address != "auto":
+        _check_listens(Address.parse(address))
+    try:
+        found = services.canonicalize_bootstrap_address(address)
+    except (ConnectionError, ValueError, OSError) as error:
+        raise BadConfig(
+            f"--ray {address}: no Ray runs on this machine; run `ray start --address=HEAD:6379 --num-cpus=0` to join "
+            "a cluster, or `ray start --head`"
+        ) from error
+    control = Address.parse(found or "")
+    _check_listens(control)
+    if not any(_is_same(Address.parse(each), control) for each in services.find_gcs_addresses()):
+        host = f"{control}" if not control.is_local else "HEAD:PORT"
+        raise BadConfig(
+            f"this machine has no node of the Ray at {control}; run `ray start --address={host} --num-cpus=0` here, or "
+            "start the server with `ray job submit`"
+        )
+    return str(found)
+
+
+def _check_listens(control: Address) -> None:
+    try:
+        socket.create_connection(control[:2], _ANSWER_S).close()
+    except OSError as error:
+        raise BadConfig(f"nothing answers at {control}, the address of Ray's head: {error}") from error
+
+
+def _is_same(one: Address, other: Address) -> bool:
+    """Whether two addresses have the same port and machine. Some have a name, others a number."""
+    with contextlib.suppress(OSError):
+        return one.port == other.port and socket.gethostbyname(one.host) == socket.gethostbyname(other.host)
+    return one == other
+
+
+def connect(settings: DriverSettings) -> None:
+    """Raises BadConfig with Ray's reason."""
+    try:
+        # Actors are loaded from the installed package: Ray may forget the class with the driver that sent it, and would
+        # then start its actors again without end.
+        ray.init(
+            address=settings.address,
+            namespace=settings.namespace,
+            job_config=JobConfig(code_search_path=[sys.prefix]),
+            log_to_driver=False,  # the lines of replicas' logs come from their actors
+            configure_logging=False,
+            **settings.connection,
+        )
+    except Exception as error:
+        raise BadConfig(f"the Ray at {settings.address} cannot be used: {_reasons(error)}") from error
+
+
+def _reasons(error: BaseException) -> str:
+    """Ray has the reason of a refused token in the chain of causes only, as the last line of a traceback in a text."""
+    found = []
+    cause: BaseException | None = error
+    while cause is not None:
+        first, traceback, page = str(cause).partition("Traceback (most recent call last)")
+        last = page.strip().splitlines()[-1] if traceback else ""
+        for text in (line_of(first) or type(cause).__name__, line_of(last)):
+            if text and text not in found:
+                found.append(text)
+        cause = cause.__cause__ or cause.__context__
+    return "; ".join(found)[:MAX_CHARS]
+
+
+def line_of(text: str) -> str:
+    return " ".join(text.split())[:MAX_CHARS]
+
+
+class Store(NamedTuple):
+    """Ray's own store of keys and values, in its head."""
+
+    get: Callable[..., bytes | None] = internal_kv._internal_kv_get  # noqa: SLF001
+    put: Callable[..., object] = internal_kv._internal_kv_put  # noqa: SLF001
+    delete: Callable[..., object] = internal_kv._internal_kv_del  # noqa: SLF001
+
+
+store = Store()
+
+
+class Lease:
+    """The use of a namespace by one front end: an entry of Ray's own store that its driver renews."""
+
+    _KEY = b"service"
+    RENEW_S, STALE_S = 1.0, 10.0
+
+    def __init__(self, namespace: str, service: Service) -> None:
+        self._namespace = f"vlora:{namespace}".encode()
+        self._service = service
+        self._what = namespace
+        self._count = 0
+
+    def take(self) -> None:
+        """Raises BadConfig if another front end uses the namespace."""
+        former = self._get()
+        ends_s = time.monotonic() + self.STALE_S
+        while former is not None and former[0].key != self._service.key and time.monotonic() < ends_s:
+            time.sleep(self.RENEW_S / 2)
+            if (found := self._get()) is None or found[0].key == self._service.key:
+                break
+            if found != former:
+                raise BadConfig(
+                    f"the Ray namespace {self._what!r} is in use by {found[0]}; end it, or choose another "
+                    "--ray-namespace"
+                )
+        self.renew(first=True)
+
+    def renew(self, *, first: bool = False) -> bool:
+        """Returns False if another front end has taken it."""
+        if not first and ((found := self._get()) is None or found[0].key != self._service.key):
+            return False
+        self._count += 1
+        value = msgspec.msgpack.encode((self._service, os.getpid(), self._count))
+        store.put(self._KEY, value, namespace=self._namespace)
+        return True
+
+    def release(self) -> None:
+        if (found := self._get()) is not None and found[0].key == self._service.key:
+            store.delete(self._KEY, namespace=self._namespace)
+
+    def _get(self) -> tuple[Service, int, int] | None:
+        value = store.get(self._KEY, namespace=self._namespace)
+        return None if value is None else msgspec.msgpack.decode(value, type=tuple[Service, int, int])
