@@ -48,7 +48,7 @@ class Detection(Task):
 
     @property
     def num_outputs(self) -> int:
-        return num_outputs(len(self.labels))
+        return 1 + len(self.labels) + 4
 
     @property
     def calibration_decides(self) -> bool:
@@ -116,10 +116,6 @@ def boxes_of(value: Value) -> tuple[Box, ...]:
     return boxes
 
 
-def num_outputs(num_labels: int) -> int:
-    return 1 + num_labels + 4
-
-
 def targets(boxes: Sequence[Box], grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
     """Training targets per token of one image: class 0 (nothing) or 1 + label, int64 [tokens]; edges [tokens, 4]."""
     rows, columns = grid
@@ -152,11 +148,6 @@ def loss(logits: torch.Tensor, classes: torch.Tensor, edges: torch.Tensor) -> to
     if bool(there.any()):
         total = total + _BOX_WEIGHT * F.smooth_l1_loss(found[there], edges[there], beta=0.05)
     return total
-
-
-def decode(logits: torch.Tensor, grid: Grid) -> list[Box]:
-    """Boxes from the logits [tokens, outputs] of one image, after suppression, by descending score."""
-    return candidates(logits, [grid], 1.0, 0.5, 0.5)
 
 
 def candidates(

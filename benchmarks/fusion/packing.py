@@ -5,17 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-import torch
-from torch import nn
+from typing import Any
 
 from benchmarks.adapters import base_of, trainer_of
 from benchmarks.fusion.domains import QUICK, SUITE, BenchDomain, Sizes, suspected
 from benchmarks.plots import Picture
-from benchmarks.rivals import pixels
-from fusion.data.samples import Sample, Splits
+from fusion.data.samples import Splits
 from fusion.packing.algorithm import (
     Adapter,
     History,
@@ -30,12 +25,12 @@ from fusion.packing.guided import BUDGET, Conflicts, pack_guided
 from fusion.packing.joint import pack_jointly
 from fusion.packing.oracle import Oracle
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
-from fusion.plan.tasks import METRICS
 from fusion.run import orders_of
+from fusion.teachers.built_in import SmallNetwork
 from fusion.training.checkpoint import Checkpoint, State
 from fusion.training.fingerprint import hash_of_processing, inputs_of
+from fusion.training.frozen_base import Domain
 from fusion.training.run_cache import RunCache
-from heads import TASKS, Grid, Task
 from vlora.bench.harness import Bench, Measured, Results, Store
 from vlora.bench.report import Goal, Row
 
@@ -181,102 +176,6 @@ class Meter:
         return found
 
 
-_GRID: Grid = (6, 6)
-_WIDTHS = (16, 32, 48, 64)  # channels of the four strided convolutions
-_BATCH = 32
-_LEARNING_RATE = 3e-3
-_CALIBRATION = 64  # training samples that are held back
-
-
-class SmallScores(NamedTuple):
-    """Scores of a small model by its domain's first metric."""
-
-    validation: float
-    test: float
-
-
-def score_small_model(splits: Splits, metric: str, epochs: int = 12) -> SmallScores:
-    """Train a small network from scratch on a domain's training part and score it.
-
-    It sees all frames of a sample at once. For tasks in words it chooses among the answers in the training part.
-    """
-    labels = splits.labels or tuple(sorted({str(sample.target) for sample in splits.train}))
-    targets = _numbers(splits.train, labels) if not splits.labels else [sample.target for sample in splits.train]
-    kind = splits.task if splits.labels else "classification"
-    task = TASKS[kind].for_training(labels, targets)
-    network = _Network(task, splits.num_frames)
-    network.fit(splits.train, targets, epochs)
-    if not splits.labels:
-        return SmallScores(*(_exact(network, part, labels) for part in (splits.validation, splits.test)))
-    validation, test = (
-        task.metrics(network.answers(part), [sample.target for sample in part])[metric]
-        for part in (splits.validation, splits.test)
-    )
-    return SmallScores(validation, test)
-
-
-def _numbers(samples: Sequence[Sample], answers: Sequence[str]) -> list[Any]:
-    return [answers.index(str(sample.target)) for sample in samples]
-
-
-def _exact(network: _Network, samples: Sequence[Sample], answers: Sequence[str]) -> float:
-    found = [answers[number] for number in network.answers(samples)]
-    return sum(answer == sample.target for answer, sample in zip(found, samples, strict=True)) / len(samples)
-
-
-class _Network:
-    """Four strided convolutions with about 50,000 weights, with the loss and the decoding of a task head."""
-
-    def __init__(self, task: Task, num_frames: int) -> None:
-        self._task: Any = task
-        self._grids = [(_GRID,)] if task.reads_images else [()]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            layers: list[nn.Module] = []
-            for wide, narrow in zip((3 * num_frames, *_WIDTHS), _WIDTHS, strict=False):
-                layers += [nn.Conv2d(wide, narrow, 3, 2, 1, bias=False), nn.BatchNorm2d(narrow), nn.ReLU()]
-            last = _WIDTHS[-1]
-            if task.reads_images:
-                layers.append(nn.Conv2d(last, task.num_outputs, 3, 1, 1))
-            else:
-                layers += [nn.AdaptiveMaxPool2d(3), nn.Flatten(), nn.Linear(9 * last, task.num_outputs)]
-            self._layers = nn.Sequential(*layers)
-
-    def fit(self, samples: Sequence[Sample], targets: Sequence[Any], epochs: int) -> None:
-        """Train, then calibrate on held-back samples if calibration decides about answers."""
-        held = min(_CALIBRATION, len(samples) // 10) if self._task.calibration_decides else 0
-        inputs = 2 * pixels(samples) - 1
-        count = len(samples) - held
-        steps = max(1, epochs * (count // _BATCH))
-        optimizer = torch.optim.AdamW(self._layers.parameters(), _LEARNING_RATE)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, total_steps=steps)
-        rng = np.random.default_rng(0)
-        self._layers.train()
-        for _ in range(steps):
-            rows = rng.integers(count, size=_BATCH)
-            logits = self._logits(inputs[rows])
-            loss = self._task.loss(logits, [targets[row] for row in rows], self._grids * len(rows))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-        self._layers.eval()
-        if held:
-            with torch.no_grad():
-                logits = self._logits(inputs[count:])
-            self._task = self._task.calibrated(logits, targets[count:], self._grids * held)
-
-    @torch.no_grad()
-    def answers(self, samples: Sequence[Sample]) -> list[Any]:
-        logits = [row for part in (2 * pixels(samples) - 1).split(64) for row in self._logits(part)]
-        return [self._task.decode(row, self._grids[0]).value for row in logits]
-
-    def _logits(self, inputs: torch.Tensor) -> list[torch.Tensor]:
-        """The logits of each sample, as its task takes them."""
-        outputs = self._layers(inputs)
-        return list(outputs.flatten(2).transpose(1, 2) if self._task.reads_images else outputs)
-
-
 class Training:
     """Domains, trainer and trainings on the embedded model; trainings are stored in `folder`."""
 
@@ -329,6 +228,17 @@ class Training:
         return found
 
 
+def _small_scores(domain: Domain, splits: Splits) -> dict[str, float]:
+    """Of a small network that is trained on the domain's training part."""
+    network = SmallNetwork()
+    network.fit(splits)
+    parts = {"validation": splits.validation, "test": splits.test}
+    return {
+        name: domain.task.metric(network.answers(part), [sample.target for sample in part])
+        for name, part in parts.items()
+    }
+
+
 def table(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
     """Adapters, costs and test scores per method of creating adapters.
 
@@ -337,9 +247,8 @@ def table(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
     made, sizes, steps = (QUICK, Sizes(120, 60, 60), 6) if quick else (SUITE, Sizes(1000, 640, 500), _DEMO_STEPS)
     bench = Training(made, seed, sizes, steps, folder)
     names = tuple(bench.domains)
-    # Before any adapter is trained.
-    small = {name: score_small_model(own, METRICS[own.task][0]) for name, own in bench.splits.items()}
-    thresholds = {name: max(0.0, score.validation - _MINUS) for name, score in small.items()}
+    small = {name: _small_scores(domain, bench.splits[name]) for name, domain in bench.domains.items()}
+    thresholds = {name: max(0.0, scores["validation"] - _MINUS) for name, scores in small.items()}
     methods: dict[str, dict[str, Any]] = {}
 
     def measure(method: str, adapters: Collection[Collection[str]], tested: dict[str, float], meter: Meter) -> None:
@@ -380,7 +289,7 @@ def table(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
         "steps": steps,
         "samples": sizes._asdict(),
         "thresholds": thresholds,
-        "small models": {name: score._asdict() for name, score in small.items()},
+        "small models": small,
         "num_test": {name: len(domain.test) for name, domain in bench.domains.items()},
         "alone": {name: score._asdict() for name, score in alone.items()},
         "all in one": {name: score._asdict() for name, score in all_in_one.scores.items()},

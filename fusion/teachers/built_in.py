@@ -7,7 +7,7 @@ references have none; their answers come from the renderer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import cv2
 import numpy as np
@@ -17,7 +17,7 @@ from torch import nn
 from fusion.data.samples import Sample, Splits
 from fusion.synthetic.road_signs import ACTIONS
 from fusion.teachers.opencv import FACES
-from heads import detection
+from heads import TASKS
 
 _GRID = (6, 6)
 _EPOCHS = 12
@@ -98,50 +98,54 @@ class MotionRules:
 
 
 class SmallNetwork:
-    """Four strided convolutions with about 50,000 weights, trained from scratch in seconds."""
+    """Four strided convolutions with about 50,000 weights over all frames of a sample, trained from scratch in seconds.
+
+    It has the loss and the answers of the task's head. For a task in words it chooses among the answers in the training
+    part.
+    """
 
     name = "small CNN"
 
     def fit(self, splits: Splits) -> None:
-        self._detects = splits.task == "detection"
-        outputs = detection.num_outputs(len(splits.labels)) if self._detects else len(splits.labels)
+        self._words = () if splits.labels else tuple(sorted({str(sample.target) for sample in splits.train}))
+        targets = [self._words.index(str(s.target)) if self._words else s.target for s in splits.train]
+        kind = "classification" if self._words else splits.task
+        self._task = TASKS[kind].for_training(splits.labels or self._words, targets)
+        self._grids = [_GRID] if self._task.reads_images else []
         generator = np.random.default_rng(0)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self._model = _convolutions(outputs, self._detects)
+            self._model = _convolutions(3 * splits.num_frames, self._task.num_outputs, self._task.reads_images)
         pixels = _pixels(splits.train)
-        targets = [sample.target for sample in splits.train]
         optimizer = torch.optim.AdamW(self._model.parameters(), 3e-3)
-        steps = _EPOCHS * (len(targets) // 32)
+        steps = max(1, _EPOCHS * (len(targets) // 32))
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
         self._model.train()
         for _ in range(steps):
             rows = generator.integers(len(targets), size=32)
-            loss = self._loss(self._model(pixels[rows]), [targets[row] for row in rows])
+            chosen = [targets[row] for row in rows]
+            loss = self._task.loss(self._logits(pixels[rows]), chosen, [self._grids] * len(rows))
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
         self._model.eval()
 
-    def _loss(self, logits: torch.Tensor, targets: Sequence[object]) -> torch.Tensor:
-        if not self._detects:
-            return nn.functional.cross_entropy(logits, torch.tensor(targets))
-        pairs = [detection.targets(boxes, _GRID) for boxes in targets]  # type: ignore[arg-type]
-        classes, edges = (torch.stack(values) for values in zip(*pairs, strict=True))
-        return detection.loss(logits.flatten(2).transpose(1, 2), classes, edges)
-
     @torch.no_grad()
     def answers(self, samples: Sequence[Sample]) -> list[object]:
-        logits = torch.cat([self._model(part) for part in _pixels(samples).split(64)])
-        if not self._detects:
-            return list(logits.argmax(-1).tolist())
-        return [detection.decode(one, _GRID) for one in logits.flatten(2).transpose(1, 2)]
+        logits = [row for part in _pixels(samples).split(64) for row in self._logits(part)]
+        values: list[Any] = [self._task.decode(row, self._grids).value for row in logits]
+        return [self._words[value] for value in values] if self._words else values
+
+    def _logits(self, pixels: torch.Tensor) -> list[torch.Tensor]:
+        """Of each sample, as the task takes them."""
+        outputs = self._model(pixels)
+        return list(outputs.flatten(2).transpose(1, 2) if self._task.reads_images else outputs)
 
 
-def _convolutions(outputs: int, over_cells: bool) -> nn.Sequential:
+def _convolutions(channels: int, outputs: int, over_cells: bool) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for wide, narrow in ((3, 16), (16, 32), (32, 48), (48, 64)):
+    for wide, narrow in ((channels, 16), (16, 32), (32, 48), (48, 64)):
         layers += [nn.Conv2d(wide, narrow, 3, 2, 1, bias=False), nn.BatchNorm2d(narrow), nn.ReLU()]
     if over_cells:
         return nn.Sequential(*layers, nn.Conv2d(64, outputs, 3, 1, 1))
@@ -149,7 +153,8 @@ def _convolutions(outputs: int, over_cells: bool) -> nn.Sequential:
 
 
 def _pixels(samples: Sequence[Sample]) -> torch.Tensor:
-    frames = np.stack([sample.frames[0] for sample in samples])
+    """-1 to 1, [n, 3 * frames, height, width]."""
+    frames = np.stack([np.concatenate(list(sample.frames), -1) for sample in samples])
     return torch.from_numpy(frames).permute(0, 3, 1, 2).float().div(127.5).sub(1).contiguous()
 
 

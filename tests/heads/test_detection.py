@@ -20,6 +20,10 @@ def f1(found: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], overlap:
     return f1_of(f1_counts(found, wanted, overlap))
 
 
+def decoded(logits: torch.Tensor) -> list[Box]:
+    return detection.candidates(logits, [GRID], 1.0, 0.5, 0.5)
+
+
 _random_boxes = st.lists(
     st.builds(
         lambda label, x, y, score, image: Box(label, x, y, x + 0.4, y + 0.4, score, image),
@@ -55,7 +59,7 @@ def scenes(draw: st.DrawFn) -> list[Box]:
 
 @given(scenes())
 def test_targets_are_decoded_as_answers(boxes: list[Box]) -> None:
-    found = detection.decode(logits_of(boxes, 3), GRID)
+    found = decoded(logits_of(boxes, 3))
     assert sorted(round(box.left, 4) for box in found) == sorted(round(box.left, 4) for box in boxes) or any(
         iou(a, b) > 0.4 for i, a in enumerate(boxes) for b in boxes[i + 1 :]
     )
@@ -74,11 +78,11 @@ def test_duplicate_boxes_are_suppressed() -> None:
     logits[beside, -4:] = torch.tensor(
         [middle[0] - box.left, middle[1] - box.top, box.right - middle[0], box.bottom - middle[1]]
     )
-    (found,) = detection.decode(logits, GRID)
+    (found,) = decoded(logits)
     assert found.score > 0.99 and found.label == 1
     # With another label, it is another object.
     logits[beside, 1], logits[beside, 2] = 3.0, 0.0
-    assert len(detection.decode(logits, GRID)) == 2
+    assert len(decoded(logits)) == 2
 
 
 def test_f1_by_hand() -> None:
