@@ -8,8 +8,13 @@ only a client.
 from __future__ import annotations
 
 import base64
+import contextlib
+import functools
 import itertools
 import json
+import os
+import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -17,7 +22,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,11 +31,48 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from apps.server_process import VLORA, serving
 from apps.video_analytics import CHUNKS_IN_FLIGHT, AnnotatedVideo, ChunkResult, Source, analyse
 from vlora.client import Client
+from vlora.errors import VLoraError
 from vlora.opencv import Video, cv2
 from vlora.run_folder import write_whole
+
+VLORA = (sys.executable, "-m", "vlora.cli")
+
+_STOP_S = 15.0
+
+
+@contextlib.contextmanager
+def serving(model: str, adapters: Path, command: Sequence[str], console: Console, *options: str) -> Iterator[Client]:
+    """A server on a free port of this machine, from its ready line, which is printed, to the end of the block.
+
+    Args:
+        command: that runs `vlora`.
+        options: further flags of `vlora serve`.
+
+    Raises:
+        VLoraError: the server did not start; it has printed its own error.
+    """
+    flags = ("--model", model, "--adapters", str(adapters), "--rpyc-port", "0", *options)
+    # The server runs on loopback for one caller only and uses no token from the environment.
+    open_to_all = os.environ | {"VLORA_TOKEN": "", "VLORA_ADMIN_TOKEN": ""}
+    server = subprocess.Popen([*command, "serve", *flags], stdout=subprocess.PIPE, text=True, env=open_to_all)
+    assert server.stdout is not None
+    try:
+        line = server.stdout.readline().strip()
+        match = re.match(r"ready: rpyc (\S+):(\d+) ", line)
+        if match is None:
+            raise VLoraError("`vlora serve` failed, see above")
+        console.print(line, highlight=False)
+        with Client(match[1], int(match[2])) as client:
+            yield client
+    finally:
+        server.send_signal(signal.SIGINT)
+        try:
+            server.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
 
 _END = "</main>"
 _POSTER_S = 1.5  # seconds from the start of a video
@@ -94,16 +135,7 @@ def run(
         sys.exit(code)
     report = json.loads((fused / "report.json").read_text())
     console.rule("2. serve: engine and front end")
-
-    def server(*options: str) -> AbstractContextManager[Client]:
-        return serving(
-            report["base"],
-            fused / "adapters",
-            command=command,
-            options=options,
-            announce=lambda line: console.print(line, highlight=False),
-        )
-
+    server = functools.partial(serving, report["base"], fused / "adapters", command, console)
     with server() as client:
         console.rule("3. test pictures of every domain, all domains concurrently")
         head_latencies, beside_heads = _ask_all(client, fused / "test", report["domains"], console)

@@ -15,15 +15,12 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from apps.retrieval.measuring import goals_of
-from apps.retrieval.measuring import measure as measure_recall
-from apps.server_process import serving
 from benchmarks.adapters import base_of, cut, plan_of, trainer_of
+from benchmarks.recall import Query, goals_of, measure_recall
 from benchmarks.searched_videos import (
     PASSING_CAPTION,
     QUESTION,
     STREET_CAPTION,
-    Query,
     ask_passing,
     ask_street,
     caption_passing,
@@ -33,11 +30,11 @@ from benchmarks.searched_videos import (
     write_pictures,
 )
 from fusion.data.samples import Sample, Splits
-from fusion.embedded import checkpoint_path
 from fusion.plan.schema import LoraPlan
 from fusion.synthetic.sources import load_source
 from vlora.bench.harness import Bench, Measured, Results, Store, say
-from vlora.bench.report import Goal
+from vlora.bench.serve.server_process import launched_server
+from vlora.client import Client
 
 ADAPTER = "streets"
 
@@ -130,7 +127,11 @@ def measure(case: tuple[str, bool], store: Store) -> Measured:
     made = stored["found"]["prepared"]
     prepared = Prepared(**{**made, "collections": msgspec.convert(made["collections"], list[Collection])})
     rows: list[dict[str, Any]] = []
-    with serving(checkpoint_path(), Path(prepared.adapters), options=("--threads", "1")) as client:
+    ports = ("--rpyc-port", "0", "--http-port", "0")
+    with (
+        launched_server("vlora.cli", "serve", "--adapters", prepared.adapters, "--threads", "1", *ports) as server,
+        Client(port=server.rpyc_port) as client,
+    ):
         for collection in prepared.collections:
             rows += measure_recall(
                 client,
@@ -147,7 +148,7 @@ def measure(case: tuple[str, bool], store: Store) -> Measured:
                 sheet=store.folder / f"{Path(collection.folder).name}.png",
             )
     trained = {"test scores": prepared.scores, "training CPU s": prepared.training_cpu_s}
-    return Measured(rows, {"adapter": trained}, [] if quick else [Goal(*goal) for goal in goals_of(rows)])
+    return Measured(rows, {"adapter": trained}, [] if quick else goals_of(rows))
 
 
 def combine(results: Results) -> Measured:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
+from benchmarks.recall import Query
 from fusion.data.samples import Sample, Splits
 from fusion.embedded.drawing import COLORS, SIZE, add_noise, chance, pick
 from fusion.embedded.object_names import article
@@ -29,13 +30,6 @@ SECONDS, FPS = 8, 8
 _WHERE = {"left": "on the left", "middle": "in the middle", "right": "on the right"}
 _DOES = {"drives left": "driving left", "drives right": "driving right", "waits": "that waits", "crossing": "crossing"}
 _MOST_THINGS = 5
-
-
-class Query(NamedTuple):
-    """A text, and all that it is true of: the names of files, each with a second, from 0; a picture has second 0."""
-
-    text: str
-    clips: tuple[tuple[str, int], ...]
 
 
 class Described(NamedTuple):

@@ -9,7 +9,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import cv2
 import numpy as np
@@ -19,10 +19,10 @@ from sklearn.metrics import average_precision_score
 
 from apps.retrieval import RetrievalIndex, ask_for, clock, make_settings, search, update_index, vqa_score, write_sheet
 from apps.retrieval.indexing import statements_of_head
-from apps.retrieval.measuring import SIGNALS, Ranking, expected_by_chance, goals_of, measure, ranked, summary
 from apps.retrieval.media import Clip, Fingerprint, Media, find_media
 from apps.retrieval.ranking import NO_EVIDENCE, Hit, Match, combine, find_evidence, select_candidates
 from apps.retrieval.store import FORMAT_VERSION, Statement, StoredClip
+from benchmarks.recall import SIGNALS, Query, Ranking, expected_by_chance, goals_of, measure_recall, ranked, summary
 from tests.apps.scripted import SHADES, ScriptedClient, answer_of, box_of, head_result, refuse_to_list
 from tests.server.running import png
 from tests.video_files import write_video
@@ -504,11 +504,6 @@ def test_the_score_is_the_probability_of_yes_and_head_answers_become_words() -> 
 # -- measures ----------------------------------------------------------------------------------------------------------
 
 
-class Described(NamedTuple):
-    text: str
-    clips: tuple[tuple[str, int], ...]
-
-
 def hits_of(values: list[float]) -> list[Hit]:
     """A hit for each second of a video, best first in the order of the values."""
     plain: dict[str, Any] = {"seconds": 1.0, "words": 0.0, "heads": 0.0, "yes": None, "matches": (), "statements": ()}
@@ -522,18 +517,18 @@ def hits_of(values: list[float]) -> list[Hit]:
 def test_recall_and_precision_are_those_of_scikit_learn_and_of_all_orders() -> None:
     draws = np.random.default_rng(0)
     values, wanted = draws.random(30).tolist(), draws.permutation(30)[:4].tolist()
-    ranking = ranked(hits_of(values), Described("x", tuple(("a.mp4", second) for second in wanted)))
+    ranking = ranked(hits_of(values), Query("x", tuple(("a.mp4", second) for second in wanted)))
     found = summary([ranking])
     relevant = np.isin(np.arange(30), wanted)
     assert found["mAP"] == pytest.approx(average_precision_score(relevant, values))
     best = np.argsort(values)[::-1]
     assert found["recall at 5"] == pytest.approx(relevant[best[:5]].sum() / 4)
     # Clips that were not found, and equal values.
-    assert ranked(hits_of([0.5, 0.0]), Described("x", (("a.mp4", 0), ("a.mp4", 1)))) == Ranking((1.0,), 2)
-    assert ranked(hits_of([0.5] * 3), Described("x", (("a.mp4", 1),))) == Ranking((2.0,), 1)
+    assert ranked(hits_of([0.5, 0.0]), Query("x", (("a.mp4", 0), ("a.mp4", 1)))) == Ranking((1.0,), 2)
+    assert ranked(hits_of([0.5] * 3), Query("x", (("a.mp4", 1),))) == Ranking((2.0,), 1)
     # By chance: the mean over all orders.
     orders = [hits_of(list(order)) for order in itertools.permutations((0.1, 0.2, 0.3, 0.4, 0.5, 0.6))]
-    query = Described("x", (("a.mp4", 0), ("a.mp4", 3)))
+    query = Query("x", (("a.mp4", 0), ("a.mp4", 3)))
     every = summary([ranked(hits, query) for hits in orders])
     assert {name: pytest.approx(value) for name, value in expected_by_chance(6, [2]).items()} == every
 
@@ -544,11 +539,11 @@ def test_every_method_is_measured_on_the_same_queries(tmp_path: Path) -> None:
     said: list[str] = []
 
     def rows_of(shift: int, **options: Any) -> dict[str, dict[str, Any]]:
-        queries = [Described(name, (("a.mp4", (second + shift) % 4),)) for second, name in enumerate(ORDER)]
+        queries = [Query(name, (("a.mp4", (second + shift) % 4),)) for second, name in enumerate(ORDER)]
         plain: dict[str, Any] = {"adapter": "cam", "heads": ["night"], "num_frames": 1, "say": said.append}
         plain |= {"base_caption": "describe the image.", "caption": "describe the image.", "question": "Is there {}?"}
         client = cast(Client, ScriptedClient())
-        rows = measure(client, tmp_path / "shades", tmp_path, {"shades": queries}, **plain, **options)
+        rows = measure_recall(client, tmp_path / "shades", tmp_path, {"shades": queries}, **plain, **options)
         assert all(row["queries"] == 4 and row["videos"] == "shades" for row in rows)
         return {row["method"]: row for row in rows}
 

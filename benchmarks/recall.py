@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from apps.retrieval.contact_sheet import write_sheet
 from apps.retrieval.indexing import make_settings, update_index
 from apps.retrieval.ranking import Hit, search
 from apps.retrieval.store import RetrievalIndex
+from vlora.bench.report import Goal
 from vlora.client import Client
 
 AT = (1, 5, 10)
@@ -27,13 +28,11 @@ SIGNALS: Mapping[str, Callable[[Hit], float | None]] = {
 BASE, ADAPTER = "base model", "adapter"
 
 
-class Query(Protocol):
-    """A text, and all clips that it describes: names of files, each with a second."""
+class Query(NamedTuple):
+    """A text, and all that it is true of: the names of files, each with a second, from 0; a picture has second 0."""
 
-    @property
-    def text(self) -> str: ...
-    @property
-    def clips(self) -> tuple[tuple[str, int], ...]: ...
+    text: str
+    clips: tuple[tuple[str, int], ...]
 
 
 class Ranking(NamedTuple):
@@ -43,7 +42,7 @@ class Ranking(NamedTuple):
     wanted: int
 
 
-def measure(
+def measure_recall(
     client: Client,
     folder: Path,
     work: Path,
@@ -140,16 +139,7 @@ def expected_by_chance(num_clips: int, wanted: Sequence[int]) -> dict[str, float
     return {**recalls, "mAP": mean(precisions)}
 
 
-class RecallGoal(NamedTuple):
-    """A target: `value` must be at least `goal`."""
-
-    name: str
-    value: float
-    goal: float
-    at_most: bool = False
-
-
-def goals_of(rows: Sequence[Mapping[str, Any]]) -> list[RecallGoal]:
+def goals_of(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
     """For each group of queries: the signals together find what the best one does, the adapter no less than the base
     model, and few candidates nearly as much as all.
     """
@@ -161,9 +151,9 @@ def goals_of(rows: Sequence[Mapping[str, Any]]) -> list[RecallGoal]:
             together, few = found[videos, f"{owner}, {TOGETHER}"], found[videos, f"{owner}, {FEW}"]
             lost = few["recall at 10"] - together["recall at 10"]
             goals += [
-                RecallGoal(f"{videos}, {owner}: mAP, together less best signal", together["mAP"] - max(alone), -0.05),
-                RecallGoal(f"{videos}, {owner}: recall at 10, few candidates less all clips", lost, -0.05),
+                Goal(f"{videos}, {owner}: mAP, together less best signal", together["mAP"] - max(alone), -0.05, False),
+                Goal(f"{videos}, {owner}: recall at 10, few candidates less all clips", lost, -0.05, False),
             ]
         base, more = (found[videos, f"{owner}, {TOGETHER}"]["recall at 5"] for owner in (BASE, ADAPTER))
-        goals.append(RecallGoal(f"{videos}: recall at 5, adapter less base model", more - base, -0.05))
+        goals.append(Goal(f"{videos}: recall at 5, adapter less base model", more - base, -0.05, False))
     return goals
