@@ -30,8 +30,8 @@ from benchmarks.instrumented_engine import DirectRequest, TimedTokens
 from fusion.embedded import checkpoint_path
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
-from vlora.bench.serve.http_client import HttpProtocol
 from vlora.bench.serve.server_process import ServerProcess, launched_server
+from vlora.bench.serve.surfaces import HttpProtocol
 from vlora.bench.timing import percentile
 from vlora.client import Client
 from vlora.models.processing import InputProcessor

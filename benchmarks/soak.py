@@ -25,11 +25,11 @@ import numpy as np
 import torch
 
 from benchmarks.embedded_server import HEAD, embedded_model_server, write_embedded_adapter
-from benchmarks.streams.cameras import Trial, observe
+from benchmarks.streams import Trial, observe
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
-from vlora.bench.serve.http_client import HttpConnection, connected
 from vlora.bench.serve.server_process import ServerProcess
+from vlora.bench.serve.surfaces import HttpConnection, connected
 from vlora.bench.timing import percentile
 from vlora.client import AsyncClient
 

@@ -18,7 +18,7 @@ from benchmarks.paper import simulations, steps
 from benchmarks.paper.measuring import QUICK_MODEL, Measuring
 from benchmarks.rivals import RIVALS, SmallModel, export
 from benchmarks.split import mixed, split
-from benchmarks.split.rows import FULL, QUICK
+from benchmarks.split.processes import FULL, QUICK
 from fusion.data.samples import Splits
 from fusion.plan.schema import LoraPlan
 from fusion.synthetic.sources import load_source

@@ -14,7 +14,7 @@ import torch
 
 from atmm.tuning.search import Shape
 from benchmarks.arrivals import Clock, average_token_latency_ms, serve
-from benchmarks.mergeable_model import MergeableModel
+from benchmarks.gpu.merge import MergeableModel
 from benchmarks.paper.measuring import RANK, Measuring, Setting
 from benchmarks.paper.operators import EINSUM, OURS, medians, operator_seconds
 from vlora.bench.costs import costs_as_dict, fit

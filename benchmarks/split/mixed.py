@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.split.base_process import WHOLE_CALLS
-from benchmarks.split.processes import Process, running
-from benchmarks.split.rows import Mix, Size, row
+from benchmarks.split.processes import Mix, Process, Size, row, running
 from vlora.bench.report import Goal
 
 WHAT = "figures 22 and 23: decoding beside training"

@@ -19,8 +19,7 @@ from typing import Any
 
 from benchmarks.split import mixed
 from benchmarks.split.base_process import POLICIES
-from benchmarks.split.processes import Process, run_together, running
-from benchmarks.split.rows import FULL, TRAIN, Size, row, write_checkpoint
+from benchmarks.split.processes import FULL, TRAIN, Process, Size, row, run_together, running, write_checkpoint
 from vlora.bench.report import Goal
 
 WAYS = {

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.split import mixed
 from benchmarks.split.base_process import POLICIES
 from benchmarks.split.mixed import Event, Window
-from benchmarks.split.rows import Mix, row
+from benchmarks.split.processes import Mix, row
 from benchmarks.split.split import WAYS
 
 MIX = Mix(layers=1, inference=8, training=2, prompt=64, answer=4, requests=1, rounds=1)

@@ -23,18 +23,26 @@ from hypothesis import strategies as st
 from vlora.bench import serve
 from vlora.bench.dummy import small_served_config
 from vlora.bench.harness import measured
-from vlora.bench.serve.baseline import Baseline, prepare
-from vlora.bench.serve.comparison import (
+from vlora.bench.serve import (
     CASES,
     NEAR_TIE,
     check_answers,
     compare,
     serving,
 )
-from vlora.bench.serve.load import LoadRun, ObservedAnswer, drive, row
+from vlora.bench.serve.baseline import Baseline, prepare
+from vlora.bench.serve.load import (
+    LoadRun,
+    ObservedAnswer,
+    Workload,
+    WorkloadRequest,
+    arrivals,
+    drive,
+    row,
+    workload_requests,
+)
 from vlora.bench.serve.model_folder import ModelFiles, write_model_files
 from vlora.bench.serve.surfaces import ChatCompletions, EventReader
-from vlora.bench.serve.workload import Workload, WorkloadRequest, arrivals, workload_requests
 from vlora.bench.timing import percentile
 from vlora.errors import BadConfig
 from vlora.models.processing import InputProcessor

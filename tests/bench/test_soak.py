@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.soak import SoakResult, complete_text, run_until
 from tests.server.api import running_api
-from vlora.bench.serve.http_client import HttpProtocol, connected
+from vlora.bench.serve.surfaces import HttpProtocol, connected
 
 
 def piece(text: str = "", reason: str | None = None, name: str = "id") -> dict[str, Any]:

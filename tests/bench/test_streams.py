@@ -10,8 +10,7 @@ import psutil
 import pytest
 
 from benchmarks import streams
-from benchmarks.streams import Capacity, largest
-from benchmarks.streams.cameras import Observed, Trial, num_lost, observe
+from benchmarks.streams import Capacity, Observed, Trial, largest, num_lost, observe
 from tests.server.running import Running, running_server
 from vlora.bench.serve.server_process import ServerProcess
 from vlora.client import AsyncClient

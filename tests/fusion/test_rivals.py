@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.rival_networks import AnchorFreeDetector, loss, targets
-from benchmarks.rivals import RIVALS, SmallModel, export, pixels
+from benchmarks.rivals import RIVALS, AnchorFreeDetector, SmallModel, detector_loss, export, pixels, targets_of_cells
 from fusion.data.samples import Sample, Splits
 from fusion.embedded.object_names import NUMBERS
 from fusion.synthetic.road_signs import ACTIONS, SIGNS, draw_action, draw_sign
@@ -35,7 +34,7 @@ def test_cells_predict_the_nearest_box_around_them() -> None:
         across, down = rng.uniform(0.2, 0.8, 2).tolist()
         width, height = rng.uniform(0.1, 0.35, 2).tolist()
         boxes.append(Box(label, across - width / 2, down - height / 2, across + width / 2, down + height / 2))
-    labels, edges = targets(boxes, middles())
+    labels, edges = targets_of_cells(boxes, middles())
     for cell, (x, y) in enumerate(middles().tolist()):
         best, nearest = -1, 12.0
         for number, box in enumerate(boxes):
@@ -47,20 +46,20 @@ def test_cells_predict_the_nearest_box_around_them() -> None:
         if best >= 0:
             assert edges[cell].tolist() == pytest.approx([96 * edge for edge in boxes[best][1:5]], abs=1e-3)
     assert (labels >= 0).sum() > 6
-    assert (targets([], middles())[0] == -1).all()
+    assert (targets_of_cells([], middles())[0] == -1).all()
 
 
 def test_the_loss_is_least_at_the_targets() -> None:
-    labels, edges = targets([Box(1, 0.2, 0.2, 0.5, 0.45)], middles())
+    labels, edges = targets_of_cells([Box(1, 0.2, 0.2, 0.5, 0.45)], middles())
     wanted = torch.full((1, 144, 2), -20.0)
     wanted[0, labels >= 0, 1] = 20.0
     batch = (labels[None], edges[None])
-    right = loss(edges[None].clamp(min=1e-3), wanted, *batch)
+    right = detector_loss(edges[None].clamp(min=1e-3), wanted, *batch)
     assert right < 1e-4
-    assert loss(edges[None] + 4, wanted, *batch) > right + 0.1  # shifted boxes
-    assert loss(edges[None].clamp(min=1e-3), wanted.flip(2), *batch) > right + 1  # the other label
+    assert detector_loss(edges[None] + 4, wanted, *batch) > right + 0.1  # shifted boxes
+    assert detector_loss(edges[None].clamp(min=1e-3), wanted.flip(2), *batch) > right + 1  # the other label
     empty = torch.full((1, 144), -1)
-    assert torch.isfinite(loss(edges[None], wanted, empty, edges[None]))
+    assert torch.isfinite(detector_loss(edges[None], wanted, empty, edges[None]))
 
 
 def drawn_sign(rng: np.random.Generator) -> Sample:

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from atmm.tuning import replays
-from benchmarks.gpu import attention, paged_batch
+from benchmarks.gpu import attention
 from benchmarks.gpu import profile as profiling
-from benchmarks.gpu.paged_batch import Chunk, Heads, PagedBatch
+from benchmarks.gpu.attention import Chunk, Heads, PagedBatch
 from benchmarks.gpu.profile import KINDS
 from benchmarks.gpu.serve import Load
 from benchmarks.gpu.step import goals_of
@@ -223,13 +223,13 @@ def test_requests_share_no_row_and_layers_share_no_kv() -> None:
 
 
 def test_a_wrong_result_fails_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = paged_batch.paged_attention
+    plain = attention.paged_attention
 
     def shifted(*args: object, **kwargs: object) -> tuple[torch.Tensor, None]:
         out, _ = plain(*args, **kwargs)  # type: ignore[arg-type]
         return out * 1.001, None
 
-    monkeypatch.setattr(paged_batch, "paged_attention", shifted)
+    monkeypatch.setattr(attention, "paged_attention", shifted)
     with pytest.raises(ValueError, match=r"attention, decode in torch.float32: relative error 1.0e-03 against float64"):
         attention.run(Context(CPU, tmp_path, time.monotonic() + 60, lambda result: None))
 

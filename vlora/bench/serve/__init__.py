@@ -1,6 +1,6 @@
 """End-to-end measurement of a running server, over HTTP and RPyC, with pictures, on all cores.
 
-The baselines run in alternation with it in the same run, on the same requests: plain transformers, and PEFT's mixed
+A `vlora serve` process and the baselines run in alternation, on the same requests: plain transformers, and PEFT's mixed
 batch (`adapter_names`), in float32 and in bfloat16, because processors without bfloat16 products are faster in float32.
 The time of a baseline excludes image processing and tokenization; the server's includes them.
 
@@ -10,31 +10,276 @@ With `url` any other server with OpenAI's API is measured instead, without a bas
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import itertools
+import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from vlora.bench.dummy import served_config, small_served_config
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
-from vlora.bench.serve.baseline import Baseline
-from vlora.bench.serve.comparison import (
-    BASELINE_DTYPES,
-    CASES,
-    Comparison,
-    ServeCase,
-    check_answers,
-    serving,
-)
-from vlora.bench.serve.load import LoadRun, drive, row
-from vlora.bench.serve.model_folder import write_model_files
-from vlora.bench.serve.surfaces import ChatCompletions, token_from_environment
-from vlora.bench.serve.workload import Workload, workload_requests
+from vlora.bench.serve.baseline import Baseline, PreparedRequest, prepare
+from vlora.bench.serve.load import LoadRun, Workload, WorkloadRequest, drive, row, workload_requests
+from vlora.bench.serve.model_folder import ModelFiles, write_model_files
+from vlora.bench.serve.server_process import ServerProcess, launched_server
+from vlora.bench.serve.surfaces import ChatCompletions, RpycClient, token_from_environment
 from vlora.bench.timing import threads_label
 from vlora.engine.host_resources import default_threads
 from vlora.errors import BadConfig
+from vlora.models.processing import InputProcessor
+
+NEAR_TIE = 1e-3
+"""Standard deviations of a step's logits. Two orders of summation in float32 differ by about 1e-5."""
+
+
+class Agreement(NamedTuple):
+    """Comparison of one answer."""
+
+    words: int  # number of compared, equal words
+    wrong: str | None  # the difference, or None
+    tie: bool  # whether the difference is at two equally likely words, which is no error; the rest is then not compared
+
+
+def compare(expected: Sequence[str], margins: Sequence[float], got: str) -> Agreement:
+    """Compare word by word.
+
+    Args:
+        expected: The text of each token; empty for tokens that have none.
+        margins: Of each token over the second best, in standard deviations of its step's logits.
+        got: The server's text, words separated by spaces.
+    """
+    kept = [(word, margin) for word, margin in zip(expected, margins, strict=True) if word]
+    words = got.split()
+    for index, (word, margin) in enumerate(kept):
+        if index >= len(words) or words[index] != word:
+            if margin <= NEAR_TIE:
+                return Agreement(index, None, True)
+            found = repr(words[index]) if index < len(words) else "the end"
+            return Agreement(index, f"word {index} is {found} instead of {word!r} (margin {margin:.2g})", False)
+    if len(words) > len(kept):
+        return Agreement(len(kept), f"{len(words)} words instead of {len(kept)}", False)
+    return Agreement(len(kept), None, False)
+
+
+BASELINE_DTYPES = ("float32", "bfloat16")
+_SLOW = 2.0
+"""A baseline in the slower of two types runs only once if it takes more than this many times as long as the other."""
+_CHECKED, _CHECKED_TOKENS = 6, 16
+
+
+class ServeCase(NamedTuple):
+    """One kind of traffic.
+
+    Attributes:
+        name: Its name in reports.
+        baseline: The baseline's name in reports; except with `alone`, its batch size is the number of outstanding
+            requests at the server.
+        adapted: With adapters, or the base model.
+        alone: One request at a time.
+    """
+
+    name: str
+    baseline: str
+    adapted: bool
+    alone: bool = False
+
+    def workload(self, workload: Workload, number: int) -> Workload:
+        """The workload of one round, with its own pictures and texts."""
+        workload = dataclasses.replace(workload, seed=workload.seed + number)
+        if not self.alone:
+            return workload
+        return dataclasses.replace(workload, requests=1, duration_s=None, concurrency=1, rate=None)
+
+
+# The name of the model without an adapter in requests over HTTP.
+_BASE = "base"
+
+CASES = {
+    case.name: case
+    for case in (
+        ServeCase("one", "transformers", adapted=False, alone=True),
+        ServeCase("base", "transformers", adapted=False),
+        ServeCase("adapters", "PEFT mixed", adapted=True),
+    )
+}
+
+
+@contextlib.contextmanager
+def serving(files: ModelFiles, dtype: str, threads: int | None) -> Iterator[ServerProcess]:
+    """`vlora serve` on loopback with user defaults, but without caches of prompts and pictures. threads None: its
+    default.
+
+    Raises:
+        BadConfig: The server does not start.
+    """
+    flags = ["--model", files.model, "--served-model-name", _BASE, "--dtype", dtype]
+    flags += ["--rpyc-port", "0", "--http-port", "0"]
+    flags += [flag for name, path in files.adapters.items() for flag in ("--adapter", f"{name}={path}")]
+    flags += ["--no-prefix-cache", "--vision-cache-bytes", "0", "--arena-bytes", str(2 * 2**30)]
+    flags += ["--request-timeout-s", "600", "--max-requests", "1024"]
+    if threads is not None:
+        flags += ["--threads", str(threads)]
+    with launched_server("vlora.cli", "serve", *flags) as server:
+        yield server
+
+
+async def _run(
+    server: ServerProcess, surface: str, files: ModelFiles, workload: Workload, requests: Iterable[WorkloadRequest]
+) -> LoadRun:
+    """Send requests over http or rpyc."""
+    names = list(files.adapters)
+    client: ChatCompletions | RpycClient
+    if surface == "http":
+        client = ChatCompletions(f"http://127.0.0.1:{server.http_port}/v1", _BASE, names)
+    else:
+        client = RpycClient(server.rpyc_port, names)
+    try:
+        return await drive(workload, iter(requests), client)
+    finally:
+        await client.close()
+
+
+@dataclasses.dataclass
+class Comparison:
+    """Runs of a served model and of baselines, in rounds.
+
+    Attributes:
+        files: The model and its adapters.
+        workload: Of the cases `base` and `adapters`; `one` takes its first request.
+        cases: The kinds of traffic.
+        dtype: Of the server.
+        surface: http or rpyc.
+        threads: Of the server's engine and of the baseline; None for the default of each.
+        rounds: Number of rounds.
+        runs: By case, name of the system, and its dtype.
+    """
+
+    files: ModelFiles
+    workload: Workload
+    cases: Sequence[ServeCase]
+    dtype: str
+    surface: str
+    threads: int | None
+    rounds: int
+    runs: dict[tuple[str, str, str], list[LoadRun]] = dataclasses.field(default_factory=dict)
+
+    def run(self, server: ServerProcess, baselines: Mapping[str, Baseline]) -> None:
+        """Run every round: each case of the server, then of each baseline, without concurrency."""
+        torch.set_num_threads(self.threads or default_threads())
+        processor = InputProcessor.from_pretrained(self.files.model)
+        self._warm_up(server, baselines, processor)
+        for number, case in itertools.product(range(self.rounds), self.cases):
+            one = case.workload(self.workload, number)
+            requests = workload_requests(one, adapted=case.adapted)
+            found = asyncio.run(_run(server, self.surface, self.files, one, requests))
+            self.runs.setdefault((case.name, self._by, self.dtype), []).append(found)
+            for dtype, baseline in baselines.items():
+                if not self._too_slow(case, dtype):
+                    found = baseline.run(_prepared(processor, one, case), one.concurrency)
+                    self.runs.setdefault((case.name, case.baseline, dtype), []).append(found)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        for (case, by, dtype), runs in self.runs.items():
+            labels = {"case": case, "threads": self.threads or "default", "by": by, "dtype": dtype}
+            yield row(runs, **labels) | {"ours / it": None if by == self._by else self._ratio(case, runs)}
+
+    def ratio(self, case: str) -> float:
+        """Tokens per second relative to the faster baseline, the median over rounds."""
+        baselines = (runs for (name, by, _), runs in self.runs.items() if name == case and by != self._by)
+        return min(self._ratio(case, runs) for runs in baselines)
+
+    @property
+    def errors(self) -> list[str]:
+        return [error for runs in self.runs.values() for run in runs for error in run.errors]
+
+    @property
+    def _by(self) -> str:
+        return f"vlora {self.surface}"
+
+    def _ratio(self, case: str, theirs: Sequence[LoadRun]) -> float:
+        # a slow baseline has only the first round
+        pairs = zip(self.runs[case, self._by, self.dtype], theirs, strict=False)
+        return statistics.median(ours.tokens_per_s / other.tokens_per_s for ours, other in pairs)
+
+    def _too_slow(self, case: ServeCase, dtype: str) -> bool:
+        own = (case.name, case.baseline)
+        seconds = {its: runs[0].seconds for (*which, its), runs in self.runs.items() if tuple(which) == own}
+        return dtype in seconds and seconds[dtype] > _SLOW * min(seconds.values())
+
+    def _warm_up(self, server: ServerProcess, baselines: Mapping[str, Baseline], processor: InputProcessor) -> None:
+        """Send a few short answers of every kind, to load adapters and warm code and memory."""
+        workload = dataclasses.replace(
+            self.workload,
+            requests=max(self.workload.adapters, 2),
+            duration_s=None,
+            rate=None,
+            answer_tokens=3,
+            popularity="uniform",
+        )
+        for case in self.cases:
+            requests = workload_requests(workload, adapted=case.adapted)
+            asyncio.run(_run(server, self.surface, self.files, workload, requests))
+            for baseline in baselines.values():
+                baseline.run(_prepared(processor, workload, case)[:1], 1)
+
+
+def _prepared(processor: InputProcessor, workload: Workload, case: ServeCase) -> list[PreparedRequest]:
+    """The requests of a case; with a duration, as many as run concurrently."""
+    count = workload.requests or workload.concurrency
+    requests = itertools.islice(workload_requests(workload, adapted=case.adapted), count)
+    return [prepare(processor, request) for request in requests]
+
+
+def check_answers(
+    server: ServerProcess, surface: str, files: ModelFiles, workload: Workload, baseline: Baseline
+) -> dict[str, Any]:
+    """Compare answers to a small set of requests, all at once, against the baseline's one by one.
+
+    Args:
+        server: In float32.
+        baseline: In float32.
+
+    Returns:
+        Numbers of answers, of distinct answers, of compared words, and of answers compared only in part because two
+        words were equally likely (`ties`); `wrong` lists the errors.
+    """
+    workload = dataclasses.replace(
+        workload,
+        requests=_CHECKED,
+        duration_s=None,
+        rate=None,
+        concurrency=_CHECKED,
+        answer_tokens=min(_CHECKED_TOKENS, workload.answer_tokens),
+    )
+    processor = InputProcessor.from_pretrained(files.model)
+    torch.set_num_threads(default_threads())
+    agreements: list[Agreement] = []
+    texts: set[str] = set()
+    for adapted in (True, False):
+        requests = list(itertools.islice(workload_requests(workload, adapted=adapted), _CHECKED))
+        run = asyncio.run(_run(server, surface, files, workload, requests))
+        for answer, request in zip(run.answers, requests, strict=True):
+            texts.add(answer.text)
+            if answer.error is not None:
+                agreements.append(Agreement(0, answer.error, False))
+                continue
+            greedy = baseline.greedy(prepare(processor, request))
+            expected = [processor.decode([token]).strip() for token in greedy.token_ids]
+            agreements.append(compare(expected, greedy.margins, answer.text))
+    return {
+        "answers": len(agreements),
+        "distinct": len(texts),
+        "words": sum(each.words for each in agreements),
+        "ties": sum(each.tie for each in agreements),
+        "wrong": [each.wrong for each in agreements if each.wrong is not None],
+    }
+
 
 __all__ = ["BENCH"]
 

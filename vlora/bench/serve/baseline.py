@@ -13,8 +13,7 @@ from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
 from vlora.bench.dummy import random_peft
-from vlora.bench.serve.load import LoadRun, ObservedAnswer
-from vlora.bench.serve.workload import WorkloadRequest
+from vlora.bench.serve.load import LoadRun, ObservedAnswer, WorkloadRequest
 from vlora.models.pretrained import from_pretrained
 from vlora.models.processing import InputProcessor, to_tensor
 from vlora.models.vision.images import open_image

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrainedTokenizerFast
 
 from vlora.bench.dummy import language_shapes, write_adapter
-from vlora.bench.serve.workload import WORDS
+from vlora.bench.serve.load import WORDS
 
 RANK = 16
 _CHAT_TEMPLATE = (
