@@ -17,8 +17,7 @@ import numpy as np
 
 from benchmarks.recall import Query
 from fusion.data.samples import Sample, Splits
-from fusion.embedded.drawing import COLORS, SIZE, add_noise, chance, pick
-from fusion.embedded.object_names import article
+from fusion.embedded.drawing import COLORS, SIZE, add_noise, article, chance, pick
 from fusion.synthetic.road_signs import ACTIONS, CLIP_FRAMES, Passing, draw_passing
 from fusion.synthetic.streets import KINDS, SIDES, Street, Thing, draw_street
 

@@ -220,7 +220,7 @@ def test_tensors_are_written_with_the_usual_permissions() -> None:
 
 
 def test_checkpoints_are_read_by_the_one_way_that_runs_none_of_their_code() -> None:
-    ways = {"vlora.models.pretrained", "fusion.teachers.pretrained"}  # the latter: teachers, from a folder only
+    ways = {"vlora.models.pretrained", "fusion.teachers.opening"}  # the latter: teachers, from a folder only
     found = {
         module
         for module, file in modules()

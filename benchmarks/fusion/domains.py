@@ -20,8 +20,10 @@ from fusion.data.samples import Sample, Splits
 from fusion.embedded.drawing import (
     BLACK,
     COLORS,
+    NUMBERS,
     SIZE,
     add_noise,
+    article,
     draw_text,
     draw_thing,
     jitter,
@@ -29,7 +31,6 @@ from fusion.embedded.drawing import (
     plain_background,
     street_background,
 )
-from fusion.embedded.object_names import NUMBERS, article
 from fusion.synthetic.road_signs import ACTIONS, draw_action
 from fusion.synthetic.sources import load_source
 from fusion.synthetic.streets import (

@@ -22,8 +22,7 @@ from fusion.packing.algorithm import (
     pack_in_sequence,
 )
 from fusion.packing.guided import BUDGET, Conflicts, pack_guided
-from fusion.packing.joint import pack_jointly
-from fusion.packing.oracle import Oracle
+from fusion.packing.joint import Oracle, pack_jointly
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
 from fusion.run import orders_of
 from fusion.teachers.built_in import SmallNetwork

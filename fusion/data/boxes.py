@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fusion.data.frames import QUARTER_TURNS, Picture
-from fusion.data.items import Item, NamedBox, answer_of, source_picture
+from fusion.data.samples import Item, NamedBox, answer_of, source_picture
 from fusion.plan.data_formats import Exif
 from vlora.plan_files.errors import PlanErrors
 from vlora.training.records import Part

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fusion.data.frames import Clip, Frames, Picture
-from fusion.data.items import Item, source_picture
+from fusion.data.samples import Item, source_picture
 from fusion.plan.data_formats import ImageFolder, Unlabelled, VideoFolder
 from vlora.models.vision.images import FORMATS
 from vlora.plan_files.errors import PlanErrors

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fusion.data.coco import read_coco
+from fusion.data.coco import EXPRESSION, read_coco, read_references
 from fusion.data.folders import read_images, read_unlabelled, read_videos
 from fusion.data.frames import Clip, FileInfo, Frames
-from fusion.data.items import Item
-from fusion.data.refs import EXPRESSION, read_references
-from fusion.data.samples import Sample, Splits, held_back
+from fusion.data.samples import Item, Sample, Splits, held_back
 from fusion.data.split import clusters_of, divide
 from fusion.data.tables import read_labelled_videos, read_questions
 from fusion.data.targets import labels_shown, targets_of

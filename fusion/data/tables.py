@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion.data.frames import Clip, Picture, find_file, read_text
-from fusion.data.items import Answer, Item
+from fusion.data.samples import Answer, Item
 from fusion.plan.data_formats import Questions, VideoFolder
 from vlora.plan_files.errors import PlanErrors
 from vlora.training.records import PART_NAMES, PARTS, Part, json_rows

@@ -6,8 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 
-from fusion.data.items import Answer, Item, NamedBox
-from fusion.data.samples import Sample, Splits, Target
+from fusion.data.samples import Answer, Item, NamedBox, Sample, Splits, Target
 from fusion.plan.tasks import HEADS, MIN_LABELS, ONE_LABEL, WORDS
 from heads import Box
 from vlora.plan_files.errors import PlanErrors

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 from fusion.data.boxes import Annotated, Drawn, Edges, boxed_items, seem_shares
 from fusion.data.frames import find_file, read_text
-from fusion.data.items import Item
+from fusion.data.samples import Item
 from fusion.plan.data_formats import Voc
 from vlora.plan_files.errors import PlanErrors
 from vlora.training.records import PART_NAMES, Part

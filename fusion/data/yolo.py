@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fusion.data.boxes import Annotated, Drawn, Edges, boxed_items
 from fusion.data.folders import files_in, note_skipped
 from fusion.data.frames import find_file, read_text
-from fusion.data.items import Item
+from fusion.data.samples import Item
 from fusion.plan.data_formats import Yolo
 from vlora.errors import BadPlan
 from vlora.plan_files.errors import PlanErrors

@@ -1,4 +1,4 @@
-"""Drawing for the rendered world and the synthetic domains: small RGB canvases, seeded, made with OpenCV.
+"""Drawing for the rendered world and the synthetic domains: its words, and small seeded RGB canvases of OpenCV.
 
 Canvases are uint8 [96, 96, 3], positions are (x, y) in pixels, boxes are (left, top, right, bottom), colours are RGB.
 """
@@ -51,8 +51,31 @@ FONTS = (
 )
 BLACK: Color = (20, 20, 20)
 
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+THINGS = (*SHAPES, *VEHICLES, "person")
+BOARDS = ("disc", "board", "octagon", "wedge")
+ARROWS = ("left", "right", "up")
+POSITIONS = {
+    "top left": (25, 25),
+    "top right": (71, 25),
+    "center": (48, 48),
+    "bottom left": (25, 71),
+    "bottom right": (71, 71),
+}
+MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1), "still": (0, 0)}
+ATTRIBUTES = (*POSITIONS, *THINGS, *COLORS)
+"""Attributes of an object in a picture."""
+
 # Sampling Gaussian noise would cost more than all other drawing, so windows of one fixed block are used.
 _NOISE = np.random.default_rng(20240).normal(0, 1, 1 << 20).astype(np.float32)
+
+
+def plural(thing: str) -> str:
+    return {"bus": "buses", "cross": "crosses"}.get(thing, thing + "s")
+
+
+def article(words: str) -> str:
+    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
 def chance(rng: np.random.Generator, probability: float) -> bool:

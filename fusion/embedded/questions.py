@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fusion.embedded.drawing import COLORS, SHAPES, chance, pick
-from fusion.embedded.object_names import MOVES, NUMBERS, THINGS, article, plural
+from fusion.embedded.drawing import COLORS, MOVES, NUMBERS, SHAPES, THINGS, article, chance, pick, plural
 
 
 class Question(NamedTuple):

@@ -20,15 +20,22 @@ import cv2
 import numpy as np
 
 from fusion.embedded.drawing import (
+    ARROWS,
+    BOARDS,
     COLORS,
     FONTS,
+    MOVES,
+    NUMBERS,
     PATTERNS,
+    POSITIONS,
     SHAPES,
     SIZE,
+    THINGS,
     VEHICLES,
     Box,
     Color,
     add_noise,
+    article,
     chance,
     draw_arrow,
     draw_text,
@@ -41,7 +48,6 @@ from fusion.embedded.drawing import (
     polygon,
     street_background,
 )
-from fusion.embedded.object_names import ARROWS, BOARDS, MOVES, NUMBERS, POSITIONS, THINGS, article
 from fusion.embedded.questions import Placed, Question, ask_clip, ask_things, make_question
 
 _FY: np.ndarray = np.fft.fftfreq(SIZE)[:, None].astype(np.float32)

@@ -1,4 +1,4 @@
-"""The report of a fusion run as JSON and as a table; `fusion.report.page` renders it as HTML."""
+"""The report of a fusion run as JSON and as a table; `fusion.report.build` renders it as HTML."""
 
 from __future__ import annotations
 
@@ -213,33 +213,18 @@ def _how_trained(report: FusionReport, adapter: AdapterReport) -> str:
     together, joined = ([n for n in names if n not in apart] for names in (adapter.together, adapter.joined))
     if not together:  # the first domain that joined was the LoRA's first
         together, joined = joined[:1], joined[1:]
-    heads = [name for name in adapter.domains if name in apart]
     lines = []
     if together:
-        own = dataclasses.replace(adapter, together=tuple(together), joined=tuple(joined))
-        lines.append(_lora_training(training, own))
-    if heads:
+        steps = f"at most {training['steps']} steps of {training['batch_size']} samples per domain"
+        lines.append(f"Trained for {steps}: {', '.join(together)}{' at once' if len(together) > 1 else ''}.")
+    if left := [name for name in together if name not in adapter.domains]:
+        lines.append(f"Of these, {', '.join(left)} did not stay in the adapter.")
+    if joined:
+        lines.append(f"Then trained for as many, one after the other: {', '.join(joined)};")
+        lines.append(f"{training['rehearsal']:.0%} of each batch came from the domains before it.")
+    if heads := [name for name in adapter.domains if name in apart]:
         steps = head_training(training["steps"], training["batch_size"])
         lines.append(f"Heads that were trained by themselves, for at most {steps} each: {', '.join(heads)}.")
     if not together:
         lines.append("The LoRA was not trained: without the vision side, it does not change what such a head reads.")
     return "\n".join(lines)
-
-
-def _lora_training(training: Mapping[str, Any], adapter: AdapterReport) -> str:
-    steps = f"{training['steps']} steps of {training['batch_size']} samples"
-    if len((*adapter.together, *adapter.joined)) == 1:
-        return f"Trained for at most {steps}."
-    rehearsed = f"{training['rehearsal']:.0%} of each batch came from the domains before it."
-    if len(adapter.together) == 1:
-        order = ", ".join((*adapter.together, *adapter.joined))
-        return f"Trained for at most {steps} per domain, one after the other: {order};\n{rehearsed}"
-    other = [name for name in adapter.together if name not in adapter.domains]
-    names = ", ".join(adapter.together)
-    card = f"Trained on {'all of its domains' if set(adapter.together) == set(adapter.domains) else names} at once"
-    card += f", for at most {steps} each."
-    if other:
-        card += f"\nOf these, {', '.join(other)} did not stay in the adapter."
-    if adapter.joined:
-        card += f"\nThen trained for at most {steps} per domain: {', '.join(adapter.joined)};\n{rehearsed}"
-    return card

@@ -14,8 +14,7 @@ import cv2
 import numpy as np
 
 from fusion.data.samples import Sample, Splits
-from fusion.embedded.drawing import SIZE
-from fusion.embedded.object_names import NUMBERS
+from fusion.embedded.drawing import NUMBERS, SIZE
 from fusion.synthetic.road_signs import ACTIONS, CLIP_FRAMES, SIGNS, draw_action, draw_sign, render_stream
 from fusion.synthetic.streets import (
     KINDS,

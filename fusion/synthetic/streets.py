@@ -12,8 +12,19 @@ import cv2
 import numpy as np
 
 from fusion.data.samples import Sample
-from fusion.embedded.drawing import COLORS, VEHICLES, add_noise, chance, draw_thing, jitter, pick, street_background
-from fusion.embedded.object_names import NUMBERS, article, plural
+from fusion.embedded.drawing import (
+    COLORS,
+    NUMBERS,
+    VEHICLES,
+    add_noise,
+    article,
+    chance,
+    draw_thing,
+    jitter,
+    pick,
+    plural,
+    street_background,
+)
 from heads import Box
 
 KINDS = (*VEHICLES, "person")

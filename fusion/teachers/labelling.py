@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fusion.data.items import Answer, Item, NamedBox
-from fusion.data.samples import Splits
+from fusion.data.samples import Answer, Item, NamedBox, Splits
 from fusion.data.targets import default_labels, reader
 from fusion.plan.schema import DomainPlan
 from fusion.plan.tasks import WORDS

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import cv2
 import numpy as np
 
-from fusion.data.items import NamedBox
+from fusion.data.samples import NamedBox
 from fusion.plan.teacher_kinds import OnnxDetectorTeacher
 from fusion.teachers.detector_layouts import LayoutName, Output, raw_boxes, recognise
 from heads.boxes import Box, suppress

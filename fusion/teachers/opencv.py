@@ -9,7 +9,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from fusion.data.items import NamedBox
+from fusion.data.samples import NamedBox
 from fusion.plan.teacher_kinds import OnnxTeacher
 from fusion.teachers.protocol import Classifier, network_input
 

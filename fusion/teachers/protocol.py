@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import cv2
 import numpy as np
 
-from fusion.data.items import Answer
+from fusion.data.samples import Answer
 from fusion.plan.teacher_kinds import OnnxTeacher, TorchTeacher
 
 Clip = Sequence[np.ndarray]

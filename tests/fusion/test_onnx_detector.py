@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusion.data.items import NamedBox
+from fusion.data.samples import NamedBox
 from fusion.teachers.detector_layouts import Output, raw_boxes
 from fusion.teachers.onnx_detector import place
 from fusion.teachers.protocol import Teacher

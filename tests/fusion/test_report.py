@@ -20,9 +20,8 @@ from rich.console import Console
 from fusion.data.samples import Sample, Splits
 from fusion.packing.algorithm import Score, TrainingResult, format_scores, pack
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan
-from fusion.report.build import timeline
+from fusion.report.build import capacity_points, lanes_of, page, timeline
 from fusion.report.examples import Example, confusion_of, examples_of
-from fusion.report.page import capacity_points, lanes_of, page
 from fusion.report.report import (
     AdapterReport,
     BrokenReport,
@@ -94,26 +93,26 @@ BOTH = AdapterReport("signs-digits", ("signs", "digits"), ("signs",), ("digits",
 JOINTLY = replace(BOTH, together=("digits", "signs"), joined=())
 GUIDED = replace(BOTH, together=("photos", "signs"), joined=("digits",))
 THREE = replace(BOTH, domains=("signs", "digits", "photos"), together=("signs", "digits", "photos"), joined=())
-ALONE, AT_ONCE = "Trained for at most 300 steps of 32 samples.\n", "at once, for at most 300 steps of 32 samples each."
+TRAINED = "Trained for at most 300 steps of 32 samples per domain: "
 HEADS = "Heads that were trained by themselves"
-IN_TURN = "per domain, one after the other: signs, digits;\n50% of each batch"
-LEFT = "Of these, photos did not stay in the adapter.\nThen trained for at most"
+IN_TURN = "Then trained for as many, one after the other: digits;\n50% of each batch"
+LEFT = "at once.\nOf these, photos did not stay in the adapter.\nThen"
 HEAD_ALONE = "by themselves, for at most 1500 steps of 128 samples each: digits.\nThe LoRA was not"
 
 
 @pytest.mark.parametrize(
     ("adapter", "task", "shown", "absent"),
     [
-        (0, "classification", [ALONE], ["of each batch", "by themselves"]),
-        (BOTH, "classification", [IN_TURN], []),
-        (JOINTLY, "classification", [f"Trained on all of its domains {AT_ONCE}"], ["of each batch"]),
-        (GUIDED, "classification", [f"Trained on photos, signs {AT_ONCE}", LEFT, "digits;\n50% of each batch"], []),
+        (0, "classification", [f"{TRAINED}signs.\n"], ["of each batch", "by themselves"]),
+        (BOTH, "classification", [f"{TRAINED}signs.\n{IN_TURN}"], []),
+        (JOINTLY, "classification", [f"{TRAINED}digits, signs at once.\n"], ["of each batch"]),
+        (GUIDED, "classification", [f"{TRAINED}photos, signs {LEFT}", IN_TURN], []),
         # Heads that train by themselves.
-        (0, "detection", [ALONE], ["by themselves"]),
+        (0, "detection", [f"{TRAINED}signs.\n"], ["by themselves"]),
         (1, "detection", [HEAD_ALONE], ["300 steps"]),
-        (replace(BOTH, together=("signs", "digits"), joined=()), "detection", [f"{ALONE}{HEADS}"], []),
-        (replace(BOTH, together=("digits",), joined=("signs",)), "detection", [f"{ALONE}{HEADS}"], []),
-        (THREE, "detection", [f"Trained on signs, photos {AT_ONCE}\nHeads"], []),
+        (replace(BOTH, together=("signs", "digits"), joined=()), "detection", [f"{TRAINED}signs.\n{HEADS}"], []),
+        (replace(BOTH, together=("digits",), joined=("signs",)), "detection", [f"{TRAINED}signs.\n{HEADS}"], []),
+        (THREE, "detection", [f"{TRAINED}signs, photos at once.\n{HEADS}"], []),
     ],
 )
 def test_an_adapters_card_describes_its_training(

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.rivals import RIVALS, AnchorFreeDetector, SmallModel, detector_loss, export, pixels, targets_of_cells
 from fusion.data.samples import Sample, Splits
-from fusion.embedded.object_names import NUMBERS
+from fusion.embedded.drawing import NUMBERS
 from fusion.synthetic.road_signs import ACTIONS, SIGNS, draw_action, draw_sign
 from fusion.synthetic.streets import KINDS, count_vehicles, find_things
 from fusion.training.objectives import objective_of

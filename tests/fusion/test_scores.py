@@ -22,7 +22,7 @@ import heads
 from fusion.data.load import DomainData
 from fusion.data.samples import Sample, Splits, Target
 from fusion.data.targets import answer_in_words
-from fusion.embedded.object_names import NUMBERS
+from fusion.embedded.drawing import NUMBERS
 from fusion.plan.check import PlanChecked
 from fusion.plan.estimate import Estimate, LoraSize
 from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold

@@ -17,9 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fusion.data.items import NamedBox
 from fusion.data.load import DomainData
-from fusion.data.samples import Sample, Splits
+from fusion.data.samples import NamedBox, Sample, Splits
 from fusion.synthetic.sources import load_source
 from fusion.teachers.built_in import TEACHERS, SmallNetwork
 from fusion.teachers.labelling import restrict_answers

@@ -28,9 +28,8 @@ from benchmarks.searched_videos import (
     write_pictures,
 )
 from fusion.data.samples import Sample, Splits
-from fusion.embedded import checkpoint_path, object_names, world
-from fusion.embedded.drawing import SIZE
-from fusion.embedded.object_names import NUMBERS
+from fusion.embedded import checkpoint_path, drawing, world
+from fusion.embedded.drawing import NUMBERS, SIZE
 from fusion.embedded.questions import Question
 from fusion.synthetic.road_signs import ACTIONS
 from fusion.synthetic.sources import BUILT_IN, COLUMNS, STREAMS, load_source
@@ -71,9 +70,9 @@ def test_every_skill_has_all_its_answers() -> None:
     for question in some_questions():
         answers.setdefault(question.skill, set()).add(question.answer)
     assert answers["color"] == set(world.COLORS)
-    assert set(object_names.POSITIONS) < answers["position"] and "nowhere" in answers["position"]
+    assert set(drawing.POSITIONS) < answers["position"] and "nowhere" in answers["position"]
     assert {"one", "two", "three", "four", "five"} <= answers["count"]
-    assert answers["motion"] == set(object_names.MOVES) and len(object_names.MOVES) == 5
+    assert answers["motion"] == set(drawing.MOVES) and len(drawing.MOVES) == 5
     assert len(answers["shape"]) >= 4 and len(answers["digit"]) == 10
 
 
@@ -84,10 +83,10 @@ def test_questions_that_name_an_object_know_whether_it_exists_and_its_attributes
         if question.holds is not None:
             assert question.holds != (question.answer in ("no", "nowhere", "zero"))
         if question.meant is not None:
-            assert question.meant <= set(object_names.ATTRIBUTES)
+            assert question.meant <= set(drawing.ATTRIBUTES)
             assert bool(question.meant) == (question.holds is not False)
         answer = question.answer.split()[-1] if question.skill in ("shape", "kind") else question.answer
-        if question.meant and answer in object_names.ATTRIBUTES and question.skill != "scene":
+        if question.meant and answer in drawing.ATTRIBUTES and question.skill != "scene":
             assert answer in question.meant
             assert question.about in question.meant or question.skill == "count" or " " in question.about
             checked += 1

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from fusion.embedded import object_names, world
+from fusion.embedded import drawing, world
 from tools.embedded_model.model import IMAGE_TOKENS
 
 IGNORED = -100
@@ -35,7 +35,7 @@ class Conversations:
         shape = (len(scenes), length)
         ids, labels = np.full(shape, self.pad), np.full(shape, IGNORED)
         turns, positions, present = np.full(shape, -1), np.zeros(shape, np.int64), np.full(shape, IGNORED)
-        meant = np.full((*shape, len(object_names.ATTRIBUTES)), IGNORED)
+        meant = np.full((*shape, len(drawing.ATTRIBUTES)), IGNORED)
         for row, scene in enumerate(scenes):
             start = [self.bos, self.user] + [self.image] * (IMAGE_TOKENS * len(scene.frames))
             end = len(start)
@@ -54,7 +54,7 @@ class Conversations:
                     if asked.holds is not None:
                         present[row, name] = asked.holds
                     if asked.meant is not None:
-                        meant[row, name] = [attribute in asked.meant for attribute in object_names.ATTRIBUTES]
+                        meant[row, name] = [attribute in asked.meant for attribute in drawing.ATTRIBUTES]
                 end = here.stop
         return TokenRows(*(torch.from_numpy(values) for values in (ids, labels, turns, positions, present, meant)))
 

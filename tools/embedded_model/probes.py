@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fusion.embedded import object_names, world
+from fusion.embedded import drawing, world
 from tools.embedded_model.conversations import IGNORED
 from tools.embedded_model.model import IMAGE_TOKENS
 from tools.embedded_model.processor import PATCH
@@ -77,7 +77,7 @@ class Probes(nn.Module):
         self.row = nn.Linear(text_size, world.GRID)
         self.column = nn.Linear(text_size, world.GRID)
         self.present = nn.Linear(text_size, 2)
-        self.meant = nn.Linear(text_size, len(object_names.ATTRIBUTES))
+        self.meant = nn.Linear(text_size, len(drawing.ATTRIBUTES))
 
     def cell_loss(self, states: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
         """states [n, 36, vision], cells [n, 4, 6, 6]."""

@@ -11,8 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import LlavaProcessor, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from fusion.embedded.drawing import COLORS, PATTERNS, SIZE
-from fusion.embedded.object_names import BOARDS, NUMBERS, THINGS, plural
+from fusion.embedded.drawing import BOARDS, COLORS, NUMBERS, PATTERNS, SIZE, THINGS, plural
 
 PATCH = 16
 CONTEXT = 1024
