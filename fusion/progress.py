@@ -1,7 +1,7 @@
 """Progress of all long work in a run: training, scoring, reading pictures, labelling by teachers.
 
 It is shown as bars on a terminal; in a log, as a first line, one line per minute, and a last line. A fork sends its
-progress as events to its parent, which owns the terminal.
+work to its parent, which owns the terminal.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ import itertools
 import time
 from collections.abc import Callable, Hashable, Iterator
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import Literal, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichBars
 from rich.table import Column
 
+Clock = Callable[[], float]
+
 
 @dataclasses.dataclass(eq=False)
 class Work:
     """number: unique within its process. trainings: number of single-domain trainings that it counts as. begun: start
-    time by the progress's clock. share: finished share, 0 to 1. shown: whether a line about it has been printed."""
+    time by the progress's clock. share: finished share, 0 to 1. state: broken if it ended with an exception. shown:
+    whether a line about it has been printed."""
 
     number: int
     what: str
@@ -34,11 +37,16 @@ class Work:
     done: int = 0
     share: float = 0.0
     facts: str = ""
+    state: Literal["running", "complete", "broken"] = "running"
     shown: bool = False
 
-    def left_s(self, now: float) -> float | None:
-        """Estimated remaining seconds at the average speed so far; None before any progress."""
-        return (now - self.begun) * (1 - self.share) / self.share if self.share > 0 else None
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (f"{self.done} of {self.total} {self.unit}", self.facts)))
+
+    def left(self, now: float) -> str:
+        """How far it is, with the estimated remaining time at the average speed so far."""
+        left_s = (now - self.begun) * (1 - self.share) / self.share if self.share > 0 else None
+        return f"{self.what}: {self}" + ("" if left_s is None else f", about {duration(left_s)} left")
 
 
 class Totals:
@@ -88,10 +96,11 @@ _EVERY_S = 60.0  # interval between lines of a log
 _LONG_S = 10.0  # other work than training is logged if it takes longer
 _SPEED_S = 600.0  # window for the speed that a bar's remaining time is estimated from
 _REDRAWS_PER_S = 2.0  # each costs training one or two milliseconds
+_EVENTS_S = 0.2  # interval between what a fork sends of the same work
 
 
 class Display:
-    """What a kind of output does at each event; nothing by default."""
+    """What a kind of output does; nothing by default."""
 
     def start(self) -> None: ...
 
@@ -100,21 +109,14 @@ class Display:
     def say(self, line: str) -> None:
         """Print a permanent line."""
 
-    def started(self, work: Work) -> None: ...
-
-    def updated(self, work: Work) -> None: ...
-
-    def ended(self, work: Work, whole: bool) -> None:
-        """whole: whether the work ended without an exception."""
-
-    def refresh(self) -> None:
-        """Show changed totals."""
+    def show(self, work: Work) -> None:
+        """Called when work begins, at its progress, and when it has ended."""
 
 
 class ProgressBars(Display):
     """One bar per piece of work and one for all trainings of the run; each is removed when it ends."""
 
-    def __init__(self, console: Console, clock: Callable[[], float], totals: Totals) -> None:
+    def __init__(self, console: Console, clock: Clock, totals: Totals) -> None:
         columns = (
             TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=60)),
             BarColumn(bar_width=20),
@@ -142,33 +144,24 @@ class ProgressBars(Display):
     def say(self, line: str) -> None:
         self.bars.console.print(line, markup=False)
 
-    def started(self, work: Work) -> None:
-        self._tasks[work] = self.bars.add_task(work.what, total=1.0, text=_count(work))
+    def show(self, work: Work) -> None:
+        if work not in self._tasks:
+            self._tasks[work] = self.bars.add_task(work.what, total=1.0, text="")
+        self.bars.update(self._tasks[work], completed=work.share, text=str(work))
+        if work.state != "running":
+            self.bars.remove_task(self._tasks.pop(work))
         if work.trainings and self._all is None:
             self._all = self.bars.add_task("all trainings", total=None, text="")
-        self.refresh()
-
-    def updated(self, work: Work) -> None:
-        text = ", ".join(filter(None, (_count(work), work.facts)))
-        self.bars.update(self._tasks[work], completed=work.share, text=text)
-        self.refresh()
-
-    def ended(self, work: Work, whole: bool) -> None:
-        self.bars.remove_task(self._tasks.pop(work))
-        self.refresh()
-
-    def refresh(self) -> None:
         if self._all is not None:
-            total = self._totals.total
-            text = f"{self._totals.done:.1f} of {total:.0f} or more"
-            self.bars.update(self._all, total=total, completed=self._totals.done, text=text)
+            done, total = self._totals.done, self._totals.total
+            self.bars.update(self._all, total=total, completed=done, text=f"{done:.1f} of {total:.0f} or more")
 
 
 class LogLines(Display):
     """A first and a last line for each training, and for other work that takes more than ten seconds; and one line
     about all running work after each minute without output."""
 
-    def __init__(self, console: Console, clock: Callable[[], float], totals: Totals) -> None:
+    def __init__(self, console: Console, clock: Clock, totals: Totals) -> None:
         self._console = console
         self._clock = clock
         self._totals = totals
@@ -178,26 +171,36 @@ class LogLines(Display):
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         self._last = self._clock()
 
-    def started(self, work: Work) -> None:
-        if work.trainings:
-            work.shown = True
-            left = self._totals.left_s(self._clock())
-            self.say(f"{work.what}: {work.total} {work.unit}" + ("" if left is None else f" ({_all_left(left)})"))
+    def show(self, work: Work) -> None:
+        now, shown = self._clock(), work.shown
+        work.shown = shown or work.trainings > 0 or now - work.begun >= _LONG_S
+        left_s = self._totals.left_s(now)
+        all_left = "" if left_s is None else f"all trainings: about {duration(left_s)} left"
+        if work.state != "running":
+            if shown and work.state == "complete":
+                took = f"{work.done} {work.unit} in {duration(now - work.begun)}"
+                self.say(", ".join(filter(None, (f"{work.what}: {took}", work.facts))))
+        elif work.shown and not shown:
+            first = f"{work.what}: {work.total} {work.unit}" + (f" ({all_left})" if all_left else "")
+            self.say(first if work.trainings else work.left(now))
+        elif shown and now - self._last >= _EVERY_S:
+            states = [other.left(now) for other in self._totals.open if other.shown]
+            self.say("; ".join(filter(None, (*states, all_left))))
 
-    def updated(self, work: Work) -> None:
+
+class _ToParent(Display):
+    """Sends this process's work. Lines are dropped, since the parent repeats the call and prints them."""
+
+    def __init__(self, send: Callable[[Work], None], clock: Clock) -> None:
+        self._send = send
+        self._clock = clock
+        self._sent: dict[int, float] = {}
+
+    def show(self, work: Work) -> None:
         now = self._clock()
-        if not work.shown and now - work.begun >= _LONG_S:
-            work.shown = True
-            self.say(_state(work, now))
-        elif work.shown and now - self._last >= _EVERY_S:
-            states = [_state(other, now) for other in self._totals.open if other.shown]
-            left = self._totals.left_s(now)
-            self.say("; ".join([*states, *([] if left is None else [_all_left(left)])]))
-
-    def ended(self, work: Work, whole: bool) -> None:
-        if work.shown and whole:
-            took = f"{work.done} {work.unit} in {duration(self._clock() - work.begun)}"
-            self.say(", ".join(filter(None, (f"{work.what}: {took}", work.facts))))
+        if work.state != "running" or now - self._sent.get(work.number, -_EVENTS_S) >= _EVENTS_S:
+            self._sent[work.number] = now
+            self._send(dataclasses.replace(work))
 
 
 def duration(seconds: float) -> str:
@@ -209,42 +212,14 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _count(work: Work) -> str:
-    return f"{work.done} of {work.total} {work.unit}"
-
-
-def _state(work: Work, now: float) -> str:
-    left = work.left_s(now)
-    parts = (f"{work.what}: {_count(work)}", work.facts, "" if left is None else f"about {duration(left)} left")
-    return ", ".join(filter(None, parts))
-
-
-def _all_left(seconds: float) -> str:
-    return f"all trainings: about {duration(seconds)} left"
-
-
-Clock = Callable[[], float]
-_EVENTS_S = 0.2  # interval between progress events of the same work
-
-
 class ProgressCallback(Protocol):
-    """Reports the progress of work."""
+    """Reports the progress of work.
 
-    def __call__(self, done: int, facts: str = "", share: float | None = None) -> None:
-        """
-        Args:
-            done: number of finished units.
-            facts: figures to show; if empty, the previous ones stay.
-            share: 0 to 1, if it differs from done / total.
-        """
+    done: number of finished units. facts: figures to show; if empty, the previous ones stay. share: 0 to 1, if it
+    differs from done / total.
+    """
 
-
-class Event(NamedTuple):
-    """Work of a fork as it is now. ended: whether it has ended, and whole: whether without an exception."""
-
-    work: Work
-    ended: bool = False
-    whole: bool = False
+    def __call__(self, done: int, facts: str = "", share: float | None = None) -> None: ...
 
 
 class Progress:
@@ -285,7 +260,6 @@ class Progress:
         """Record a request for a training of that many domains which an earlier run or a fork has already done."""
         if self.totals.count(what):
             self.totals.stored += trainings
-            self.display.refresh()
 
     @contextlib.contextmanager
     def work(self, what: str, total: int, unit: str, *, trainings: int = 0) -> Iterator[ProgressCallback]:
@@ -298,70 +272,49 @@ class Progress:
             trainings: number of single-domain trainings that it counts as; 0 for other work.
         """
         work = Work(next(self._numbers), what, total, unit, trainings, self.clock())
-        self._open(work)
 
         def update(done: int, facts: str = "", share: float | None = None) -> None:
-            self._move(work, done, facts or work.facts, done / max(1, total) if share is None else share)
+            work.done, work.facts = done, facts or work.facts
+            work.share = min(1.0, done / max(1, total) if share is None else share)
+            self._show(work)
 
+        self._show(work)
         try:
             yield update
         except BaseException:
-            self._close(work, whole=False)
+            work.state = "broken"
             raise
-        self._close(work, whole=True)
+        else:
+            work.state = "complete"
+        finally:
+            self._show(work)
 
-    def forward(self, send: Callable[[Event], None]) -> None:
-        """Send events instead of showing anything; called in a fork, since the parent owns the display."""
-        self.display = _EventSender(send, self.clock)
+    def forward(self, send: Callable[[Work], None]) -> None:
+        """Send work instead of showing anything; called in a fork, since the parent owns the display."""
+        self.display = _ToParent(send, self.clock)
 
-    def receive(self, fork: Hashable, event: Event | None) -> None:
-        """Show an event of a fork; None when the fork has ended."""
-        if event is None:
+    def receive(self, fork: Hashable, sent: Work | None) -> None:
+        """Show work of a fork as it is now; None when the fork has ended."""
+        if sent is None:
             for key in [key for key in self._from_forks if key[0] == fork]:
-                self._close(self._from_forks.pop(key), whole=False)
+                self.receive(fork, dataclasses.replace(self._from_forks[key], state="broken"))
             return
-        key = fork, event.work.number
-        if key not in self._from_forks:
-            self._from_forks[key] = dataclasses.replace(event.work, begun=self.clock())
-            self._open(self._from_forks[key])
-        self._move(self._from_forks[key], event.work.done, event.work.facts, event.work.share)
-        if event.ended:
-            self._close(self._from_forks.pop(key), whole=event.whole)
+        key = fork, sent.number
+        work = self._from_forks.setdefault(key, dataclasses.replace(sent, begun=self.clock()))
+        work.done, work.facts, work.share, work.state = sent.done, sent.facts, sent.share, sent.state
+        if work.state != "running":
+            del self._from_forks[key]
+        self._show(work)
 
-    def _open(self, work: Work) -> None:
-        if work.trainings and self.totals.first is None:
-            self.totals.first = work.begun
-        self.totals.open.append(work)
-        self.display.started(work)
-
-    def _move(self, work: Work, done: int, facts: str, share: float) -> None:
-        work.done, work.facts, work.share = done, facts, min(1.0, share)
-        self.display.updated(work)
-
-    def _close(self, work: Work, *, whole: bool) -> None:
-        self.totals.open = [other for other in self.totals.open if other is not work]
-        if whole and work.trainings and self.totals.count(work.what):
-            self.totals.finished += work.trainings
-        self.display.ended(work, whole)
-
-
-class _EventSender(Display):
-    """Sends events of this process's work. Lines are dropped, since the parent repeats the call and prints them."""
-
-    def __init__(self, send: Callable[[Event], None], clock: Clock) -> None:
-        self._send = send
-        self._clock = clock
-        self._sent: dict[int, float] = {}
-
-    def started(self, work: Work) -> None:
-        self._send(Event(dataclasses.replace(work)))
-
-    def updated(self, work: Work) -> None:
-        now = self._clock()
-        if now - self._sent.get(work.number, -_EVENTS_S) >= _EVENTS_S:
-            self._sent[work.number] = now
-            self._send(Event(dataclasses.replace(work)))
-
-    def ended(self, work: Work, whole: bool) -> None:
-        self._sent.pop(work.number, None)
-        self._send(Event(work, ended=True, whole=whole))
+    def _show(self, work: Work) -> None:
+        totals = self.totals
+        if work.state == "running":
+            if work.trainings and totals.first is None:
+                totals.first = work.begun
+            if work not in totals.open:
+                totals.open.append(work)
+        else:
+            totals.open.remove(work)
+            if work.state == "complete" and work.trainings and totals.count(work.what):
+                totals.finished += work.trainings
+        self.display.show(work)

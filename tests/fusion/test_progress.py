@@ -17,7 +17,7 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from fusion.progress import Event, Progress, ProgressBars, Work, duration
+from fusion.progress import Progress, ProgressBars, Work, duration
 from fusion.training.parallel_jobs import one_thread, run_in_parallel
 from fusion.training.scoring import HeldOutScores
 from tests.fusion.small import color_splits, plan_of, trainer_of, write_base
@@ -94,7 +94,7 @@ def test_bars_show_steps_facts_and_all_trainings(clock: Clock) -> None:
 
 
 def test_a_fork_sends_few_events_and_always_the_last(clock: Clock) -> None:
-    sent: list[Event] = []
+    sent: list[Work] = []
     progress, shown = log(clock)
     progress.forward(sent.append)
     progress.say("the parent prints this itself")
@@ -102,8 +102,8 @@ def test_a_fork_sends_few_events_and_always_the_last(clock: Clock) -> None:
         for step in range(1000):
             clock.now += 0.001
             update(step + 1)
-    assert [event.ended for event in sent].count(True) == 1 and sent[-1].whole
-    assert (sent[0].work.done, sent[-1].work.done, sent[-1].work.share) == (0, 1000, 1.0)
+    assert [work.state for work in sent] == ["running"] * (len(sent) - 1) + ["complete"]
+    assert (sent[0].done, sent[-1].done, sent[-1].share) == (0, 1000, 1.0)
     assert 5 < len(sent) < 12 and shown.getvalue() == ""
 
 
@@ -183,12 +183,12 @@ def test_events_of_forks_are_shown_as_work_of_this_process(clock: Clock) -> None
     progress, shown = log(clock)
     with progress:
         work = Work(0, "training a", 10, "steps", 1, 0.0)
-        progress.receive("one", Event(work))
+        progress.receive("one", work)
         work = dataclasses.replace(work, done=5, facts="loss 1", share=0.5)
-        progress.receive("one", Event(work))
-        progress.receive("two", Event(Work(0, "training b", 10, "steps", 1, 0.0)))
+        progress.receive("one", work)
+        progress.receive("two", Work(0, "training b", 10, "steps", 1, 0.0))
         assert len(progress.totals.open) == 2 and progress.totals.done == 0.5
-        progress.receive("one", Event(work, ended=True, whole=True))
+        progress.receive("one", dataclasses.replace(work, state="complete"))
         progress.receive("two", None)  # it was killed
     assert progress.totals.finished == 1 and not progress.totals.open
     assert shown.getvalue().splitlines()[0] == "training a: 10 steps"
