@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from vlora.lazy import attributes
 
 if TYPE_CHECKING:
-    from heads.answer import Answer, Grid, Value
-    from heads.boxes import Box
+    from heads.answer import Answer, Box, Grid, Value
     from heads.spec import HeadSpec, TaskHead
     from heads.storage import load_heads, save_heads
     from heads.task import Task
@@ -21,7 +20,7 @@ __getattr__ = attributes(
     __name__,
     TASKS="heads.tasks",
     Answer="heads.answer",
-    Box="heads.boxes",
+    Box="heads.answer",
     Grid="heads.answer",
     HeadSpec="heads.spec",
     Task="heads.task",

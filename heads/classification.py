@@ -9,9 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 
-from heads.answer import Answer, Grid, Value
-from heads.calibration import sigmoid_temperature, softmax_temperature
-from heads.f1 import F1Counts, f1_of
+from heads.answer import Answer, F1Counts, Grid, Value, f1_of
 from heads.task import (
     Grids,
     Logits,
@@ -21,6 +19,8 @@ from heads.task import (
     check_share,
     label_ids,
     share_equal,
+    sigmoid_temperature,
+    softmax_temperature,
 )
 
 

@@ -15,11 +15,8 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from heads.answer import Answer, Grid, Value
-from heads.boxes import Box, f1_counts, mean_average_precision, suppress
-from heads.calibration import softmax_temperature
-from heads.f1 import F1Counts, f1_of
-from heads.task import Grids, Logits, Task, check_labels, check_positive, check_share
+from heads.answer import Answer, Box, F1Counts, Grid, Value, f1_counts, f1_of, mean_average_precision, suppress
+from heads.task import Grids, Logits, Task, check_labels, check_positive, check_share, softmax_temperature
 
 _NOTHING_WEIGHT = 0.4  # most tokens contain no centre
 _BOX_WEIGHT = 4.0

@@ -5,13 +5,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 
-from heads.answer import Answer, Grid, Value
-from heads.f1 import F1Counts
+from heads.answer import Answer, F1Counts, Grid, Value
 
 Logits = Sequence[torch.Tensor]
 """The logits of each sample."""
@@ -118,3 +117,45 @@ def label_ids(values: Sequence[Value], num_labels: int, device: torch.device) ->
 
 def share_equal(found: Sequence[Value], wanted: Sequence[Value]) -> float:
     return sum(one == other for one, other in zip(found, wanted, strict=True)) / len(wanted)
+
+
+_LEAST, _MOST = 1e-3, 1e3  # search range of inverse temperatures
+_HALVINGS = 60
+
+
+def softmax_temperature(logits: torch.Tensor, ids: torch.Tensor) -> float:
+    """The temperature that maximizes the softmax likelihood of the labels `ids` [n] under logits [n, c]."""
+    logits = logits.detach().double()
+    correct = logits.gather(1, ids[:, None])[:, 0]
+
+    def slope(inverse: float) -> float:
+        expected = (torch.softmax(logits * inverse, -1) * logits).sum(-1)
+        return float((expected - correct).mean())
+
+    return 1 / _zero(slope, len(logits))
+
+
+def sigmoid_temperature(logits: torch.Tensor, holds: torch.Tensor) -> float:
+    """The temperature that maximizes the sigmoid likelihood of the binary labels `holds` [n, c] under logits [n, c]."""
+    logits = logits.detach().double()
+
+    def slope(inverse: float) -> float:
+        return float(((torch.sigmoid(logits * inverse) - holds.double()) * logits).sum(-1).mean())
+
+    return 1 / _zero(slope, len(logits))
+
+
+def _zero(slope: Callable[[float], float], num_samples: int) -> float:
+    """The inverse temperature with the smallest log loss, found by bisection.
+
+    If all samples are correct, the log loss has no minimum. A regularization towards 1, with the weight of one sample,
+    keeps the result finite and the loss strictly convex.
+    """
+    low, high = _LEAST, _MOST
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        if slope(middle) + (middle - 1) / num_samples > 0:
+            high = middle
+        else:
+            low = middle
+    return (low * high) ** 0.5

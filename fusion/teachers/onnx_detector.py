@@ -13,7 +13,7 @@ import numpy as np
 from fusion.data.samples import NamedBox
 from fusion.plan.teacher_kinds import OnnxDetectorTeacher
 from fusion.teachers.detector_layouts import LayoutName, Output, raw_boxes, recognise
-from heads.boxes import Box, suppress
+from heads.answer import Box, suppress
 
 _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 _GREY = np.full((64, 64, 3), 114, np.uint8)

@@ -14,7 +14,7 @@ from fusion.training.activation import OFFSETS
 from fusion.training.features import OnDisk
 from fusion.training.objectives import ForwardOutputs
 from heads import Box, Grid
-from heads.boxes import Window, into_windows, out_of_windows
+from heads.answer import Window, into_windows, out_of_windows
 from vlora.models.hf_model import HFModel, VisionFeatures
 from vlora.types import VisionInput
 

@@ -24,7 +24,7 @@ from fusion.training.collator import EncodedSample, TextInput, batch_arguments, 
 from fusion.training.features import FEATURES_FORMAT, FeatureCache, OnDisk
 from fusion.training.fingerprint import hash_of_processing, hash_of_values, hash_of_weights
 from fusion.training.objectives import objective_of
-from heads.boxes import Window
+from heads.answer import Window
 from vlora.config import EngineConfig, Quantize
 from vlora.errors import BadConfig, BadPlan, BadRequest
 from vlora.lora.peft_format import last_place

@@ -13,7 +13,7 @@ from fusion.data.samples import Splits, Target
 from fusion.plan.tasks import METRICS
 from fusion.training.text_metrics import overlap, token_f1
 from heads import TASKS, Box, Grid, HeadSpec, Task, TaskHead
-from heads.f1 import F1Counts
+from heads.answer import F1Counts
 
 HIDDEN_UNITS = 128
 

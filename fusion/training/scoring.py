@@ -19,7 +19,7 @@ from fusion.training.collator import EncodedSample
 from fusion.training.frozen_base import Domain
 from fusion.training.objectives import ForwardOutputs, HeadObjective, Objective, metric_of_some, objective_of
 from fusion.training.steps import halving
-from heads.f1 import F1Counts, f1_of
+from heads.answer import F1Counts, f1_of
 from vlora.confidence import lower_bound
 
 SCORE_AT_ONCE = 50

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from heads.boxes import Box, iou
+from heads.answer import Box, iou
 
 
 def token_f1(answer: str, wanted: str) -> float:

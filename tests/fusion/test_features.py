@@ -25,7 +25,7 @@ from fusion.training.features import FeatureCache
 from fusion.training.frozen_base import Domain, FrozenBase, load_frozen_base, round_base
 from fusion.training.scoring import Evaluator
 from heads import Box
-from heads.boxes import into_windows, out_of_windows
+from heads.answer import into_windows, out_of_windows
 from tests.families import build_model
 from tests.fusion.small import COLORS, colors, plan_of, trainer_of, write_base
 from vlora.config import EngineConfig, Quantize

@@ -19,7 +19,7 @@ from fusion.data.load import DomainData
 from fusion.report.examples import contact_sheet
 from fusion.training.text_metrics import box_in_words, box_of_words, overlap
 from heads import Box
-from heads.boxes import iou
+from heads.answer import iou
 from tests.fusion.made import load_plan, picture, write_plan
 from vlora.errors import BadPlan
 from vlora.training.records import PARTS

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 
 from heads import Box, Value
-from heads.calibration import sigmoid_temperature, softmax_temperature
+from heads.task import sigmoid_temperature, softmax_temperature
 from heads.tasks import make_task
 from tests.example_counts import scaled
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heads import Box, detection
-from heads.boxes import f1_counts, iou, mean_average_precision
-from heads.f1 import f1_of
+from heads.answer import f1_counts, f1_of, iou, mean_average_precision
 
 GRID = (6, 6)
 

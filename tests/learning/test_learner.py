@@ -29,13 +29,12 @@ from vlora.errors import (
     StepFailed,
     VLoraError,
 )
-from vlora.learning.audit_log import AuditLog, Entry, Event
 from vlora.learning.evaluation import Interrupted
 from vlora.learning.learner import MAX_INTERRUPTED, Learner
 from vlora.learning.learning import Learning
 from vlora.learning.plan import LearningEntry, LearningSettings
 from vlora.learning.sample_store import AnsweredRequest, Corrector, StoreSize
-from vlora.learning.versions import VersionFolder
+from vlora.learning.versions import AuditLog, Entry, Event, VersionFolder
 from vlora.training.plan import TrainingSettings
 
 USER = Corrector("bad", False)

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from vlora.errors import BadConfig, BadRequest, Forbidden
-from vlora.learning.audit_log import AuditLog, Served
 from vlora.learning.sample_store import AnsweredRequest, Corrector, SampleStore, ServedCount, checked_label
+from vlora.learning.versions import AuditLog, Served
 
 ADMIN, ANN, BEN = Corrector("root", True), Corrector("ann", False), Corrector("ben", False)
 

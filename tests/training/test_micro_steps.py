@@ -29,8 +29,7 @@ from vlora.models.hf_model import HFModel, VisionFeatures
 from vlora.models.loading import load_model
 from vlora.training.adapter import LoraSettings
 from vlora.training.batch import Sample
-from vlora.training.loss import TokenLosses
-from vlora.training.micro_step import Loss, MicroStep
+from vlora.training.micro_step import Loss, MicroStep, TokenLosses
 from vlora.training.trainer import PackedTrainer
 from vlora.types import Mode
 

@@ -22,8 +22,7 @@ from vlora.server.security.public_errors import shown_to
 from vlora.training import samples
 from vlora.training.micro_step import MicroStep
 from vlora.training.plan import read_plan
-from vlora.training.progress import RecordOrder
-from vlora.training.records import MAX_NAMED, Record, Records, read_records
+from vlora.training.records import MAX_NAMED, Record, RecordOrder, Records, read_records
 from vlora.training.trainer import PackedTrainer
 from vlora.types import TrainingStatus
 

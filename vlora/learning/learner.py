@@ -16,12 +16,11 @@ import msgspec
 
 from vlora.errors import AdapterChanged, BadConfig, BadRequest, EngineDead, VLoraError
 from vlora.learning.attempt import Attempt, remove_others
-from vlora.learning.audit_log import SERVER
 from vlora.learning.decision import agreed, bounded, why_roll_back
 from vlora.learning.evaluation import Compared, Evaluator, Interrupted, ServedModel, Version
 from vlora.learning.plan import LearningEntry
 from vlora.learning.sample_store import Labelled, SampleStore
-from vlora.learning.versions import Versions, describe, origin_of
+from vlora.learning.versions import SERVER, Versions, describe, origin_of
 from vlora.run_folder import lock_folder
 from vlora.types.learning import Comparison, LearningStatus
 

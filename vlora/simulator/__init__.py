@@ -1,7 +1,7 @@
 """The scheduler without a model: real bookkeeping and policies, a simulated clock, and a model of step times.
 
-Reading order: `arrivals.py` (requests), `workloads.py` and `traces.py` (their sources), `machine.py`
-(the cost of a step), `replica.py` (one simulated engine), `world.py` (the simulation), `measures.py`.
+Reading order: `arrivals.py` (requests), `workloads.py` (their sources), `machine.py` (the cost of a step),
+`replica.py` (one simulated engine), `world.py` (the simulation), `measures.py`.
 """
 
 from vlora.simulator.arrivals import Arrival
@@ -9,8 +9,7 @@ from vlora.simulator.cluster import ClusterConfig
 from vlora.simulator.machine import MEASURED, read_costs
 from vlora.simulator.measures import Measures
 from vlora.simulator.replica import ReplicaConfig
-from vlora.simulator.traces import read_trace
-from vlora.simulator.workloads import WORKLOADS, make_workload
+from vlora.simulator.workloads import WORKLOADS, make_workload, read_trace
 from vlora.simulator.world import replay
 
 __all__ = [

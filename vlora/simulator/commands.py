@@ -14,8 +14,7 @@ from vlora.simulator.arrivals import Arrival
 from vlora.simulator.cluster import ClusterConfig
 from vlora.simulator.machine import MEASURED, read_costs
 from vlora.simulator.replica import ReplicaConfig
-from vlora.simulator.traces import read_trace
-from vlora.simulator.workloads import Lengths, among_tenants, make_workload
+from vlora.simulator.workloads import Lengths, among_tenants, make_workload, read_trace
 from vlora.simulator.world import replay
 
 _NUM_REQUESTS = 1000  # of a workload, which is unbounded

@@ -20,8 +20,7 @@ from vlora.errors import BadConfig, BadPlan
 from vlora.run_folder import lock_folder, remove, remove_unfinished, whole, write_whole
 from vlora.training.adapter import LoraSettings, TrainableLora, read_start
 from vlora.training.micro_step import Loss
-from vlora.training.progress import Phase, Progress, RecordOrder
-from vlora.training.records import MAX_NAMED, Record, Records, too_many
+from vlora.training.records import MAX_NAMED, Phase, Progress, Record, RecordOrder, Records, too_many
 from vlora.types import TrainingStatus
 from vlora.types.training import MAX_LOSSES, TrainingState
 

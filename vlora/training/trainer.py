@@ -12,8 +12,7 @@ from vlora.models.hf_model import HFModel
 from vlora.training.adapter import LoraSettings, TrainableLora
 from vlora.training.batch import PackedBatch, Sample
 from vlora.training.decoder import TrainedDecoderLayer, TrainedLinear
-from vlora.training.loss import MAX_LOGITS
-from vlora.training.micro_step import MicroStep
+from vlora.training.micro_step import MAX_LOGITS, MicroStep
 
 
 class PackedTrainer:
