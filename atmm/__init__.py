@@ -9,8 +9,7 @@ from atmm.cpu.attention import attend, attend_chunk, serves_attention
 from atmm.flash_attention import flash, serves_flash
 from atmm.layers import Factors, HeadRows, Site, SiteGroup
 from atmm.matmul import thin_batches
-from atmm.merge_quantized import merge_quantized
-from atmm.operator import add_delta, add_deltas, begin_deltas, head_logits, merge
+from atmm.operator import add_delta, add_deltas, begin_deltas, head_logits, merge, merge_quantized
 from atmm.places import FactorTable
 from atmm.pointwise import gate_product, rms_norm, rotate, serves_norm, serves_pointwise, serves_rotation, write_kv
 from atmm.segments import Lane, SegmentPlan

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atmm.layers import Factors, Site, check_reads
+from atmm.matmul import add_product, widened
 from atmm.segments import SegmentPlan
-from atmm.widened import add_product, widened
 
 
 def delta_gradients(dx: Tensor | None, g: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> dict[str, Factors]:

@@ -6,7 +6,7 @@ the results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +16,17 @@ from atmm.batch_stats import BatchStats
 from atmm.cpu import library
 from atmm.cpu.lanes import Scattered, serves
 from atmm.dispatch import choose, measured
+from atmm.formats import Fp8
 from atmm.layers import HeadRows, Layout, Packed, Site, SiteGroup
-from atmm.matmul import linear
+from atmm.matmul import linear, widened
 from atmm.places import FactorTable
 from atmm.processor import prefers_float32
+from atmm.quantized import QuantizedWeight
 from atmm.segments import SegmentPlan, Strategy, check_not_capturing
 from atmm.strategies.hybrid import Hybrid
 from atmm.strategies.loop import Loop, Unpacked
 from atmm.strategies.registry import NEED_NO_COPY, STRATEGIES, known, lies_transposed, prepare, prepare_tiled
 from atmm.tuning.buckets import DTYPES
-from atmm.widened import widened
 
 # The highest rank at which one compiled pass over the weights is faster than torch's two with instructions for bfloat16
 # (docs/decisions/0008). On processors without such instructions the compiled pass serves every rank.
@@ -313,3 +314,31 @@ def check_heads(h: Tensor, rows: Sequence[HeadRows]) -> None:
                 f"rows[{place}].index ranges from {int(index.min())} to {int(index.max())}; h has rows 0 to "
                 f"{len(h) - 1}"
             )
+
+
+def merge_quantized(
+    out: QuantizedWeight, base: QuantizedWeight, parts: Iterable[tuple[slice, slice, Tensor, Tensor]]
+) -> None:
+    """Write `base + delta` into `out` for n layers, both [n, o, i]. The sums are computed in float32.
+
+    On a GPU one launch merges a delta of one block into eight-bit floats; other merges restore one layer at a time.
+
+    Args:
+        out: The result, with scales of its own. May be `base`.
+        parts: The delta as blocks: the outputs and inputs of a block, its a [n, r, inputs] and bt [n, r, outputs].
+    """
+    blocks = list(parts)
+    if len(blocks) == 1 and out.device.type == "cuda" and isinstance(out.format, Fp8):
+        *_, a, bt = blocks[0]
+        # Tiles of float32 factors would spill registers.
+        if (a.shape[2], bt.shape[2]) == (out.shape[2], out.shape[1]) and a.dtype.itemsize == 2:
+            from atmm.triton.merging import merge_rows  # importing Triton is slow
+
+            merge_rows(out.values, out.scales, base.values, base.scales, a, bt, out.format.largest)
+            return
+    for layer in range(len(base)):  # one at a time: a layer in float32 takes four times the bytes of all its values
+        sums = base[layer : layer + 1].float()
+        for outputs, inputs, a, bt in blocks:
+            place = sums[:, outputs, inputs]
+            merge(place, place, a[layer : layer + 1].float(), bt[layer : layer + 1].float())
+        out[layer].copy_(sums[0])

@@ -16,8 +16,8 @@ from torch import Tensor
 from atmm.cpu import library
 from atmm.cpu.table import Rows, hidden_places, lane_table
 from atmm.dispatch import is_thin
+from atmm.matmul import add_product, widened
 from atmm.segments import Lane
-from atmm.widened import add_product, widened
 
 
 def hidden_dtype(num_tokens: int, device: torch.device, dtype: torch.dtype) -> torch.dtype:

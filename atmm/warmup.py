@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from atmm.layers import Factors, Site, SiteGroup
-from atmm.merge_quantized import merge_quantized
-from atmm.operator import add_deltas
+from atmm.operator import add_deltas, merge_quantized
 from atmm.quantized import Allocate, QuantizedWeight
 from atmm.segments import Lane, SegmentPlan
 from atmm.strategies.registry import triton_interprets

@@ -21,9 +21,8 @@ import atmm
 from atmm.batch_stats import BatchStats
 from atmm.dispatch import choose
 from atmm.strategies.registry import comes_transposed
-from atmm.tuning.cold_cache import DeviceCaches, factors_of, read_by
-from atmm.tuning.racing import race
 from atmm.tuning.search import Case, Shape
+from atmm.tuning.timing import DeviceCaches, factors_of, race, read_by
 from benchmarks.gpu import styles
 from benchmarks.plain_baselines import gather_bmm, lane_factors, padded_einsum, peft_layer, plain_loop
 from benchmarks.plots import Picture, select

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atmm.layers import Factors, Packed, Site, SiteGroup, check_reads
+from atmm.matmul import add_product, widened
 from atmm.segments import Lane
-from atmm.widened import add_product, widened
 
 
 class Loop:

@@ -24,7 +24,7 @@ def merge(out: Tensor, base: Tensor, a: Tensor, bt: Tensor, scale: float) -> Non
 def merge_rows(
     values: Tensor, scales: Tensor, base: Tensor, base_scales: Tensor, a: Tensor, bt: Tensor, largest: float
 ) -> None:
-    """`atmm.merge_quantized` for one part that covers the weights, in a format with a scale per row.
+    """`atmm.operator` for one part that covers the weights, in a format with a scale per row.
 
     Args:
         values: The result, [n, o, i]; the last dimension is contiguous, also of `base`, a and bt.

@@ -24,7 +24,7 @@ from atmm import cache, matmul, processor
 from atmm.cpu import library
 from atmm.cpu.products import Weights
 from atmm.matmul import MEASURED_ROWS, Key, Method
-from atmm.tuning.racing import race
+from atmm.tuning.timing import race
 
 log = logging.getLogger(__name__)
 

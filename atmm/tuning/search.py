@@ -34,9 +34,7 @@ from atmm.strategies.hybrid import divides
 from atmm.strategies.registry import comes_transposed, served
 from atmm.triton.tiling import Tiling, block_r
 from atmm.tuning.buckets import Bucket, Evenness
-from atmm.tuning.cold_cache import DeviceCaches, factors_of, read_by
-from atmm.tuning.racing import race
-from atmm.tuning.replays import Replays
+from atmm.tuning.timing import DeviceCaches, Replays, factors_of, race, read_by
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 ADAPTERS = (1, 2, 4, 8, 16)

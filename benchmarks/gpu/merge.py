@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 import atmm
-from atmm.fp8 import CAPABILITY, Fp8
+from atmm.formats import FP8_CAPABILITY, Fp8
 from atmm.quantized import Allocate, quantized_empty
 from vlora.bench.dummy import half_billion_config, language_shapes, write_adapter
 from vlora.bench.gpu import models
@@ -99,7 +99,7 @@ def run(context: Context) -> dict[str, Any]:
             context.keep({"rows": rows, "copy_bytes_per_s": bytes_per_s})
         weight_bytes = model.slabs.num_bytes
         on_cuda = context.device.type == "cuda"
-        if not on_cuda or torch.cuda.get_device_capability(context.device) >= CAPABILITY:
+        if not on_cuda or torch.cuda.get_device_capability(context.device) >= FP8_CAPABILITY:
             del model, switcher  # its memory is needed
             eight_bits = quantized_empty(Fp8(), context.device, empty)
             model = MergeableModel(models.config_of(context), context.device, arena_bytes, eight_bits)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from atmm import fp8
+from atmm import formats
 from benchmarks.gpu.profile import KINDS, Kind, memory_gib, profiled
 from vlora.bench.gpu import models
 from vlora.bench.gpu.context import Context, copy_speed, launch_seconds, loop_seconds
@@ -46,7 +46,7 @@ def run(context: Context) -> dict[str, Any]:
     on_cuda = context.device.type == "cuda"
     if on_cuda:
         torch.cuda.empty_cache()
-    if not on_cuda or torch.cuda.get_device_capability(context.device) >= fp8.CAPABILITY:
+    if not on_cuda or torch.cuda.get_device_capability(context.device) >= formats.FP8_CAPABILITY:
         _time(context, _Base("fp8", KINDS[:3], batches[-3:]), prompt, bytes_per_s, rows)
     goals = goals_of(rows, found.capture_s) if context.on_gpu else []
     shown = _GOAL_BATCH if context.on_gpu else batches[0]

@@ -17,8 +17,8 @@ from atmm.batch_stats import BatchStats
 from atmm.dispatch import choose
 from atmm.segments import Lane, SegmentPlan
 from atmm.strategies.registry import comes_transposed
-from atmm.tuning.cold_cache import DeviceCaches, factors_of
 from atmm.tuning.search import Case, Shape
+from atmm.tuning.timing import DeviceCaches, factors_of
 from benchmarks.atmm import baselines, with_cold_caches
 from benchmarks.paper.measuring import RANK, Measuring, Setting
 from benchmarks.plain_baselines import lane_factors, padded_einsum
@@ -125,7 +125,7 @@ def _on_gpu(case: Case, segments: Sequence[int]) -> tuple[Calls, list[torch.Tens
 
 
 def _replayed(call: Callable[[], object]) -> Callable[[], float]:
-    from atmm.tuning.replays import Replays
+    from atmm.tuning.timing import Replays
 
     return Replays(call)
 

@@ -22,7 +22,7 @@ import atmm.strategies.registry
 import atmm.warmup
 from atmm import FactorTable, Lane, SegmentPlan, add_deltas, compile_ahead, compile_merges, compile_quantized_merges
 from atmm.batch_stats import BatchStats
-from atmm.fp8 import Fp8
+from atmm.formats import Fp8
 from atmm.layers import SiteGroup
 from atmm.places import PackedPlaces
 from atmm.quantized import QuantizedWeight, quantized_empty

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from atmm import Factors, HeadRows, Lane, SegmentPlan, Site, head_logits, matmul, processor, reference, widened
+from atmm import Factors, HeadRows, Lane, SegmentPlan, Site, head_logits, matmul, processor, reference
 from atmm.cpu import library
 from atmm.cpu.products import Weights, multiplies, product
 from atmm.gradients import delta_gradients
@@ -158,11 +158,11 @@ def test_bfloat16_products_count_as_fast_by_processor(
 def test_a_wide_product_in_blocks_is_added_to_every_value_once(
     rows: int, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(widened, "BLOCK_ROWS", 16)
-    monkeypatch.setattr(widened, "BLOCK_SUMS", 200)
+    monkeypatch.setattr(matmul, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(matmul, "BLOCK_SUMS", 200)
     u, v, around = drawn(rows, 6), drawn(6, columns, seed=1), drawn(rows, columns + 4, seed=2).to(dtype)
     before = around.clone()
-    widened.add_product(around[:, 2:-2], u, v, alpha=-0.5)
+    matmul.add_product(around[:, 2:-2], u, v, alpha=-0.5)
     wanted = before.double()
     wanted[:, 2:-2] -= 0.5 * (u.double() @ v.double())
     torch.testing.assert_close(around.double(), wanted, rtol=2**-8 if dtype is torch.bfloat16 else 1e-5, atol=1e-5)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 import atmm
-from atmm.fp8 import CAPABILITY, Fp8
+from atmm.formats import FP8_CAPABILITY, Fp8, Int8, multiplies_int8
 from atmm.grouped import Grouped
-from atmm.int8 import Int8, multiplies_int8
 from atmm.matmul import linear
 from atmm.quantized import QuantizedWeight, WeightFormat, quantized_bytes, quantized_empty
 from tests import device
@@ -107,7 +106,7 @@ def test_large_weights_are_quantized_in_blocks_and_parts_are_views(monkeypatch: 
     whole = quantized(weight)
     monkeypatch.setattr("atmm.quantized.BLOCK", 21)
     assert torch.equal(quantized(weight).float(), whole.float())
-    monkeypatch.setattr("atmm.row_scaled.BLOCK", 14)
+    monkeypatch.setattr("atmm.formats.BLOCK", 14)
     x = random(2, 7, seed=1)
     assert torch.allclose(linear(x, quantized(weight), None), linear(x, whole, None), atol=1e-6)
     held = quantized(random(2, 12, 16))
@@ -228,7 +227,7 @@ def test_a_merge_of_blocks_scales_whole_rows() -> None:
 def test_products_on_the_device(num_tokens: int, bias: bool) -> None:
     """On a GPU by torch's operator, with inputs rounded by a kernel; also for a part of the rows and strided inputs."""
     chosen = torch.device(device.name)
-    if chosen.type == "cuda" and torch.cuda.get_device_capability(chosen) < CAPABILITY:
+    if chosen.type == "cuda" and torch.cuda.get_device_capability(chosen) < FP8_CAPABILITY:
         pytest.skip("this GPU has no eight-bit products")
     host = quantized(random(2, 96, 64, dtype=torch.bfloat16))
     allocated = quantized_empty(Fp8(), chosen, empty)([2, 96, 64], torch.bfloat16, chosen)

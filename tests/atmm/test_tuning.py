@@ -28,10 +28,9 @@ from atmm.triton import tiling
 from atmm.triton.tiling import Tiling
 from atmm.tuning import matmul_choice, search
 from atmm.tuning.buckets import Bucket, Evenness
-from atmm.tuning.cold_cache import DeviceCaches, factors_of, read_by
 from atmm.tuning.matmul_choice import Contention
-from atmm.tuning.racing import race
 from atmm.tuning.search import Case, KernelKey, KernelSample, Shape, candidates, cases, compile_kernels, measure
+from atmm.tuning.timing import DeviceCaches, factors_of, race, read_by
 
 SMALL = [Shape(48, (40, 16, 16)), Shape(40, (48,))]
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from atmm import fp8
+from atmm import formats
 from atmm.quantized import QuantizedWeight
 from tests.families import build_model
 from tests.lora.test_merge_fidelity import make_factors
@@ -104,7 +104,7 @@ def test_a_cpu_warns_of_slow_products(
     fast: bool, quantize: Quantize, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Those of eight-bit floats, and of integers without the kernel."""
-    monkeypatch.setattr("atmm.int8.multiplies_int8", lambda: fast)
+    monkeypatch.setattr("atmm.formats.multiplies_int8", lambda: fast)
     config = EngineConfig(model="tiny", quantize=quantize)
     with caplog.at_level(logging.WARNING):
         check_device(config, CPU)
@@ -120,7 +120,7 @@ def test_the_language_models_linear_weights_alone_take_half(slabs: WeightSlabs) 
     model = build_model("qwen2_vl", torch.bfloat16)
     hf_model = HFModel(model)
     lay_out(CONFIG, hf_model, None, loaded=False)
-    quantized = {name for name, weight in model.named_parameters() if weight.dtype is fp8.Fp8.value_dtype}
+    quantized = {name for name, weight in model.named_parameters() if weight.dtype is formats.Fp8.value_dtype}
     assert quantized == {f"{name}.weight" for name in hf_model.language_linears}
 
 

@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from peft import LoraConfig
 from torch import nn
 
-from atmm.fp8 import CAPABILITY, Fp8
+from atmm.formats import FP8_CAPABILITY, Fp8, Int8, multiplies_int8
 from atmm.grouped import Grouped
-from atmm.int8 import Int8, multiplies_int8
 from tests import device
 from tests.families import FAMILIES, LANGUAGE_LINEARS, Prompt, build_model
 from tests.harness import FixedModes, RecordingEngine, Run, run_engine
@@ -244,7 +243,7 @@ def test_bfloat16_on_the_device(reference: Reference, mode: Mode, limit: float) 
 
     Both errors are large, because models and adapters are random. Measured on a CPU: at most 0.07, and 0.21 if mixed.
     """
-    if device.name.startswith("cuda") and torch.cuda.get_device_capability(device.name) < CAPABILITY:
+    if device.name.startswith("cuda") and torch.cuda.get_device_capability(device.name) < FP8_CAPABILITY:
         pytest.skip("this GPU has no eight-bit products")
     if reference.quantize != "fp8" and device.name != "cpu":
         pytest.skip("for CPUs")

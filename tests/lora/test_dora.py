@@ -12,8 +12,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from atmm.fp8 import Fp8
-from atmm.int8 import Int8
+from atmm.formats import Fp8, Int8
 from atmm.quantized import QuantizedWeight, WeightFormat, quantized_empty
 from tests.families import build_model
 from tests.oracle import Oracle

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from atmm.stored_linear import StoredLinear
+from atmm.quantized import StoredLinear
 from vlora.config import ServedBase, Token
 from vlora.engine.device_runtime import DeviceRuntime
 from vlora.errors import BadConfig

@@ -16,8 +16,7 @@ import torch
 import transformers
 
 import atmm
-from atmm.quantized import quantized_empty
-from atmm.stored_linear import HeldWeight
+from atmm.quantized import HeldWeight, quantized_empty
 from vlora.config import EngineConfig
 from vlora.engine.limits import Limits, compute_limits, free_room, shadow_fits
 from vlora.engine.quantize import format_of

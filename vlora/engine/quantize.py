@@ -8,7 +8,7 @@ import logging
 import torch
 from torch import nn
 
-from atmm import fp8, int8
+from atmm import formats
 from atmm.formats import FORMATS
 from atmm.quantized import WeightFormat
 from vlora.config import EngineConfig
@@ -48,7 +48,7 @@ def check_device(config: EngineConfig, device: torch.device) -> None:
         BadConfig: The device has no such products.
     """
     integers = config.quantize in _FOR_CPUS
-    if config.quantize == "none" or (integers and device.type == "cpu" and int8.multiplies_int8()):
+    if config.quantize == "none" or (integers and device.type == "cpu" and formats.multiplies_int8()):
         return
     if device.type == "cpu":
         log.warning(
@@ -59,9 +59,9 @@ def check_device(config: EngineConfig, device: torch.device) -> None:
         return
     _refuse_integers_on_a_gpu(config, device)
     capability = torch.cuda.get_device_capability(device)
-    if capability < fp8.CAPABILITY:
+    if capability < formats.FP8_CAPABILITY:
         raise BadConfig(
-            f"quantize fp8 needs a GPU of compute capability {_version(fp8.CAPABILITY)} or higher; "
+            f"quantize fp8 needs a GPU of compute capability {_version(formats.FP8_CAPABILITY)} or higher; "
             f"{torch.cuda.get_device_name(device)} has {_version(capability)}; set quantize none"
         )
 
@@ -81,10 +81,10 @@ def format_of(config: EngineConfig, device: torch.device, hf_model: HFModel) -> 
     for name, linear in linears.items() if device.type == "cuda" else ():
         if linear.weight.dtype is not torch.bfloat16:
             raise BadConfig(f"quantize fp8 on a GPU needs dtype bfloat16; the weights are {linear.weight.dtype}")
-        if linear.in_features % fp8.ALIGNMENT or linear.out_features % fp8.ALIGNMENT:
+        if linear.in_features % formats.FP8_ALIGNMENT or linear.out_features % formats.FP8_ALIGNMENT:
             raise BadConfig(
-                f"quantize fp8 on a GPU needs layers with sizes that are multiples of {fp8.ALIGNMENT}; {name} has "
-                f"{linear.out_features} x {linear.in_features}; set quantize none"
+                f"quantize fp8 on a GPU needs layers with sizes that are multiples of {formats.FP8_ALIGNMENT}; "
+                f"{name} has {linear.out_features} x {linear.in_features}; set quantize none"
             )
     stored = stored_groups(hf_model.model.config)
     weight_format: WeightFormat = FORMATS[config.quantize] if stored is None else stored.format

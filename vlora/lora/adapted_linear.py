@@ -14,7 +14,7 @@ from torch import nn
 
 import atmm
 from atmm.matmul import joins, linear, linears
-from atmm.stored_linear import StoredLinear
+from atmm.quantized import StoredLinear
 from atmm.strategies.shared_shrink import CachedInput
 from vlora.lora.joined_weights import JoinedWeights
 from vlora.lora.output_changes import OutputChange, apply_changes, changed_inputs, undo_changes

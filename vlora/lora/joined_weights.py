@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from atmm.matmul import linear
-from atmm.quantized import StoredWeight
-from atmm.stored_linear import HeldWeight
+from atmm.quantized import HeldWeight, StoredWeight
 
 
 class JoinedWeights:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from atmm.quantized import QuantizedWeight, StoredWeight
-from atmm.stored_linear import StoredLinear
+from atmm.quantized import QuantizedWeight, StoredLinear, StoredWeight
 from vlora.errors import BadAdapter
 from vlora.lora.layout import HostFactors
 from vlora.lora.output_changes import SMALLEST_SCALE, row_norms

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import atmm
-from atmm.matmul import linear
-from atmm.widened import widened
+from atmm.matmul import linear, widened
 from vlora.parallel import LinearShard
 from vlora.parallel.adapter_sharding import FactorShape, parts_of
 

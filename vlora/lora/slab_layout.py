@@ -8,8 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from atmm.quantized import Allocate, StoredWeight
-from atmm.stored_linear import HeldWeight
+from atmm.quantized import Allocate, HeldWeight, StoredWeight
 from vlora.lora.adapted_linear import AdaptedLinear
 
 # Layers that read the same input tensor: one shrink can serve all of them.

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 import atmm
-from atmm.stored_linear import StoredLinear
+from atmm.quantized import StoredLinear
 from vlora.errors import BadRequest, UnsupportedModel
 from vlora.lora.adapted_linear import AdaptedLinear, LaneScope, adapt
 from vlora.lora.own_layers import OwnLayers

@@ -16,8 +16,7 @@ from transformers import AttentionInterface
 
 import atmm
 from atmm.gradients import delta_gradients
-from atmm.matmul import add_input_gradient, linear
-from atmm.widened import widened
+from atmm.matmul import add_input_gradient, linear, widened
 from vlora.lora.adapted_linear import AdaptedLinear
 from vlora.training.adapter import TrainedFactors
 from vlora.training.batch import PackedBatch

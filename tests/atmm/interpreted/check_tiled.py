@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from atmm import Factors, FactorTable, Lane, SegmentPlan, SiteGroup, add_deltas, begin_deltas, reference
-from atmm.fp8 import Fp8
+from atmm.formats import Fp8
 from atmm.quantized import QuantizedWeight
 from atmm.triton.handles import Handle
 from atmm.triton.lanes import InPlace, SingleLaunch, Tiled

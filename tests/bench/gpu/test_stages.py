@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from atmm.tuning import replays
+from atmm.tuning import timing as tuning_timing
 from benchmarks.gpu import attention
 from benchmarks.gpu import profile as profiling
 from benchmarks.gpu.attention import Chunk, Heads, PagedBatch
@@ -176,8 +176,8 @@ def test_a_graph_is_captured_after_a_first_call_and_timed_alone(monkeypatch: pyt
         Stream=Recorded, Event=Recorded, CUDAGraph=Recorded, stream=Stream, current_stream=Recorded,
         graph=lambda graph: graph, synchronize=lambda: None,
     )  # fmt: skip
-    monkeypatch.setattr(replays.torch, "cuda", cuda)
-    timed = replays.Replays(lambda: done.append("call"), lambda: done.append("evict"), parts=3)
+    monkeypatch.setattr(tuning_timing.torch, "cuda", cuda)
+    timed = tuning_timing.Replays(lambda: done.append("call"), lambda: done.append("evict"), parts=3)
     assert timed() == pytest.approx(2e-3)
     first = ["call", "capture", "call", "captured"]
     assert done == [*first, "evict", "event", "replay", "event"]

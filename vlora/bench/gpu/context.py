@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from atmm.tuning.replays import Replays
+from atmm.tuning.timing import Replays
 
 
 @dataclasses.dataclass(frozen=True)
