@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -271,39 +270,6 @@ def bars(
     panel.finish(axis)
 
 
-def ranked(
-    axis: Any, rows: Sequence[Row], panel: Panel, *, label: str, ordered: bool = False, color: int | None = None
-) -> None:
-    """Horizontal bars from top to bottom. label: a text. ordered: the shortest first. color: of all bars; by default
-    each has its own.
-    """
-    if ordered:
-        rows = sorted(rows, key=lambda row: float(row[panel.x]))
-    colors = COLORS[: len(rows)] if color is None else COLORS[color]
-    drawn = axis.barh(range(len(rows)), [row[panel.x] for row in rows], color=colors)
-    axis.bar_label(drawn, [label.format_map(row) for row in rows], fontsize=8, padding=3)
-    axis.set_yticks(range(len(rows)), [panel.name.format_map(row) for row in rows], fontsize=8)
-    axis.invert_yaxis()
-    axis.grid(alpha=0.3, axis="x")
-    axis.set(xlim=(0, panel.room * max(row[panel.x] for row in rows)), **panel.settings)
-
-
-def tiles(
-    axis: Any, rows: Sequence[Row], panel: Panel, *, inputs: int, outputs: int, tile: tuple[int, int], color: int
-) -> None:
-    """Thread-block tiles on the first 256 rows of an output, an illustration; rows are not used."""
-    height, width = tile
-    down, across = math.ceil(inputs / height), math.ceil(outputs / width)
-    style = {"facecolor": COLORS[color], "alpha": 0.35, "edgecolor": "#333", "linewidth": 0.4}
-    for row, column in itertools.product(range(min(down, 256 // height)), range(across)):
-        axis.add_patch(pyplot().Rectangle((column * width, row * height), width, height, **style))
-    axis.set(xlim=(0, max(64, outputs)), ylim=(256, 0))
-    axis.set_title(f"{panel.title}: {down * across} blocks of {height} x {width}", fontsize=8)
-    axis.set_xlabel(f"outputs ({outputs})", fontsize=7)
-    axis.set_ylabel(f"rows (256 of {inputs})", fontsize=7)
-    axis.tick_params(labelsize=6)
-
-
 def timeline(axis: Any, rows: Sequence[Row], panel: Panel, *, spans: Sequence[tuple[str, int, str]], note: str) -> None:
     """A bar for each row, with its note. spans: the column, the colour and the text of each part, one after another."""
     for line, row in enumerate(rows):
@@ -362,7 +328,7 @@ def cells(axis: Any, rows: Sequence[Row], panel: Panel) -> None:
 
 
 _KINDS: Mapping[str, Callable[..., None]] = {
-    each.__name__: each for each in (lines, bars, ranked, tiles, timeline, areas, table, cells)
+    each.__name__: each for each in (lines, bars, timeline, areas, table, cells)
 }
 
 
