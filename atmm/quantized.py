@@ -101,7 +101,6 @@ class QuantizedWeight:
         return self
 
     def float(self) -> Tensor:
-        """The weights in float32."""
         return self.format.decode(self.values, self.scales)
 
     def rounded(self, weights: Tensor) -> Tensor:

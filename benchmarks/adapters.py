@@ -38,7 +38,6 @@ def plan_of(domains: Mapping[str, tuple[str, str]], seed: int, steps: int, batch
 
 
 def cut(splits: Splits, train: int, validation: int, test: int) -> Splits:
-    """The first samples of each part."""
     return dataclasses.replace(
         splits, train=splits.train[:train], validation=splits.validation[:validation], test=splits.test[:test]
     )

@@ -142,7 +142,6 @@ def _compare(
 
 
 def pair_row(way: str, tokens: int, pairs: Sequence[tuple[RequestTimes, RequestTimes, float]]) -> dict[str, Any]:
-    """A row of the report."""
     firsts = [
         (seen.first_s - alone.first_s) * 1e3
         for alone, seen, _ in pairs

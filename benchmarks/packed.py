@@ -55,8 +55,6 @@ CASES = {
 
 
 class Size(NamedTuple):
-    """Extent of a run."""
-
     layers: int
     cases: tuple[str, ...]
     adapters: tuple[int, ...]
@@ -71,7 +69,6 @@ Batch = Sequence[torch.Tensor]
 
 
 def measure_all(quick: bool) -> Measured:
-    """Compare both ways for every case."""
     size = QUICK if quick else FULL
     rows: list[dict[str, Any]] = []
     with threads(1):
@@ -158,7 +155,6 @@ def losses_apart(plain: PlainTraining, packed: PackedTraining, steps: int = 3) -
 
 
 def measure(name: str, plain: PlainTraining, packed: PackedTraining, size: Size) -> list[dict[str, Any]]:
-    """The rows of a case."""
     batches = batches_of(CASES[name], max(size.adapters))
     tokens = [sum(map(len, batch)) for batch in batches]
     longest: list[float] = []

@@ -187,7 +187,6 @@ async def _run_clients(server: ServerProcess, seconds: float, num_phases: int) -
 
 
 async def run_until(work: Sequence[Coroutine[Any, Any, None]], deadline: float, soak: SoakResult) -> None:
-    """Run all coroutines concurrently."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         async with asyncio.timeout_at(deadline):

@@ -63,8 +63,6 @@ _ANSWER_S, _ANSWER_DEADLINES = 2.0, 4  # to wait for the last results of a trial
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """Cameras of one trial."""
-
     cameras: int  # number of cameras
     fps: float  # frames per second of each
     frames: int  # frames that each sends
@@ -102,7 +100,6 @@ class Observed:
         return percentile(self.latencies_s, percent) if self.latencies_s else float("inf")
 
     def add(self, other: Observed) -> None:
-        """Add the observations of other cameras."""
         for field in dataclasses.fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
@@ -210,8 +207,6 @@ _STEP = 1.25
 
 
 class Capacity(NamedTuple):
-    """The result of a search."""
-
     cameras: int  # the largest number that passed; 0 if one camera did not
     passed: Observed | None  # observations of these; None if `cameras` is 0
     above: int | None  # the smallest number that did not pass; None if the largest possible number passed

@@ -63,7 +63,6 @@ class Served:
 
 
 def measure(quick: bool) -> Measured:
-    """Serve each load in all ways."""
     size = QUICK if quick else FULL
     rows: list[dict[str, Any]] = []
     with threads(1), tempfile.TemporaryDirectory() as folder:
@@ -146,7 +145,6 @@ def serve(engine: Engine, clock: Clock, times: Sequence[float], slowdown: float 
 
 
 def rows_of(load: float, rate: float, found: dict[str, Served]) -> list[dict[str, Any]]:
-    """One row for each way."""
     alone = found["alone"]
     return [
         {

@@ -32,8 +32,6 @@ _LONGEST = 32_768
 
 
 class Heads(NamedTuple):
-    """Of one attention layer."""
-
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -87,7 +85,6 @@ class PagedBatch:
         return out[0]
 
     def attend_all(self) -> None:
-        """All layers, one after the other."""
         for layer in range(self.num_layers):
             self.attend(layer)
 
@@ -187,7 +184,6 @@ _MOST_EXACT = 3  # requests of a batch that are compared with float64
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Check both types, then time bfloat16."""
     worst = _check(context)
     bytes_per_s = copy_speed(context)
     rows: list[dict[str, Any]] = []

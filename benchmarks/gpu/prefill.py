@@ -31,7 +31,6 @@ _MODES: tuple[tuple[str, tuple[str, ...], bool], ...] = (
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Both parts, on one engine."""
     model = models.built(context)
     tokens = TOKENS if context.on_gpu else _SMALL_TOKENS
     policy = FixedModePolicy()

@@ -73,8 +73,6 @@ def run(context: Context) -> dict[str, Any]:
 
 
 class Profile(NamedTuple):
-    """One call."""
-
     launches: int  # kernels; on a CPU, where there are none, operators
     copies: int  # copies and fills of device memory; none on a CPU
     busy_s: float  # seconds with a kernel or a copy, or with several at once

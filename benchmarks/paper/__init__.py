@@ -91,7 +91,6 @@ def find(
 
 
 def measure(case: Case, store: Store) -> Measured:
-    """Measure a figure."""
     key, quick = case
     (figure,), setting = chosen([key]), Setting.here(quick)
     measuring, load = Measuring(setting, store), os.getloadavg()[0]

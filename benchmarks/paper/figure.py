@@ -205,7 +205,6 @@ class Figure(NamedTuple):
         }
 
     def device(self, setting: Setting) -> torch.device:
-        """The device of the measurement."""
         on_cpu = self.runs_on in ("cpu", "cores", "processes")
         on_cpu = on_cpu or (self.runs_on == "ranks" and torch.cuda.device_count() < 2)
         return torch.device("cpu") if on_cpu else setting.device
@@ -219,7 +218,6 @@ class Figure(NamedTuple):
         return setting.device.type != "cpu" or self.runs_on in ("processes", "ranks")
 
     def device_words(self, setting: Setting) -> str:
-        """The device in words, for captions."""
         return device_words(self.device(setting), one_thread=self._has_one_thread(setting))
 
     def _has_one_thread(self, setting: Setting) -> bool:

@@ -58,7 +58,6 @@ class Window(NamedTuple):
     busy: float
 
     def rate(self, kinds: Iterable[str] = KINDS) -> float:
-        """Tokens a second."""
         counted = [event for event in self.events if event.kind in kinds]
         return sum(event.within(0.0, self.seconds) for event in counted) / self.seconds
 

@@ -71,7 +71,6 @@ def write_checkpoint(folder: Path, num_layers: int) -> Path:
 
 
 def row(what: str, way: str, **values: Any) -> dict[str, Any]:
-    """A row of the report."""
     names = ("clients", "executor MiB", "clients MiB", "all MiB", "ratio", "tokens a second")
     more = ("latency ms", "first token ms", "calls a product", "prefill", "generation", "training", "executor busy")
     return {"what": what, "way": way} | dict.fromkeys((*names, *more, "curves")) | values

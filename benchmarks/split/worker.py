@@ -49,7 +49,6 @@ class Client:
         self.events: list[tuple[str, float, float, float]] = []
 
     def train(self, steps: int, rows: int, length: int) -> None:
-        """Training steps."""
         for _ in range(steps):
             started = time.monotonic()
             ids = torch.randint(8, self._vocabulary, (rows, length), generator=self._generator)
@@ -64,7 +63,6 @@ class Client:
 
     @torch.no_grad()
     def prefill(self, rows: int, length: int) -> None:
-        """Begin sequences."""
         started = time.monotonic()
         ids = torch.randint(8, self._vocabulary, (rows, length), generator=self._generator)
         self._out = self._forward(ids, use_cache=True)
@@ -72,7 +70,6 @@ class Client:
 
     @torch.no_grad()
     def decode(self, tokens: int) -> None:
-        """Continue the sequences."""
         for _ in range(tokens):
             started = time.monotonic()
             ids = self._out.logits[:, -1].argmax(-1, keepdim=True)

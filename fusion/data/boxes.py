@@ -47,7 +47,6 @@ class View(NamedTuple):
 
     @property
     def upright(self) -> tuple[int, int]:
-        """The size of the picture as shown."""
         return (self.size[1], self.size[0]) if self.orientation in QUARTER_TURNS else self.size
 
 

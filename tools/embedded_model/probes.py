@@ -63,8 +63,6 @@ def _bins(device: torch.device) -> torch.Tensor:
 
 
 class Probes(nn.Module):
-    """Linear probes on single tokens."""
-
     def __init__(self, vision_size: int, text_size: int) -> None:
         super().__init__()
         self.kind = nn.Linear(vision_size, len(world.CELL_KINDS))

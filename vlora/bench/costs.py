@@ -64,7 +64,6 @@ BENCH = Bench(name="costs", cases=cases, measure=measure, goals=goals, options=f
 
 
 def measure_costs(quick: bool, model: str, device: str) -> Fit:
-    """Fit the costs of a model's steps."""
     return fit(model_named(model), device_of(EngineConfig(model=model, device=device), 0), 1 if quick else 3)
 
 
@@ -195,8 +194,6 @@ def patch_cost(samples: Sequence[StepSample]) -> float:
 
 
 class _StepTimer:
-    """An engine that times individual steps."""
-
     def __init__(self, model: BenchModel, device: torch.device, max_requests: int) -> None:
         self._config = model.config()
         built = dummy_model(self._config, "bfloat16", device, seed=0)

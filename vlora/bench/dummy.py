@@ -30,8 +30,6 @@ _HASHES = itertools.count()
 
 
 class _Tower(NamedTuple):
-    """Sizes of a vision tower."""
-
     depth: int  # number of blocks
     embed_dim: int  # width of a block
     num_heads: int
@@ -252,8 +250,6 @@ def language_shapes(model: Any) -> dict[str, tuple[int, int]]:
 
 
 class BenchModel(NamedTuple):
-    """A model to measure."""
-
     name: str  # its name on the command line
     config: Callable[[], Any]  # creates its config
     arena_bytes: int  # one half holds eight adapters of rank 64, the other half the KV of 128 short requests

@@ -36,8 +36,6 @@ class Goal(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The results of a bench."""
-
     bench: str  # the bench's name
     rows: Sequence[Row]  # one mapping per measurement, all with the same keys
     goals: Sequence[Goal]  # the goals, with their values

@@ -146,13 +146,11 @@ class TimedEngine:
         return outputs
 
     def timed_step(self, clock: Callable[[], float] = time.perf_counter) -> float:
-        """Seconds of a step."""
         started = clock()
         self.step()
         return clock() - started
 
     def finish(self) -> None:
-        """Run steps until all requests have ended."""
         while self.engine.has_work:
             self.step()
 

@@ -55,7 +55,6 @@ def cases(quick: bool, latencies_us: Sequence[int] = ()) -> dict[str, tuple[bool
 
 
 def measure(case: tuple[bool, Sequence[int]]) -> Measured:
-    """Compare layouts of adapters on ranks."""
     quick, latencies_us = case
     num_gpus = torch.cuda.device_count()
     on_gpu = num_gpus > 1
@@ -261,7 +260,6 @@ def _delayed(latency_s: float) -> Iterator[None]:
 
 
 def _delayed_main(latency_s: float, *arguments: Any) -> None:
-    """The main of another rank's process."""
     _delay(latency_s)
     worker.main(*arguments)
 

@@ -70,9 +70,7 @@ class ServedModel(Protocol):
         """Begin or continue the training of a plan file."""
         ...
 
-    async def trainings(self) -> tuple[TrainingStatus, ...]:
-        """Every training."""
-        ...
+    async def trainings(self) -> tuple[TrainingStatus, ...]: ...
 
 
 class Version(NamedTuple):

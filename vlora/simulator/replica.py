@@ -270,7 +270,6 @@ class Replica:
         return finished
 
     def wait_until(self, time_s: float) -> None:
-        """Advance the clock without work."""
         self.clock.now = max(self.clock.now, time_s)
 
     def stats(self) -> EngineStats:
@@ -338,7 +337,6 @@ class Replica:
         return self.block_manager.num_free_blocks - needed - len(self._jobs)
 
     def totals(self) -> Totals:
-        """The counters so far."""
         stats, waits = self.stats(), self.scheduler.waits
         return Totals(
             dict(stats.steps_by_mode),

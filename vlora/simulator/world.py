@@ -47,8 +47,6 @@ class ReplicaAccount:
 
 
 class World:
-    """Runs arrivals on replicas."""
-
     def __init__(self, config: ReplicaConfig, cluster: ClusterConfig) -> None:
         self._config, self._cluster = config, cluster
         settings = config.settings()

@@ -51,7 +51,6 @@ class Context:
             yield item
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         if self.on_gpu:
             torch.cuda.synchronize()
 

@@ -28,7 +28,6 @@ def config_of(context: Context) -> Any:
 
 
 def built(context: Context) -> Any:
-    """The model on the device."""
     return dummy_model(config_of(context), "bfloat16", context.device, seed=0)
 
 

@@ -33,8 +33,6 @@ from vlora.run_folder import write_whole
 
 
 class Stage(NamedTuple):
-    """One stage."""
-
     number: int  # place in the order, from 0
     name: str  # its name in `--stages`, and of its module in `vlora.bench.gpu.stages` or in `benchmarks.gpu`
     needs_s: float  # a stage starts only if the box has this much time left; an estimate for an H100
@@ -95,8 +93,6 @@ _SUFFIXES = {".py", ".cpp", ".cu", ".h"}
 
 
 class Code(NamedTuple):
-    """The measured code."""
-
     commit: str | None  # the checkout's commit; None outside a git repository
     digest: str  # of the source files, so that changes after the commit count, and checkouts without git are known
 
@@ -218,7 +214,6 @@ def run(
 
 
 def in_own_process(stage: Stage, device: str, out: Path, limit_s: float) -> tuple[int | None, str]:
-    """Run a stage in a process."""
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),

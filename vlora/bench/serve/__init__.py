@@ -39,8 +39,6 @@ NEAR_TIE = 1e-3
 
 
 class Agreement(NamedTuple):
-    """Comparison of one answer."""
-
     words: int  # number of compared, equal words
     wrong: str | None  # the difference, or None
     tie: bool  # whether the difference is at two equally likely words, which is no error; the rest is then not compared
@@ -132,7 +130,6 @@ def serving(files: ModelFiles, dtype: str, threads: int | None) -> Iterator[Serv
 async def _run(
     server: ServerProcess, surface: str, files: ModelFiles, workload: Workload, requests: Iterable[WorkloadRequest]
 ) -> LoadRun:
-    """Send requests over http or rpyc."""
     names = list(files.adapters)
     client: ChatCompletions | RpycClient
     if surface == "http":

@@ -102,7 +102,6 @@ class Baseline:
         return LoadRun(answers, started_s, time.perf_counter())
 
     def greedy(self, request: PreparedRequest) -> GreedyAnswer:
-        """The answer to one request alone."""
         found = self.generate([request], logits=True)
         logits = torch.stack([step[0] for step in found.logits]).float()
         best = logits.topk(2).values

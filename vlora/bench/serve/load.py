@@ -101,8 +101,6 @@ class Workload:
 
 
 class WorkloadRequest(NamedTuple):
-    """One request."""
-
     adapter: int | None  # its index, or None for the base model
     text: str  # of the prompt
     pictures: tuple[bytes, ...]  # JPEG files
@@ -169,8 +167,6 @@ class ObservedAnswer:
 
 @dataclasses.dataclass(frozen=True)
 class LoadRun:
-    """A run of requests."""
-
     answers: Sequence[ObservedAnswer]  # in order of their due times
     started_s: float  # the first request's due time
     ended_s: float  # the last request's end

@@ -99,7 +99,6 @@ class HttpConnection:
         return await self.receive()
 
     def abort(self) -> None:
-        """Abort the connection immediately."""
         self._writer.transport.abort()
 
 
@@ -121,7 +120,6 @@ class EventReader:
         self.done = False
 
     def new_events(self, body: bytes) -> Iterator[dict[str, Any]]:
-        """New complete events."""
         while (end := body.find(b"\n", self._taken)) >= 0:
             line = body[self._taken : end].strip()
             self._taken = end + 1
@@ -162,7 +160,6 @@ class ChatCompletions:
         self._idle: list[HttpConnection] = []
 
     async def __call__(self, request: WorkloadRequest, answer: ObservedAnswer) -> None:
-        """As `load.Send`."""
         body, events = self._body(request), EventReader()
         connection = self._idle.pop() if self._idle else await self._connect()
 
@@ -215,7 +212,6 @@ class ChatCompletions:
 
 
 def _note(event: dict[str, Any], answer: ObservedAnswer, now: float) -> None:
-    """Record an event."""
     if "error" in event:
         raise ValueError(f"error in the stream: {str(event['error'])[:200]}")
     if usage := event.get("usage"):
@@ -236,7 +232,6 @@ class RpycClient:
         self._adapters = adapters
 
     async def __call__(self, request: WorkloadRequest, answer: ObservedAnswer) -> None:
-        """As `load.Send`."""
         adapter = None if request.adapter is None else self._adapters[request.adapter]
         async for part in self._client.stream(
             request.text, request.pictures, adapter, max_tokens=request.answer_tokens
