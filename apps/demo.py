@@ -223,14 +223,12 @@ def _ask_all(
     return latencies[True], latencies[False]
 
 
-def _ask_in_words(
-    client: Client, tests: Path, domains: list[dict[str, Any]], console: Console, *, num_each: int = 2
-) -> list[float]:
+def _ask_in_words(client: Client, tests: Path, domains: list[dict[str, Any]], console: Console) -> list[float]:
     """Ask each domain's question as text, of the base model and of its adapter, and print the answers."""
     table = Table("domain", "correct", "base model", "adapter", box=SIMPLE, padding=0, pad_edge=False)
     latencies = []
     for domain in _shown(domains, len(domains), "text answers", console):
-        for frames, question, label in _samples(tests / domain["name"])[:num_each]:
+        for frames, question, label in _samples(tests / domain["name"])[:2]:
             if not label:
                 continue
             texts = []

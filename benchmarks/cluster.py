@@ -128,12 +128,11 @@ def hour_goals(found: Sequence[Row]) -> list[Goal]:
 
 DRIFT = "drifting adapters"
 DRIFT_MAIN = "20/s, 0.5 s to load"
+_PERIOD_S = 120.0
 _AVERAGED = ("req/s", "active", "batch", "loads", "ttft p50 s", "ttft p99 s", "latency s", "CPU s")
 
 
-def drifting(
-    rate: float, num_requests: int, num_adapters: int, seed: int, period_s: float = 120.0
-) -> Iterator[Arrival]:
+def drifting(rate: float, num_requests: int, num_adapters: int, seed: int) -> Iterator[Arrival]:
     """Popularity by a power law with exponent 1; the ranks of a third of the adapters are drawn again every period.
 
     In kind as dLoRA's evaluation of placement, which replays a production trace that is not published with adapters.
@@ -144,7 +143,7 @@ def drifting(
     now, turn = 0.0, 1
     for _ in range(num_requests):
         now += draws.expovariate(rate)
-        if now > turn * period_s:
+        if now > turn * _PERIOD_S:
             turn += 1
             places = draws.sample(range(num_adapters), num_adapters // 3)
             mixed = [order[place] for place in places]

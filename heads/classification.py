@@ -29,7 +29,6 @@ class Classification(Task):
     """temperature: divides the logits; values above 1 lower the confidence."""
 
     kind: ClassVar[str] = "classification"
-    metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1")
 
     labels: tuple[str, ...]
     temperature: float = 1.0
@@ -86,7 +85,6 @@ class Binary(Task):
     0.5 if a miss costs more than a false alarm."""
 
     kind: ClassVar[str] = "binary"
-    metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1")
 
     labels: tuple[str, ...] = ("no", "yes")
     threshold: float = 0.5
@@ -138,7 +136,6 @@ class Counting(Classification):
     """labels: the counts in words or digits, starting at zero."""
 
     kind: ClassVar[str] = "counting"
-    metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "within_one", "mae")
 
     @classmethod
     def for_training(cls, labels: tuple[str, ...], values: Sequence[Value]) -> Self:
@@ -181,7 +178,6 @@ class MultiLabel(Task):
     """threshold: minimum probability of a chosen label."""
 
     kind: ClassVar[str] = "multi_label"
-    metric_names: ClassVar[tuple[str, ...]] = ("f1", "accuracy")
 
     labels: tuple[str, ...]
     threshold: float = 0.5

@@ -30,7 +30,6 @@ class Detection(Task):
 
     kind: ClassVar[str] = "detection"
     reads_images: ClassVar[bool] = True
-    metric_names: ClassVar[tuple[str, ...]] = ("f1", "map")
 
     labels: tuple[str, ...]
     threshold: float = 0.5

@@ -26,13 +26,11 @@ class Task(abc.ABC):
     (reads_images), they are [tokens, num_outputs], with the tokens of all images concatenated; `grids` then has the
     grid of each image.
 
-    kind: the name in plans and files. metric_names: the metrics of `metrics`; the first one is the main metric. All
-    metrics except those in LESS_IS_BETTER are fractions of 1. labels: the names of the label ids of an answer.
+    kind: the name in plans and files. labels: the names of the label ids of an answer.
     """
 
     kind: ClassVar[str]
     reads_images: ClassVar[bool] = False
-    metric_names: ClassVar[tuple[str, ...]]
     labels: tuple[str, ...]
 
     @property
@@ -66,7 +64,8 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def metrics(self, found: Sequence[Value], wanted: Sequence[Value]) -> dict[str, float]:
-        """All metrics of metric_names, by name. Requires at least one sample."""
+        """All metrics by name, the main one first. All except those in LESS_IS_BETTER are fractions of 1. Requires at
+        least one sample."""
 
     def f1_counts(self, found: Sequence[Value], wanted: Sequence[Value]) -> list[F1Counts]:
         """The counts of each sample from which `f1_of` computes the metric f1; empty if the task has no such f1."""

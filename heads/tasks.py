@@ -32,7 +32,6 @@ class Regression(Task):
     """
 
     kind: ClassVar[str] = "regression"
-    metric_names: ClassVar[tuple[str, ...]] = ("within", "mae")
 
     labels: tuple[str, ...]
     offset: tuple[float, ...]

@@ -132,9 +132,9 @@ class StreetBackground(NamedTuple):
     night: bool
 
 
-def street_background(rng: np.random.Generator, night: bool | None = None) -> StreetBackground:
+def street_background(rng: np.random.Generator) -> StreetBackground:
     """Sky, grass, a road with two dashed lines; by day or by night."""
-    night = chance(rng, 0.35) if night is None else night
+    night = chance(rng, 0.35)
     road = int(rng.integers(40, 60)) if night else int(rng.integers(85, 115))
     horizon = int(rng.integers(12, 22))
     canvas = np.empty((SIZE, SIZE, 3), np.uint8)

@@ -72,14 +72,12 @@ def explain(
     *,
     device: str = "cpu",
     json_out: bool = False,
-    console: Console | None = None,
     sheet: Path | None = None,
 ) -> None:
     """Print what a plan file does, with estimates of time, memory and disk from a few measured steps.
 
     Args:
         json_out: print one line of JSON.
-        console: output; progress goes to stderr.
         sheet: PNG file for a contact sheet of the data, with labels and boxes.
 
     Raises:
@@ -100,7 +98,7 @@ def explain(
             except OSError as error:  # the check goes on
                 progress.say(f"no contact sheet of the data: {sheet} cannot be written: {error.strerror}")
         estimated = estimate(checked.plan, checked.data, load_frozen_base(checked.plan, device, progress))
-    console = console or Console()
+    console = Console()
     if json_out:
         console.out(as_json(checked, estimated), highlight=False)
     else:

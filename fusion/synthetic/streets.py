@@ -131,16 +131,19 @@ def look_for_person(rng: np.random.Generator) -> Sample:
             return Sample((street.frame,), int(wanted))
 
 
-def render_traffic(path: Path, seed: int, seconds: int = 8, fps: int = 15) -> list[Street]:
+_FPS = 15
+
+
+def render_traffic(path: Path, seed: int, seconds: int = 8) -> list[Street]:
     """Write a video (mp4) that shows one street per second, and return the streets in order. Raises OSError."""
     rng = np.random.default_rng(seed)
     streets = [draw_street(rng, 5) for _ in range(seconds)]
     height, width = streets[0].frame.shape[:2]
-    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), fps, (width, height))
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), _FPS, (width, height))
     if not writer.isOpened():
         raise OSError(f"OpenCV cannot write {path}")
     for street in streets:
-        for _ in range(fps):
+        for _ in range(_FPS):
             writer.write(cv2.cvtColor(add_noise(rng, street.frame.astype(np.int16), 3), cv2.COLOR_RGB2BGR))
     writer.release()
     return streets

@@ -36,7 +36,6 @@ from fusion.training.objectives import objective_of
 from fusion.training.scoring import score_texts, score_with_bound
 from fusion.training.text_metrics import token_f1
 from heads import Box
-from heads.task import LESS_IS_BETTER
 from tests.families import VOCAB, build_model, make_prompt
 from tests.fusion.small import boxes as pictures_with_boxes
 from tests.fusion.small import color_splits, plan_of, trainer_of
@@ -86,8 +85,6 @@ def test_the_plans_tasks_are_those_of_the_heads() -> None:
     with_heads = {task for task, names in HEADS.items() if names[0] != WORDS}
     assert with_heads == heads.TASKS.keys(), "name every kind of head in `HeadKind` of fusion/plan/tasks.py"
     assert {kind for kind, task in heads.TASKS.items() if task.reads_images} == READ_IMAGES
-    for kind, task in heads.TASKS.items():
-        assert METRICS[kind] == tuple(name for name in task.metric_names if name not in LESS_IS_BETTER), kind
 
 
 @given(st.lists(st.sampled_from("abcd")), st.lists(st.sampled_from("abcd")), st.randoms())

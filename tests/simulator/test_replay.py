@@ -35,14 +35,24 @@ def found_in(arrivals: Iterable[Arrival], cluster: ClusterConfig | None = None, 
     return replay(arrivals, config, *(() if cluster is None else (cluster,))).as_dict()
 
 
+def run_until(replica: Replica, time_s: float) -> list[RequestOutput]:
+    """Step until the clock has reached `time_s` or all work is done. Returns finished outputs only."""
+    finished: list[RequestOutput] = []
+    while replica.clock.now < time_s and replica.scheduler.has_work:
+        early, outputs, next_s = replica.step()
+        finished += (*early, *outputs)
+        replica.wait_until(min(time_s, next_s))
+    return finished
+
+
 def answers(replica: Replica, arrivals: Iterable[Arrival]) -> dict[int, RequestOutput]:
     """The last output of each request, by number."""
     finished: list[RequestOutput] = []
     for number, arrival in enumerate(arrivals):
-        finished += replica.run_until(arrival.time_s)
+        finished += run_until(replica, arrival.time_s)
         replica.wait_until(arrival.time_s)
         replica.add(str(number), arrival)
-    finished += replica.run_until(float("inf"))
+    finished += run_until(replica, float("inf"))
     return {int(output.request_id): output for output in finished}
 
 
@@ -102,7 +112,7 @@ def test_moving_kv_to_make_room_takes_time() -> None:
         )
         replica.add("short", Arrival(0.0, None, 16 * 3, 1))
         replica.add("long", Arrival(0.0, None, 16 * 9, 16))
-        replica.run_until(COSTS.base_s / 2)  # one step: the short request has ended
+        run_until(replica, COSTS.base_s / 2)  # one step: the short request has ended
         for number in range(4):
             replica.add(str(number), Arrival(0.0, f"a{number}", 16, 1))
         before = replica.clock.now
@@ -151,7 +161,7 @@ def test_switches_are_counted_and_learned(
     replica = Replica(ReplicaConfig(costs=costs, policy="merged_only"))
     for number, adapter in enumerate(adapters):
         replica.add(f"r{number}", Arrival(replica.clock.now, adapter, 4, 2))
-        replica.run_until(replica.clock.now + 100)
+        run_until(replica, replica.clock.now + 100)
     stats, learned = replica.stats(), replica.scheduler.costs
     assert stats.num_switches == 3 and stats.switch_s == pytest.approx(spent_s)
     assert learned.merge_s == pytest.approx(0.2), "the cost of unmerging is not averaged into that of merging"

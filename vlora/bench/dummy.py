@@ -171,7 +171,6 @@ def write_adapter(
     seed: int,
     num_blocks: int = 1,
     dtype: torch.dtype = torch.float32,
-    invocation: Sequence[int] = (),
 ) -> str:
     """Write a random LoRA of one rank in PEFT's format.
 
@@ -183,7 +182,6 @@ def write_adapter(
         num_blocks: Above 1 the adapter is block-diagonal: A where ranks split a layer's inputs, B where they split its
             outputs.
         dtype: Of the file.
-        invocation: The tokens from which on it applies (aLoRA); empty for all.
 
     Returns:
         The folder.
@@ -214,8 +212,6 @@ def write_adapter(
             "target_modules_bd_b": list(COLUMN_PARALLEL),
             "nblocks": num_blocks,
         }
-    if invocation:
-        config |= {"alora_invocation_tokens": list(invocation), "task_type": "CAUSAL_LM"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return str(folder)
 

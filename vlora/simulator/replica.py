@@ -213,15 +213,6 @@ class Replica:
         self.contention.add(request_id, arrival.tenant)
         return bound_s
 
-    def run_until(self, time_s: float) -> list[RequestOutput]:
-        """Step until the clock has reached `time_s` or all work is done. Returns finished outputs only."""
-        finished: list[RequestOutput] = []
-        while self.clock.now < time_s and self.scheduler.has_work:
-            early, outputs, next_s = self.step()
-            finished += (*early, *outputs)
-            self.wait_until(min(time_s, next_s))
-        return finished
-
     def step(self) -> tuple[tuple[RequestOutput, ...], list[RequestOutput], float]:
         """Run the next step, or none if all work waits for adapter loads.
 

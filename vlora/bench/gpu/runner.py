@@ -37,7 +37,6 @@ class Stage(NamedTuple):
     name: str  # its name in `--stages`, and of its module in `vlora.bench.gpu.stages` or in `benchmarks.gpu`
     needs_s: float  # a stage starts only if the box has this much time left; an estimate for an H100
     limit_s: float  # the process is ended after this time
-    shows: str  # its subject, for the documentation and `--help`
 
     @property
     def file_name(self) -> str:
@@ -48,26 +47,22 @@ STAGES: Sequence[Stage] = tuple(
     Stage(number, *fields)
     for number, fields in enumerate(
         (
-            ("facts", 30, 90, "versions, missing packages, copy speed, a large product, the cost of a launch"),
-            ("smoke", 50, 120, "tiny models in three modes and each Triton kernel, against the CPU"),
-            ("oracle", 120, 240, "the oracle tests, against transformers + PEFT and float64"),
-            ("attention", 40, 120, "attention over pages: error, and time against torch's"),
-            ("merge", 45, 120, "switching a 7B model's weights: time against a copy; drift in place"),
-            (
-                "step",
-                180,
-                330,
-                "decode steps of a 7B model in every mode, graph and eager, also in fp8, against bytes / bandwidth",
-            ),
-            ("search", 150, 300, "the operator's strategy table for a 7B model's layers"),
-            ("styles", 90, 240, "the operator against the tilings of Punica, S-LoRA, vLLM and SGLang"),
-            ("prefill", 60, 180, "prompts of 2,048 tokens in every mode; images through a 7B model's vision tower"),
-            ("serve", 120, 300, "64 requests over 32 adapters, against transformers + PEFT"),
-            ("costs", 120, 300, "the cost of a step, in the format of `vlora simulate --costs`"),
-            ("profile", 45, 120, "the kernels of a decode step and of a prefill step"),
+            ("facts", 30, 90),
+            ("smoke", 50, 120),
+            ("oracle", 120, 240),
+            ("attention", 40, 120),
+            ("merge", 45, 120),
+            ("step", 180, 330),
+            ("search", 150, 300),
+            ("styles", 90, 240),
+            ("prefill", 60, 180),
+            ("serve", 120, 300),
+            ("costs", 120, 300),
+            ("profile", 45, 120),
         )
     )
 )
+"""In order of value; docs/gpu.md says what each measures."""
 
 INSTALLED = {"facts", "smoke", "oracle", "search", "costs"}
 """Stages in `vlora.bench.gpu.stages`; the others are in `benchmarks.gpu` of a checkout."""
