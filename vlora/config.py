@@ -307,6 +307,9 @@ class ServerConfig:
         tls_client_ca: PEM file of the authority that must have signed a client's certificate.
         image_hosts: Hosts from which HTTP requests may load images; "*" allows every public host.
         image_folder: Folder that file URLs may point into.
+        file_folder: Folder of uploaded files and batches; "none" keeps none, None in the adapters' state.
+        max_file_bytes: Maximum size of all of them together.
+        keep_files_s: How long files, and batches after their end, are kept.
         tokens: API tokens of the permitted callers. They are secrets: read from a file or the environment, never from
             a flag.
 
@@ -334,6 +337,9 @@ class ServerConfig:
     tls_client_ca: str | None = None
     image_hosts: tuple[str, ...] = ()
     image_folder: str | None = None
+    file_folder: str | None = None
+    max_file_bytes: int = 4 * 2**30
+    keep_files_s: float = 30 * 24 * 3600.0
     tokens: tuple[Token, ...] = ()
 
     @property
@@ -387,6 +393,6 @@ class ServerConfig:
             )
         if not self.request_timeout_s > 0:
             raise BadConfig(f"request_timeout_s is {self.request_timeout_s}; it must be above 0")
-        for field in ("drain_s", "stream_keep_s"):
+        for field in ("drain_s", "stream_keep_s", "max_file_bytes", "keep_files_s"):
             if not getattr(self, field) >= 0:
                 raise BadConfig(f"{field} is {getattr(self, field)}; it must be 0 or more")

@@ -15,6 +15,7 @@
     |   |-- UnknownAdapter       no adapter of that name is registered
     |   |-- UnknownHead          the adapter has no head of that name
     |   |-- UnknownReplica       no replica has that name, or the server has one engine
+    |   |-- UnknownFile          the caller has no file or batch with that id; it may be deleted or expired
     |   `-- UnknownStream        the caller has no open stream with that id; it may be closed or expired
     |-- Unauthorized         the token is missing, wrong or expired
     |-- Forbidden            the token is valid, but does not permit this call
@@ -103,6 +104,11 @@ class UnknownHead(BadRequest):
 
 class UnknownReplica(BadRequest):
     code = "unknown_replica"
+    http_status = 404
+
+
+class UnknownFile(BadRequest):
+    code = "unknown_file"
     http_status = 404
 
 

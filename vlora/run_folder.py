@@ -81,7 +81,12 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666, durable: bool = T
         file.write(data)
 
 
-def append(path: Path, line: bytes) -> None:
+def whole_lines(path: Path) -> list[bytes]:
+    """The lines of a file that was appended to, without one that was cut; none if there is no file."""
+    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+
+
+def append(path: Path, line: bytes, *, durable: bool = True) -> None:
     """Add a line to a file that only its owner may read. Raises OSError, with nothing added, if it is not on disk."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     size = os.fstat(descriptor).st_size
@@ -90,14 +95,15 @@ def append(path: Path, line: bytes) -> None:
             line = b"\n" + line  # after a line that a full disk has cut
         if os.write(descriptor, line) != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        os.fsync(descriptor)
+        if durable:
+            os.fsync(descriptor)
     except OSError:
         with contextlib.suppress(OSError):  # a whole line would count after a restart
             os.ftruncate(descriptor, size)
         raise
     finally:
         os.close(descriptor)
-    if not size:
+    if durable and not size:
         sync(path.parent)
 
 

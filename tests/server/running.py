@@ -17,6 +17,7 @@ from PIL import Image
 from tests.processes import PATIENCE_S
 from tests.server.scripted import ByteProcessor, ScriptedInterface, write_adapter
 from vlora.config import ServerConfig
+from vlora.server.batches.store import FileStore
 from vlora.server.frontend import FrontEnd
 from vlora.server.http.routes import make_app
 from vlora.server.http.server import HttpServer
@@ -71,12 +72,15 @@ def running_server(
         rpyc.start_in_thread(front_end, loop, model, access)
         web = HttpServer(config) if http else None
         if web is not None:
-            web.start(make_app(front_end, model, access, rpyc_listens))
+            files = None if config.file_folder is None else FileStore(Path(config.file_folder), config)
+            web.start(make_app(front_end, model, access, rpyc_listens, files))
         http_port = 0 if web is None else int(web.address.split(":")[1])
         started.set_result(Running(rpyc.port, used, front_end, loop, http_port))
         await stopping.wait()
         if web is not None:
             await web.close()
+            if files is not None:
+                files.close()
         await asyncio.to_thread(rpyc.close)
         await front_end.close()
 

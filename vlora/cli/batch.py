@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -19,7 +19,7 @@ from vlora.cli.interrupt import INTERRUPTED, stopping, until_stopped
 from vlora.cli.options import answer_option, check_given_once, print_json, server_options, wait_option
 from vlora.cli.progress import counting, waiting
 from vlora.errors import BadConfig, BadImage, BadRequest
-from vlora.run_folder import write_whole, writing
+from vlora.run_folder import append, whole_lines, write_whole, writing
 
 if TYPE_CHECKING:
     from apps.image_query import PictureAnswer
@@ -204,7 +204,7 @@ def batch(
     with contextlib.ExitStack() as scope:
         scope.enter_context(client)
         stop = scope.enter_context(stopping())
-        file = None if out is None else scope.enter_context(contextlib.closing(AnswerFile(out)))
+        file = None if out is None else AnswerFile(out)
         if file is not None and resume:
             answered = file.keep(question, adapter, head)
             found = [picture for picture in found if printable(picture) not in answered]
@@ -243,14 +243,14 @@ class AnswerFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: BinaryIO | None = None
+        self._begun = False
         self._lines = b""
 
     def add(self, answer: PictureAnswer) -> None:
         import msgspec
 
         self._lines += msgspec.json.encode(answer) + b"\n"
-        if self._file is not None or answer.problem is None:
+        if self._begun or answer.problem is None:
             self.write()
 
     def keep(self, question: str | None, adapter: str | None, head: str | None) -> set[str]:
@@ -264,8 +264,7 @@ class AnswerFile:
         from apps.image_query import PictureAnswer
 
         kept: dict[str, bytes] = {}
-        *lines, _ = self._path.read_bytes().split(b"\n") if self._path.exists() else [b""]
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(whole_lines(self._path), 1):
             try:
                 one = msgspec.json.decode(line, type=PictureAnswer)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -277,21 +276,18 @@ class AnswerFile:
         with writing(self._path):
             if kept:
                 write_whole(self._path, b"".join(kept.values()), durable=False)
-                self._file = self._path.open("ab", buffering=0)
+                self._begun = True
         return {*kept}
 
     def write(self) -> None:
         """Write the lines added so far. Raises NotWritten or BadConfig."""
         with writing(self._path):
-            if self._lines and self._file is None:
-                self._file = self._path.open("wb", buffering=0)
-            while self._lines:
-                assert self._file is not None
-                self._lines = self._lines[self._file.write(self._lines) :]
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+            if self._lines and not self._begun:
+                self._path.open("wb").close()
+                self._begun = True
+            if self._lines:
+                append(self._path, self._lines, durable=False)
+                self._lines = b""
 
 
 @cli.command()

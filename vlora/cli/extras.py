@@ -22,6 +22,7 @@ _SERVE = _VIDEO | {
     "uvicorn": "uvicorn",
     "h11": "h11",
     "httpx": "httpx",
+    "python-multipart": "python_multipart",
     "prometheus-client": "prometheus_client",
     "pydantic": "pydantic",
     "psutil": "psutil",

@@ -93,6 +93,7 @@ _SETTINGS = {
         "tls_client_ca": "CA certificate (PEM); clients must also present a certificate signed by it.",
         "image_hosts": "Host of image URLs that HTTP requests may use, * for every public host; may be repeated.",
         "image_folder": "Folder of file URLs that HTTP requests may use.",
+        "file_folder": "Folder of uploaded files and batches; none: keep none. Default: in the adapters' state.",
     },
     "Limits": {
         "max_image_bytes": "Maximum size of an encoded image.",
@@ -107,6 +108,8 @@ _SETTINGS = {
         "drain_s": "Time for running requests to finish at shutdown.",
         "max_streams": "Maximum number of open frame streams.",
         "stream_keep_s": "Time that a frame stream is kept after its connection is lost.",
+        "max_file_bytes": "Maximum bytes of all uploaded files and results of batches.",
+        "keep_files_s": "Time that uploaded files, and batches after their end, are kept.",
     },
 }
 _HEADINGS = {name: heading for heading, settings in _SETTINGS.items() for name in settings}

@@ -248,6 +248,11 @@ class FrontEnd:
         """Whether no engine is ready but one is starting."""
         return self._supervisor is not None and self._supervisor.starting
 
+    @property
+    def engine_ready(self) -> bool:
+        """Whether there is an engine that has not died."""
+        return self._supervisor is None or self._supervisor.cause is None
+
     def engine_changed(self) -> None:
         """Discard cached adapters and start waiting frames: the engine was replaced, or no replacement will start."""
         self.adapters.invalidate()

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlora.cluster.adapter_state import AdapterState, default_folder
@@ -23,14 +24,13 @@ from vlora.engine.ipc.client import ENGINE_COMMAND
 from vlora.engine.ipc.supervisor import RestartedEngine, SupervisedEngine
 from vlora.errors import BadConfig, EngineDead, listed
 from vlora.lazy import hidden
+from vlora.server.batches.store import FileStore
 from vlora.server.frontend import FrontEnd
 from vlora.server.rpyc.server import RpycServer
 from vlora.server.security.access import Access
 from vlora.wire.tls import server_context
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from vlora.learning.plan import LearningEntry
     from vlora.models.processing import InputProcessor
     from vlora.server.http.server import HttpServer
@@ -76,6 +76,7 @@ async def serve(
         EngineDead: There is no engine at the end.
     """
     state: AdapterState | None = None
+    files: FileStore | None = None
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -102,6 +103,7 @@ async def serve(
             from vlora.server.http.server import HttpServer
 
             http_server = HttpServer(server_config)
+            files = _open_files(server_config, state)
         start_engine = functools.partial(
             _start_engine,
             engine_config,
@@ -123,7 +125,7 @@ async def serve(
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload, engine.replace_base_tokens)
         rpyc_server.start_in_thread(front_end, asyncio.get_running_loop(), model, access)
         if http_server is not None:
-            http_server.start(make_app(front_end, model, access, lambda: rpyc_server.listening))
+            http_server.start(make_app(front_end, model, access, lambda: rpyc_server.listening, files))
         web = f" | {'http' if tls is None else 'https'} {http_server.address}" if http_server else ""
         named = adapters if state is None else state.adapters
         names = ", ".join(sorted(named)) or "none"
@@ -156,6 +158,8 @@ async def serve(
             state.close()
         if http_server is not None:
             await http_server.close()
+        if files is not None:
+            files.close()
         # In a thread, because this loop produces the last replies.
         await asyncio.to_thread(rpyc_server.close)
 
@@ -239,6 +243,13 @@ def _open_state(folder: str | None, model: str, bound: RpycServer, config: Serve
         return None
     log.info("adapters are kept in %s", default)
     return state
+
+
+def _open_files(config: ServerConfig, state: AdapterState | None) -> FileStore | None:
+    """The uploaded files and batches; None without a folder. Raises BadConfig for one that cannot be used."""
+    own = None if state is None or state.folder is None else str(state.folder / "files")
+    folder = config.file_folder or own
+    return None if folder in (None, "none") else FileStore(Path(folder), config)
 
 
 def starting_adapters(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -70,7 +72,7 @@ async def _on_vlora_error(request: Request, error: VLoraError) -> Response:
 
 
 async def _on_invalid_body(_: Request, error: RequestValidationError) -> Response:
-    param, message = _first_problem(error)
+    param, message = first_problem(error.errors())
     return error_response(BadRequest(message), param=param)
 
 
@@ -106,9 +108,8 @@ def _why(request: Request, error: HTTPException) -> str:
     return str(error.detail)
 
 
-def _first_problem(error: RequestValidationError) -> tuple[str | None, str]:
-    """The field at fault, if any, and the problem."""
-    problems = error.errors()
+def first_problem(problems: Sequence[Any]) -> tuple[str | None, str]:
+    """The field at fault, if any, and the problem. problems: pydantic's."""
     problem = problems[0]
     match problem["type"], problem["loc"]:
         case "json_invalid", (_, place):
@@ -119,7 +120,7 @@ def _first_problem(error: RequestValidationError) -> tuple[str | None, str]:
             return None, "the body is not a JSON object; send one with Content-Type: application/json"
     # A field of two types has an error for each. An error inside the second type is more specific than the first error.
     also = ""
-    if _is_form(problem["loc"][-1]):
+    if problem["loc"] and _is_form(problem["loc"][-1]):
         field = problem["loc"][:-1]
         others = [each for each in problems[1:] if each["loc"][: len(field)] == field]
         if others and others[0]["loc"][:-1] == field and others[0]["type"] in _CONTAINERS:
@@ -143,7 +144,7 @@ def _steps(place: tuple[str | int, ...]) -> list[str | int]:
     """The location's steps that are field names or item indices."""
     steps: list[str | int] = []
     rest = list(place)
-    if rest[0] == "body":
+    if rest[:1] == ["body"]:
         del rest[0]
     while rest:
         step = rest.pop(0)

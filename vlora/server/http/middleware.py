@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import urllib.parse
 
 from fastapi.security.utils import get_authorization_scheme_param
@@ -25,11 +26,13 @@ ADMIN_PATHS = (ADAPTER_PATHS, TRAINING_PATHS, CLUSTER_PATHS, LEARNING_PATHS, *LO
 OPEN_PATHS = frozenset({"/health", "/ready"}) | CONSOLE_FILES.keys()
 """Paths without a token: health checks of load balancers, and the console page, where the user enters the token."""
 
-_FIELDS = 20_000  # allowance for the structure of a body, in addition to commas in its text
+FILE_PATHS = "/v1/files"  # whose bodies are no JSON, and go to disk
+
+MAX_FIELDS = 20_000  # allowance for the structure of a body, in addition to commas in its text
 
 
 def with_checks(app: ASGIApp, access: Access, metrics: Metrics, budget: ByteBudget, config: ServerConfig) -> ASGIApp:
-    app = _BoundedBody(app, budget, config.max_message_bytes, config.max_prompt_chars + _FIELDS)
+    app = _BoundedBody(app, budget, config.max_message_bytes, config.max_prompt_chars + MAX_FIELDS)
     if access.required:
         return _TokenCheck(app, access, metrics)
     return _LoopbackCheck(app, metrics)
@@ -115,7 +118,8 @@ class _BoundedBody:
         if declared.isdigit() and int(declared) > self._max_bytes:
             await error_response(_too_large(self._max_bytes))(scope, receive, send)
             return
-        body = _BodyReader(receive, self._budget, self._max_bytes, self._max_commas)
+        most_commas = math.inf if scope["path"] == FILE_PATHS else self._max_commas
+        body = _BodyReader(receive, self._budget, self._max_bytes, most_commas)
         try:
             await self._app(scope, body.receive, send)
         finally:
@@ -123,16 +127,16 @@ class _BoundedBody:
 
 
 class _BodyReader:
-    """The body of one request. num_bytes: reserved in the budget."""
+    """The body of one request. num_bytes: reserved in the budget. max_commas: infinite for a body that is no JSON."""
 
-    def __init__(self, receive: Receive, budget: ByteBudget, max_bytes: int, max_commas: int) -> None:
+    def __init__(self, receive: Receive, budget: ByteBudget, max_bytes: int, max_commas: float) -> None:
         self.num_bytes = 0
         self._receive = receive
         self._budget = budget
         self._max_bytes = max_bytes
         self._max_commas = max_commas
         self._num_commas = 0
-        self._begun = False
+        self._begun = max_commas == math.inf
 
     async def receive(self) -> Message:
         """Receive the next part, within the limits. Raises BadRequest, TooLarge or OverCapacity."""

@@ -22,6 +22,9 @@ from starlette.types import ASGIApp
 from vlora.client.values import Answer, HeadOutcome
 from vlora.config import Token
 from vlora.errors import Aborted, BadRequest, UnknownAdapter, VLoraError, listed
+from vlora.server.batches.routes import FileRoutes
+from vlora.server.batches.runner import BatchRunner
+from vlora.server.batches.store import FileStore
 from vlora.server.console.routes import ConsoleRoutes
 from vlora.server.detokenizer import Piece
 from vlora.server.execution import interleave
@@ -70,15 +73,21 @@ class HeadsRequest(HeadRequest):
 
 
 def make_app(
-    front_end: FrontEnd, model: str, access: Access, rpyc_listens: Callable[[], bool] = lambda: True
+    front_end: FrontEnd,
+    model: str,
+    access: Access,
+    rpyc_listens: Callable[[], bool] = lambda: True,
+    files: FileStore | None = None,
 ) -> ASGIApp:
     """The ASGI application.
 
     Args:
         model: The base model's name in requests; every other name is an adapter name.
         rpyc_listens: Whether RPyC takes new connections; while it does not, this server is not ready either.
+        files: With the batches that are continued while the application runs; None to keep none.
     """
     app = FastAPI(
+        lifespan=lambda _: contextlib.nullcontext() if batches is None else batches.running(),
         title="V-LoRA",
         docs_url=None,
         redoc_url=None,
@@ -91,8 +100,11 @@ def make_app(
     CompletionRoutes(front_end, model).add_to(app)
     HealthRoutes(front_end, model, rpyc_listens).add_to(app)
     add_operator_routes(app, front_end)
+    checked = with_checks(app, access, front_end.metrics, front_end.message_budget, front_end.config)
+    batches: BatchRunner | None = None if files is None else BatchRunner(files, checked, front_end, access)
+    FileRoutes(batches).add_to(app)
     ConsoleRoutes(front_end, model, access).add_to(app)
-    return with_checks(app, access, front_end.metrics, front_end.message_budget, front_end.config)
+    return checked
 
 
 class HealthRoutes:

@@ -1,0 +1,227 @@
+"""Batches: requests of a file, answered by the application's own routes beside those of interactive clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import msgspec
+from pydantic import BaseModel, Field, ValidationError
+from starlette.types import ASGIApp
+
+from vlora.config import ServerConfig
+from vlora.errors import BadRequest, DeadlineMissed, EngineDead, OverCapacity, VLoraError
+from vlora.run_folder import append, whole_lines
+from vlora.server.batches.store import FileStore, Status, StoredBatch
+from vlora.server.frontend import FrontEnd
+from vlora.server.http.chat_request import ChatRequest
+from vlora.server.http.errors import first_problem
+from vlora.server.http.middleware import MAX_FIELDS
+from vlora.server.http.sampling_fields import StrictModel
+from vlora.server.http.text_completions import CompletionRequest
+from vlora.server.security.access import Access
+from vlora.types import MAX_PRIORITY
+
+log = logging.getLogger(__name__)
+
+Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
+_BODIES: dict[str, type[BaseModel]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+
+_MAX_REQUESTS = 50_000  # of a batch, as in OpenAI's API
+_MAX_PROBLEMS = 100
+_AT_ONCE = 16  # requests; enough for the server to batch
+PAUSE_S = 0.5  # before a request is sent again
+_SWEEP_S = 60.0
+_MOST_TRIES = {EngineDead.code: 3, DeadlineMissed.code: 3, OverCapacity.code: float("inf")}
+"""How often a request is sent until one of these errors is its answer."""
+
+
+class BatchLine(StrictModel):
+    custom_id: str = Field(min_length=1, max_length=512)
+    method: Literal["POST"]
+    url: str
+    body: dict[str, Any]
+
+
+class BatchRunner:
+    """Used from one event loop. A batch that cannot go on is failed, with the reason in its record.
+
+    store: with its batches. app: with the checks of tokens and limits.
+    """
+
+    def __init__(self, store: FileStore, app: ASGIApp, front_end: FrontEnd, access: Access) -> None:
+        self.store = store
+        self._transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        self._front_end = front_end
+        self._access = access
+        self._slots = asyncio.Semaphore(min(_AT_ONCE, max(1, front_end.config.max_requests // 4)))
+        self._again = asyncio.Lock()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Continue the batches that have not ended, until the end of the block."""
+        for batch in reversed(self.store.all(StoredBatch)):
+            if not batch.ended:
+                self.begin(batch)
+        sweeping = asyncio.create_task(self._sweep())
+        try:
+            yield
+        finally:
+            tasks = [sweeping, *self._tasks.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    def begin(self, batch: StoredBatch) -> None:
+        task = self._tasks[batch.id] = asyncio.create_task(self._run(batch))
+        task.add_done_callback(lambda _: self._tasks.pop(batch.id))
+
+    def cancel(self, batch: StoredBatch) -> None:
+        """Cancel a batch that has not ended; it keeps the answers that it has."""
+        if not batch.ended:
+            self.store.enter(batch, "cancelling")
+            self._tasks[batch.id].cancel()
+
+    async def _sweep(self) -> None:
+        while True:
+            self.store.remove_expired()
+            await asyncio.sleep(_SWEEP_S)
+
+    async def _run(self, batch: StoredBatch) -> None:
+        status: Status = "failed"
+        try:
+            async with asyncio.timeout(max(0.0, batch.expires_at - self.store.clock())):
+                status = await self._process(batch)
+        except TimeoutError:
+            status = "expired"
+        except asyncio.CancelledError:
+            if batch.status != "cancelling":
+                raise  # the server stops
+            status = "cancelled"
+        except Exception as error:
+            log.error("batch %s failed", batch.id, exc_info=error)
+            name = type(error.exceptions[0] if isinstance(error, ExceptionGroup) else error).__name__
+            batch.errors = [_problem(f"internal server error ({name}); see the server log")]
+        with contextlib.suppress(VLoraError):  # of a full disk: the batch ends at the next start
+            self.store.enter(batch, status)
+
+    async def _process(self, batch: StoredBatch) -> Status:
+        if batch.status == "cancelling":
+            return "cancelled"
+        if batch.status == "validating":
+            source, config = self.store.path(batch.input_file_id), self._front_end.config
+            batch.errors, batch.total = await asyncio.to_thread(check_lines, source, batch.endpoint, config)
+            if batch.errors:
+                return "failed"
+            self.store.enter(batch, "in_progress")
+        waiting = self._unanswered(batch)
+        async with asyncio.TaskGroup() as group:
+            while (asked := await asyncio.to_thread(next, waiting, None)) is not None:
+                await self._slots.acquire()
+                group.create_task(self._answer(batch, *asked)).add_done_callback(lambda _: self._slots.release())
+        return "completed"
+
+    def _unanswered(self, batch: StoredBatch) -> Iterator[tuple[str, bytes]]:
+        """The id and body of each request without a result; the others are counted. A result that was cut goes."""
+        found: dict[str, list[str]] = {}
+        for kind, name in batch.results.items():
+            lines = whole_lines(self.store.path(name))
+            found[kind] = [json.loads(line)["custom_id"] for line in lines]
+            if self.store.size(name):
+                os.truncate(self.store.path(name), sum(map(len, lines)) + len(lines))
+        batch.completed, batch.failed = len(found["output"]), len(found["error"])
+        answered = {*found["output"], *found["error"]}
+        with self.store.path(batch.input_file_id).open("rb") as file:
+            for line in file:
+                if line.strip() and (asked := json.loads(line))["custom_id"] not in answered:
+                    yield asked["custom_id"], json.dumps({**asked["body"], "priority": -MAX_PRIORITY}).encode()
+
+    async def _answer(self, batch: StoredBatch, custom_id: str, body: bytes) -> None:
+        """Send a request until it has an answer, also while the server or its engine restarts, and keep that."""
+        tries: Counter[str] = Counter()
+        while True:
+            while self._front_end.draining or not self._front_end.engine_ready:
+                await asyncio.sleep(PAUSE_S)
+            # Those beside a request that kills the engine are sent again without it.
+            async with self._again if tries[EngineDead.code] else contextlib.nullcontext():
+                status, answer = await self._send(batch, body)
+            code = "" if status == 200 else answer["error"]["code"]
+            tries[code] += 1
+            if status == 200 or not (self._front_end.draining or tries[code] < _MOST_TRIES.get(code, 0)):
+                break
+            await asyncio.sleep(PAUSE_S)
+        response = {"status_code": status, "request_id": f"req_{secrets.token_hex(16)}", "body": answer}
+        line = {"id": f"batch_req_{secrets.token_hex(16)}", "custom_id": custom_id, "response": response, "error": None}
+        kind = "output" if status == 200 else "error"
+        # A line that is lost with the machine is asked again.
+        append(self.store.path(batch.results[kind]), msgspec.json.encode(line) + b"\n", durable=False)
+        batch.completed += status == 200
+        batch.failed += status != 200
+
+    async def _send(self, batch: StoredBatch, body: bytes) -> tuple[int, Any]:
+        """The status and body of one answer; 401 if the batch's token does not exist any more."""
+        secret = next((each.secret for each in self._access.tokens if each.name == batch.tenant), "")
+        headers = {"content-type": "application/json", "authorization": f"Bearer {secret}"}
+        request = httpx.Request("POST", f"http://localhost{batch.endpoint}", headers=headers, content=body)
+        response = await self._transport.handle_async_request(request)
+        return response.status_code, json.loads(await response.aread())
+
+
+def check_lines(path: Path, endpoint: str, config: ServerConfig) -> tuple[list[dict[str, Any]], int]:
+    """What is wrong with the requests of a file, up to a limit, and their number."""
+    problems: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                if line.strip():
+                    seen.add(_check_line(line, endpoint, config, seen))
+                if len(seen) > _MAX_REQUESTS:
+                    return [_problem(f"the file has over {_MAX_REQUESTS} requests; divide it", number)], 0
+            except BadRequest as error:
+                problems.append(_problem(str(error), number, error.field))
+            if len(problems) == _MAX_PROBLEMS:
+                break
+    if not seen and not problems:
+        problems.append(_problem("the file has no requests; write one JSON object per line"))
+    return problems, len(seen)
+
+
+def _check_line(line: bytes, endpoint: str, config: ServerConfig, seen: set[str]) -> str:
+    """The request's id. Raises BadRequest."""
+    most, most_commas = config.max_message_bytes // _AT_ONCE, config.max_prompt_chars + MAX_FIELDS
+    if len(line) > most or line.count(b",") > most_commas:
+        raise BadRequest(f"the line has {len(line)} bytes; at most {most}, and {most_commas} commas, are allowed")
+    try:
+        found = BatchLine.model_validate(json.loads(line))
+        if found.custom_id in seen:
+            raise BadRequest(f"custom_id {found.custom_id[:64]!r} occurs twice", field="custom_id")
+        if found.url != endpoint:
+            raise BadRequest(f"url is {found.url[:64]!r}; the batch is for {endpoint}", field="url")
+        if found.body.get("stream"):
+            raise BadRequest("stream: the answers of a batch are not streamed; leave it out", field="stream")
+        _BODIES[endpoint].model_validate(found.body)
+    except ValidationError as error:
+        field, message = first_problem(error.errors())
+        raise BadRequest(message, field=field) from error
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the line is not JSON ({error}); write one object per line") from error
+    return found.custom_id
+
+
+def _problem(message: str, line: int | None = None, param: str | None = None) -> dict[str, Any]:
+    """An error of a batch. Texts of the caller may have unpaired surrogates, which cannot be encoded."""
+    fields = {"code": BadRequest.code, "message": message, "line": line, "param": param}
+    return {
+        name: each.encode(errors="replace").decode() if isinstance(each, str) else each for name, each in fields.items()
+    }

@@ -1,0 +1,183 @@
+"""Uploaded files and the records of batches, in a folder that outlives the server.
+
+A file has its content under its id and its record in `ID.json`; a batch has a record only. A content without a record
+was being uploaded, or has the results of a batch that has not ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, TypeVar
+
+import msgspec
+
+from vlora.config import ServerConfig, Token
+from vlora.errors import BadConfig, BadRequest, OverCapacity, UnknownFile
+from vlora.run_folder import lock_folder, remove_unfinished, sync, whole, write_whole, writing
+from vlora.server.security.access import is_admin
+
+_MAX_RECORDS = 2000
+_WINDOW_S = 24 * 3600  # of a batch, as in OpenAI's API
+
+Status = Literal["validating", "failed", "in_progress", "completed", "expired", "cancelling", "cancelled"]
+
+
+class StoredFile(msgspec.Struct, kw_only=True, tag="file", tag_field="object"):
+    """A file, as in OpenAI's API. tenant: the name of the token that owns it."""
+
+    id: str
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+    status: str = "processed"
+    tenant: str | None = None
+
+
+class StoredBatch(msgspec.Struct, kw_only=True, tag="batch", tag_field="object"):
+    """A batch. times: when it reached each status. errors: of its file, as in OpenAI's API."""
+
+    id: str
+    created_at: int
+    expires_at: int
+    endpoint: str
+    input_file_id: str
+    tenant: str | None = None
+    metadata: dict[str, str] | None = None
+    status: Status = "validating"
+    times: dict[str, int] = {}
+    errors: list[dict[str, Any]] = []
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ("failed", "completed", "expired", "cancelled")
+
+    @property
+    def results(self) -> dict[str, str]:
+        """The ids of the files with its answers and with its errors, which exist if there are any."""
+        return {kind: f"file-{self.id.removeprefix('batch_')}-{kind}" for kind in ("output", "error")}
+
+
+Record = TypeVar("Record", StoredFile, StoredBatch)
+
+
+class FileStore:
+    """One per server, used from one event loop. Its folder is locked until `close`."""
+
+    def __init__(self, folder: Path, config: ServerConfig, clock: Callable[[], float] = time.time) -> None:
+        """Raises BadConfig if the folder cannot be used, or a record cannot be read."""
+        self.clock = clock
+        self._folder = folder
+        self._config = config
+        self._records: dict[str, StoredFile | StoredBatch] = {}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(lock_folder(folder))
+            folder.chmod(0o700)
+            remove_unfinished(folder)
+            for path in folder.glob("*.json"):
+                try:
+                    record = msgspec.json.decode(path.read_bytes(), type=StoredFile | StoredBatch)
+                except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
+                    raise BadConfig(f"{path} is not the record of a file or a batch ({error}); move it away") from error
+                self._records[record.id] = record
+            for path in folder.glob("file-*"):
+                if path.suffix != ".json" and path.name not in self._names():
+                    path.unlink()
+            self.close = stack.pop_all().close
+
+    def path(self, file_id: str) -> Path:
+        """Where the content of a file is. file_id: of a record."""
+        return self._folder / file_id
+
+    def size(self, file_id: str) -> int:
+        path = self.path(file_id)
+        return path.stat().st_size if path.exists() else 0
+
+    def all(self, kind: type[Record], caller: Token | None = None) -> list[Record]:
+        """The records of a caller, those of all callers for an admin, the newest first."""
+        found = [each for each in self._records.values() if isinstance(each, kind)]
+        mine = [each for each in found if is_admin(caller) or (caller is not None and each.tenant == caller.name)]
+        return sorted(mine, key=lambda each: (each.created_at, each.id), reverse=True)
+
+    def find(self, kind: type[Record], name: str, caller: Token | None) -> Record:
+        """Raises UnknownFile, also for a record of another token."""
+        for each in self.all(kind, caller):
+            if each.id == name:
+                return each
+        raise UnknownFile(f"there is no file or batch {name[:64]!r} of this kind; it may be deleted or expired")
+
+    def check_room(self, num_bytes: int = 0) -> None:
+        """Raises OverCapacity if there is no room for a batch, or a file of this size."""
+        used, most = sum(map(self.size, self._names())), self._config.max_file_bytes
+        if len(self._records) >= _MAX_RECORDS or used + num_bytes > most:
+            raise OverCapacity(
+                f"no room for {num_bytes} bytes: this server keeps {len(self._records)} files and batches with {used} "
+                f"bytes, at most {_MAX_RECORDS} with {most}; delete files, or wait until some expire"
+            )
+
+    def write(self, file_id: str, content: BinaryIO) -> None:
+        """Write an uploaded file, in any thread; `add` makes it known. Raises NotWritten."""
+        with writing(self._folder), whole(self.path(file_id)) as part, open(part, "xb") as file:
+            shutil.copyfileobj(content, file)
+
+    def add(self, file_id: str, kept_s: float = 1e9, **fields: Any) -> StoredFile:
+        now, size = int(self.clock()), self.size(file_id)
+        until = now + int(min(kept_s, self._config.keep_files_s))
+        return self._save(StoredFile(id=file_id, bytes=size, created_at=now, expires_at=until, **fields))
+
+    def create_batch(self, **fields: Any) -> StoredBatch:
+        self.check_room()
+        now, name = int(self.clock()), f"batch_{secrets.token_hex(16)}"
+        return self._save(StoredBatch(id=name, created_at=now, expires_at=now + _WINDOW_S, **fields))
+
+    def enter(self, batch: StoredBatch, status: Status) -> None:
+        """Give a batch another status, which outlives the process; at its end, its results become files."""
+        batch.status = status
+        batch.times[status] = int(self.clock())
+        for kind, name in batch.results.items() if batch.ended else ():
+            if self.size(name):
+                sync(self.path(name))
+                self.add(name, filename=f"{batch.id}_{kind}.jsonl", purpose="batch_output", tenant=batch.tenant)
+        self._save(batch)
+
+    def delete(self, file: StoredFile) -> None:
+        """Raises BadRequest if a batch needs the file."""
+        for batch in self.all(StoredBatch):
+            if batch.input_file_id == file.id and not batch.ended:
+                raise BadRequest(f"batch {batch.id!r} reads file {file.id!r}; cancel it, or wait until it has ended")
+        self._forget(file)
+        self.path(file.id).unlink(missing_ok=True)
+
+    def remove_expired(self) -> None:
+        """Delete files that have expired, and batches as long after their day."""
+        now = self.clock()
+        for file in self.all(StoredFile):
+            if file.expires_at <= now:
+                with contextlib.suppress(BadRequest):
+                    self.delete(file)
+        for batch in self.all(StoredBatch):
+            if batch.ended and batch.expires_at + self._config.keep_files_s <= now:
+                self._forget(batch)
+
+    def _names(self) -> set[str]:
+        """Of all records, and of the results of batches."""
+        return {*self._records, *(name for each in self.all(StoredBatch) for name in each.results.values())}
+
+    def _forget(self, record: StoredFile | StoredBatch) -> None:
+        self._records.pop(record.id, None)
+        self.path(f"{record.id}.json").unlink(missing_ok=True)
+
+    def _save(self, record: Record) -> Record:
+        with writing(self._folder):
+            write_whole(self.path(f"{record.id}.json"), msgspec.json.encode(record), mode=0o600)
+        self._records[record.id] = record
+        return record
