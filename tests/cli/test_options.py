@@ -25,7 +25,7 @@ from vlora.cli.group import cli, refuse_unknown
 from vlora.cli.options import RULES as OPTION_RULES
 from vlora.cli.options import HeadedOption, long_flag
 from vlora.cli.progress import counting, waiting
-from vlora.config import POLICY_ALIASES, POLICY_NAMES, EngineConfig, ServerConfig
+from vlora.config import POLICY_NAMES, EngineConfig, ServerConfig
 from vlora.errors import BadConfig
 from vlora.orchestrator.policies.registry import POLICIES
 from vlora.parallel.adapter_sharding import Blocks
@@ -64,12 +64,11 @@ def test_options_of_serve_are_grouped_under_headings(vlora_command: Vlora) -> No
     assert re.findall(r"--[\w-]+", sections["Options"]) == ["--help"]
     for option in SERVE.params:
         assert isinstance(option, HeadedOption) and out.count(f"--{long_flag(option)} ") >= 1
-    assert set(POLICY_NAMES) == set(POLICIES), "name the policies of policies/registry.py in vlora/config.py"
+    assert set(POLICY_NAMES) == set(POLICIES), "describe the policies of policies/registry.py in vlora/config.py"
     assert tuple(RULES) == OPTION_RULES
     policies = out[out.index("--policy [") : out.index("--max-batch-size")]
     for name in POLICY_NAMES:
-        described = re.search(rf"^\s+{name} {{2,}}\w+", policies, re.MULTILINE)
-        assert described, f"describe the policy {name} in `_POLICY` of vlora/cli/settings.py"
+        assert re.search(rf"^\s+{name} {{2,}}\w+", policies, re.MULTILINE)
 
 
 @pytest.mark.parametrize("config", [EngineConfig, ServerConfig])
@@ -165,18 +164,6 @@ def test_variables_that_no_command_reads_are_refused_with_the_closest_known_one(
         with pytest.raises(BadConfig, match=f"no command reads the environment variable VLORA_{name}") as refused:
             check(**{f"VLORA_{name}": "8000"})
         assert str(refused.value).endswith(meant if meant[0] == ";" else f"did you mean VLORA_{meant}")
-
-
-@pytest.mark.parametrize(("former", "current"), POLICY_ALIASES.items())
-def test_former_policy_names_are_accepted_with_a_warning(
-    vlora_command: Vlora, caplog: pytest.LogCaptureFixture, former: str, current: str
-) -> None:
-    code, out, _ = vlora_command("simulate", "gamma", "--requests", "3", "--policy", former, "--json")
-    assert code == 0 and json.loads(out)["policy"] == current
-    warning = f"the policy name {former!r} is deprecated and will be removed in the next release; use {current!r}"
-    assert [record.getMessage() for record in caplog.records] == [warning]
-    with pytest.raises(BadConfig, match="policy is 'quick'; choose one of cost_based, algorithm1, dlora"):
-        EngineConfig(model="m", policy="quick")  # from any source
 
 
 def test_a_models_name_and_its_adapters_come_from_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,10 @@ import click
 from vlora.adapter_files import CONFIG_FILE
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
-from vlora.cli.options import headed
+from vlora.cli.options import RULES, headed
 from vlora.cli.progress import waiting
 from vlora.cli.settings import EMBEDDED, config_flags, make_config, model_path
-from vlora.config import EngineConfig, ServedBase, ServerConfig
+from vlora.config import EngineConfig, ServedBase, ServerConfig, check_settings, setting
 from vlora.errors import BadAdapter, BadConfig
 from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
 from vlora.types.composition import name_problem
@@ -27,29 +27,55 @@ from vlora.types.composition import name_problem
 if TYPE_CHECKING:
     from vlora.cluster.on_ray.settings import RayOptions
 
-_MOST_SECONDS = 1e9
+_SECONDS = {"above": 0, "most": 1e9}
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaOptions:
-    """Several engines; a flag each."""
+    """Several engines."""
 
-    replicas: str = "1"
-    scale_up_s: float = 2.0
-    scale_down_s: float = 60.0
-    routing_rule: str = "placed"
-    routing_journal: str | None = None
-    ray: str | None = None
-    ray_namespace: str = "vlora"
-    ray_wait_s: float = 30.0
-    replica_cpus: float = 1.0
-    replica_memory_gib: float = 0.0
-    replica_resource: tuple[str, ...] = ()
-    replica_label: tuple[str, ...] = ()
-    placement: Literal["spread", "pack"] = "spread"
-    runtime_env: str | None = None
-    shipped_gib: float = 20.0
-    shipped_adapter_gib: float = 4.0
+    replicas: str = setting(
+        "1", "Replicas", "Number of engines, or LEAST:MOST to add and release them by load; more than one needs Ray."
+    )
+    scale_up_s: float = setting(
+        2.0, "Replicas", "Seconds that requests wait before a replica is added by load.", **_SECONDS
+    )
+    scale_down_s: float = setting(
+        60.0, "Replicas", "Seconds that the others could carry the load before one is released.", **_SECONDS
+    )
+    routing_rule: str = setting("placed", "Replicas", "Which replica gets the next request.", choices=RULES)
+    routing_journal: str | None = setting(
+        None, "Replicas", "Record routing in this file, up to 256 MiB, for `vlora simulate --replay`."
+    )
+    ray: str | None = setting(
+        None,
+        "Replicas",
+        "Address of your Ray's head (HOST:PORT), or auto. Default: RAY_ADDRESS, else a Ray that this starts.",
+    )
+    ray_namespace: str = setting("vlora", "Replicas", "Ray namespace of this service.")
+    ray_wait_s: float = setting(30.0, "Replicas", "Seconds that a replica may wait for room at the start.", **_SECONDS)
+    replica_cpus: float = setting(
+        1.0, "Replicas", "CPUs that each replica takes in Ray; with --ray, its threads.", least=0
+    )
+    replica_memory_gib: float = setting(0.0, "Replicas", "Memory in GiB that each replica takes in Ray.", least=0)
+    replica_resource: tuple[str, ...] = setting(
+        (), "Replicas", "NAME=NUMBER of a custom resource of Ray that each replica takes; may be repeated."
+    )
+    replica_label: tuple[str, ...] = setting(
+        (), "Replicas", "NAME=VALUE of a label of Ray that a replica's node must have; may be repeated."
+    )
+    placement: Literal["spread", "pack"] = setting(
+        "spread", "Replicas", "spread: replicas on different nodes if possible; pack: as Ray fills nodes by default."
+    )
+    runtime_env: str | None = setting(
+        None, "Replicas", "Runtime environment of the replicas in Ray: JSON, or a YAML file."
+    )
+    shipped_gib: float = setting(
+        20.0, "Replicas", "With --ray: limit in GiB of adapters that were sent, on each node.", above=0
+    )
+    shipped_adapter_gib: float = setting(
+        4.0, "Replicas", "With --ray: limit in GiB of one adapter that is sent.", above=0
+    )
 
 
 class Replicas(NamedTuple):
@@ -81,14 +107,12 @@ def take_replica_options(
             which is not imported; or an option has no effect.
     """
     given = ReplicaOptions(**{field.name: settings.pop(field.name) for field in dataclasses.fields(ReplicaOptions)})
+    check_settings(given, _flag)
     if (numbers := re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", given.replicas)) is None:
         raise BadConfig(f"--replicas is {given.replicas!r}; write a number, or LEAST:MOST to scale by load")
     number, most = int(numbers[1]), int(numbers[2] or numbers[1])
     if not 1 <= number <= most:
         raise BadConfig(f"--replicas is {given.replicas}; at least one engine serves, and LEAST:MOST is ascending")
-    for name in _SECONDS:
-        if not 0 < getattr(given, name) <= _MOST_SECONDS:
-            raise BadConfig(f"{_flag(name)} is {getattr(given, name):g}; set seconds from above 0 to 1e9")
     address = given.ray or (environ.get("RAY_ADDRESS") if most > 1 else None)
     several = f"--ray {address}" if given.ray else str(most)
     for option, plan in (("--train", settings.get("train")), ("--learn", learn)):
@@ -117,11 +141,10 @@ def take_replica_options(
     more |= {"max_replicas": most, "autoscale": most > number}
     if given.routing_journal is not None:
         more["routing_journal"] = os.path.abspath(os.path.expanduser(given.routing_journal))
-    more["shipping"] = ShippingLimits(_bytes(given, "shipped_adapter_gib"), _bytes(given, "shipped_gib"))
+    more["shipping"] = ShippingLimits(int(given.shipped_adapter_gib * 2**30), int(given.shipped_gib * 2**30))
     return Replicas(number, ray_options(given, address or None), more)
 
 
-_SECONDS = ("scale_up_s", "scale_down_s", "ray_wait_s")
 _ONLY_ON_RAY = {
     "routing_journal": "router",
     "ray_namespace": "actors",
@@ -138,18 +161,10 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _bytes(given: ReplicaOptions, name: str) -> int:
-    if (gib := getattr(given, name)) <= 0:
-        raise BadConfig(f"{_flag(name)} is {gib:g}; it must be above 0")
-    return int(gib * 2**30)
-
-
 def ray_options(given: ReplicaOptions, address: str | None) -> RayOptions:
     """Raises BadConfig."""
     from vlora.cluster.on_ray.settings import RayOptions
 
-    if given.replica_cpus < 0 or given.replica_memory_gib < 0:
-        raise BadConfig("--replica-cpus and --replica-memory-gib must not be negative")
     if not given.ray_namespace.strip():
         raise BadConfig("--ray-namespace is empty; give the name of this service")
     resources = {}
@@ -249,8 +264,8 @@ def _runtime_env(text: str) -> dict[str, Any]:
     help="Level of the log on stderr; info writes a line per request.",
 )
 @headed("Log", "--log-json", is_flag=True, envvar=JSON_VARIABLE, help="Write the log as JSON lines.")
-@config_flags(EngineConfig, skip=("model", "serve_base"))
-@config_flags(ServerConfig, skip=("tokens",))
+@config_flags(EngineConfig)
+@config_flags(ServerConfig)
 @headed(
     "Training",
     "--learn",

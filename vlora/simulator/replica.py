@@ -103,7 +103,7 @@ class ReplicaConfig:
         for field in ("kv_tokens", "resident_adapters"):
             if getattr(self, field) < 1:
                 raise BadConfig(f"{field} is {getattr(self, field)}; it must be at least 1")
-        object.__setattr__(self, "policy", self.settings().policy)  # a former name is replaced
+        self.settings()  # checks them
 
     def settings(self) -> EngineConfig:
         """The engine's settings that apply without a model. Raises BadConfig for an invalid value."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vlora.config import policy_name
+from vlora.errors import BadConfig
 from vlora.orchestrator.policies.algorithm1 import Algorithm1
 from vlora.orchestrator.policies.base import Candidate, Decision, Policy, PolicyState, in_order, starving_first
 from vlora.orchestrator.policies.cost_based import CostBased
@@ -47,9 +47,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def make_policy(name: str) -> Policy:
-    """Create the policy with this name, or with this former name (`vlora.config.POLICY_ALIASES`).
-
-    Raises:
-        BadConfig: the name is unknown; the message lists the known ones.
-    """
-    return POLICIES[policy_name(name)]()
+    """Create the policy with this name. Raises BadConfig if it is unknown, with the known ones."""
+    if name not in POLICIES:
+        raise BadConfig(f"policy is {name!r}; choose one of {', '.join(POLICIES)}")
+    return POLICIES[name]()
