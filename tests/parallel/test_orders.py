@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -20,6 +21,7 @@ from vlora.engine.tensor_parallel.rank_reports import RankReports
 from vlora.engine.tensor_parallel.worker import ShardLoader
 from vlora.errors import EngineDead, StepFailed
 from vlora.memory.adapter_cache import WorkerAdapterCache
+from vlora.memory.page_allocator import PageRun
 from vlora.types import Batch, BatchItem, ErrorValue, Mode, Request, StepResult
 
 
@@ -27,14 +29,14 @@ class RecordingCoordinator:
     """Records its orders. Its ranks live."""
 
     def __init__(self) -> None:
-        self.orders: list[messages.Order] = []
+        self.orders: list[tuple[object, ...]] = []
         self.reports = RankReports()
 
-    def send_later(self, order: messages.Order) -> None:
-        self.orders.append(order)
+    def send_later(self, order: Callable[..., None], *arguments: object) -> None:
+        self.orders.append((order.__name__, *arguments))
 
     def run(self, batch: Batch) -> None:
-        self.orders.append(messages.RunBatch(batch))
+        self.orders.append(("run", batch))
 
 
 class Runner:
@@ -65,13 +67,13 @@ def test_a_request_is_sent_once_with_its_first_step() -> None:
     for request_id in ("runs", "unknown", "runs"):
         runner.release(request_id)
     assert coordinator.orders == [
-        messages.AddRequest(requests["runs"], None),
-        messages.RunBatch(first),
-        messages.SampledTokens({"runs": 7}),
-        messages.AddRequest(requests["later"], None),
-        messages.RunBatch(second),
-        messages.SampledTokens({"later": 7, "runs": 7}),
-        messages.ReleaseRequest("runs"),
+        ("add", requests["runs"], None),
+        ("run", first),
+        ("take_tokens", {"runs": 7}),
+        ("add", requests["later"], None),
+        ("run", second),
+        ("take_tokens", {"later": 7, "runs": 7}),
+        ("release", "runs"),
     ]
     coordinator.reports.close()
 
@@ -149,8 +151,8 @@ def test_a_failed_copy_to_the_device_ends_the_rank() -> None:
     adapter: Any = "adapter"
     reports: list[messages.AdapterRead] = []
     with ThreadPoolExecutor(1) as executor:
-        shards = ShardLoader(pool, WorkerAdapterCache(), lambda order: adapter, reports.append, executor)
-        shards.start(messages.LoadShard("a", (messages.AdapterFolder("a", "/a", "1", "replicated"),), 0, 1))
+        shards = ShardLoader(pool, WorkerAdapterCache(), reports.append, executor)
+        shards.start("a", lambda: adapter, PageRun(0, 1))
     assert reports == [messages.AdapterRead("a")]
     with pytest.raises(EngineDead, match="adapter 'a' was read, but could not be copied to this rank's device"):
         shards.load_read()

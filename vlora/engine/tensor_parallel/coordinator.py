@@ -19,13 +19,14 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec
 
 import torch
 
 from vlora.config import EngineConfig
 from vlora.engine.tensor_parallel import messages, worker
 from vlora.engine.tensor_parallel.rank_reports import RankReports
+from vlora.engine.tensor_parallel.worker import TensorParallelWorker
 from vlora.errors import BadConfig, EngineDead, StepFailed
 from vlora.lora import Registration
 from vlora.lora.peft_format import AdapterHeader
@@ -39,6 +40,7 @@ from vlora.parallel.adapter_sharding import ShardingKind
 from vlora.types import Batch, Request, StepResult
 
 log = logging.getLogger(__name__)
+P = ParamSpec("P")
 
 _STOP_S = 2.0  # how long a rank may take to end before it is killed
 
@@ -69,7 +71,7 @@ class TensorParallelCoordinator:
         self._closed = False
         self._sockets = connect(self._size)
         self._ranks: list[_Rank] = []
-        self._pending: list[messages.Order] = []
+        self._pending: list[tuple[str, tuple[object, ...]]] = []
         self._registration_of: Callable[[str], Registration] | None = None
         try:
             for rank in range(1, self._size):
@@ -161,26 +163,28 @@ class TensorParallelCoordinator:
 
     # -- orders -------------------------------------------------------------------------------------------------------
 
-    def send_later(self, order: messages.Order) -> None:
-        """Queue an order for the next step."""
-        self._pending.append(order)
+    def send_later(
+        self, order: Callable[Concatenate[TensorParallelWorker, P], None], *arguments: P.args, **_: P.kwargs
+    ) -> None:
+        """Queue a call of the other ranks' workers for the next step."""
+        self._pending.append((order.__name__, arguments))
 
     def run(self, batch: Batch) -> None:
         """Have the other ranks run a step in parallel with this one."""
-        self._pending.append(messages.RunBatch(batch))
+        self.send_later(TensorParallelWorker.run, batch)
         self._send()
 
     def copy_pages(self, arena: Arena) -> Callable[[int, int, int], None]:
 
         def copy(first_page: int, target: int, num_pages: int) -> None:
             arena.copy(first_page, target, num_pages)
-            self.send_later(messages.CopyPages(first_page, target, num_pages))
+            self.send_later(TensorParallelWorker.copy_pages, first_page, target, num_pages)
 
         return copy
 
     def forget_adapter(self, key: str) -> None:
         """No more requests for an adapter will arrive."""
-        self.send_later(messages.ForgetAdapter(key))
+        self.send_later(TensorParallelWorker.forget, key)
 
     def _send(self) -> None:
         self.reports.check()
@@ -207,23 +211,23 @@ class TensorParallelCoordinator:
         registration = self._registration_of(key)
         done = self.reports.expect_read(key, range(1, self._size))
         folders = tuple(_folder(*part) for part in registration.parts) or (_folder(registration),)
-        self._pending.append(messages.LoadShard(key, folders, run.first_page, run.num_pages))
+        self.send_later(TensorParallelWorker.load, key, folders, run)
         self._send()
         return done
 
     def move(self, key: str, run: PageRun) -> None:
-        self.send_later(messages.MoveAdapter(key, run.first_page, run.num_pages))
+        self.send_later(TensorParallelWorker.move, key, run)
 
     def evict(self, key: str) -> None:
         self.reports.forget_read(key)
-        self.send_later(messages.EvictAdapter(key))
+        self.send_later(TensorParallelWorker.evict, key)
 
     def pack(self, keys: tuple[str, ...], run: PageRun) -> None:
         """Ranks use the copies from the next step on; until then they compute the same without them."""
-        self.send_later(messages.PackAdapters(keys, run.first_page, run.num_pages))
+        self.send_later(TensorParallelWorker.pack, keys, run)
 
     def unpack(self) -> None:
-        self.send_later(messages.UnpackAdapters())
+        self.send_later(TensorParallelWorker.unpack)
 
 
 class TensorParallelRunner:
@@ -236,7 +240,7 @@ class TensorParallelRunner:
     def __init__(self, coordinator: TensorParallelCoordinator, runner: ModelRunner) -> None:
         self._coordinator = coordinator
         self._runner = runner
-        self._unsent: dict[str, messages.AddRequest] = {}
+        self._unsent: dict[str, tuple[Request, str | None]] = {}
         self._sent: set[str] = set()
 
     @property
@@ -245,7 +249,7 @@ class TensorParallelRunner:
 
     def add(self, request: Request, vision_key: str | None) -> None:
         self._runner.add(request, vision_key)
-        self._unsent[request.request_id] = messages.AddRequest(request, vision_key)
+        self._unsent[request.request_id] = request, vision_key
 
     def begin_grammar(self, request_id: str, cursor: Cursor) -> None:
         self._runner.begin_grammar(request_id, cursor)  # only the sampling rank needs it
@@ -255,7 +259,7 @@ class TensorParallelRunner:
         self._unsent.pop(request_id, None)
         if request_id in self._sent:
             self._sent.remove(request_id)
-            self._coordinator.send_later(messages.ReleaseRequest(request_id))
+            self._coordinator.send_later(TensorParallelWorker.release, request_id)
 
     def run(self, batch: Batch) -> StepResult:
         """Run one step on all ranks. Raises EngineDead for any error in it."""
@@ -263,7 +267,7 @@ class TensorParallelRunner:
         for request_id in (*(item.request_id for item in batch.items), *(request_id for request_id, _ in encoded)):
             if (unsent := self._unsent.pop(request_id, None)) is not None:
                 self._sent.add(request_id)
-                self._coordinator.send_later(unsent)
+                self._coordinator.send_later(TensorParallelWorker.add, *unsent)
         self._coordinator.run(batch)
         reports = self._coordinator.reports
         try:
@@ -271,7 +275,7 @@ class TensorParallelRunner:
         except (StepFailed, RuntimeError) as error:
             raise EngineDead(str(reports.cause_of(error))) from error
         reports.check()  # aborted collectives return as well
-        self._coordinator.send_later(messages.SampledTokens(result.tokens))
+        self._coordinator.send_later(TensorParallelWorker.take_tokens, result.tokens)
         return result
 
 

@@ -1,6 +1,7 @@
-"""Messages between rank 0 and the other ranks: frozen structs as msgpack. No pickle.
+"""Messages between rank 0 and the other ranks, as msgpack. No pickle.
 
-Orders go to all ranks in one broadcast per step; reports return over one pipe per rank.
+Orders, which are names and arguments of methods of the worker, go to all ranks in one broadcast per step; reports
+return over one pipe per rank.
 """
 
 from __future__ import annotations
@@ -9,20 +10,7 @@ import msgspec
 
 from vlora.config import EngineConfig
 from vlora.parallel.adapter_sharding import ShardingKind
-from vlora.types import Batch, ErrorValue, Request
-
-# -- orders -----------------------------------------------------------------------------------------------------------
-
-
-class AddRequest(msgspec.Struct, frozen=True, tag=True):
-    """Add a request's tensors, including its images."""
-
-    request: Request
-    vision_key: str | None
-
-
-class ReleaseRequest(msgspec.Struct, frozen=True, tag=True):
-    request_id: str
+from vlora.types import ErrorValue
 
 
 class AdapterFolder(msgspec.Struct, frozen=True):
@@ -33,79 +21,6 @@ class AdapterFolder(msgspec.Struct, frozen=True):
     version: str
     sharding: ShardingKind
     weight: float = 1.0
-
-
-class LoadShard(msgspec.Struct, frozen=True, tag=True):
-    """Read an adapter, report when it is read, and keep this rank's shard in these pages.
-
-    folders: of the adapter, or of all parts of a composition.
-    """
-
-    key: str
-    folders: tuple[AdapterFolder, ...]
-    first_page: int
-    num_pages: int
-
-
-class CopyPages(msgspec.Struct, frozen=True, tag=True):
-    first_page: int
-    target: int
-    num_pages: int
-
-
-class MoveAdapter(msgspec.Struct, frozen=True, tag=True):
-    """An adapter has moved to these pages; its pages were already copied."""
-
-    key: str
-    first_page: int
-    num_pages: int
-
-
-class EvictAdapter(msgspec.Struct, frozen=True, tag=True):
-    key: str
-
-
-class PackAdapters(msgspec.Struct, frozen=True, tag=True):
-    keys: tuple[str, ...]
-    first_page: int
-    num_pages: int
-
-
-class UnpackAdapters(msgspec.Struct, frozen=True, tag=True):
-    """The pages of the packed copies are free."""
-
-
-class ForgetAdapter(msgspec.Struct, frozen=True, tag=True):
-    """No more requests for an adapter will arrive."""
-
-    key: str
-
-
-class SampledTokens(msgspec.Struct, frozen=True, tag=True):
-    """The tokens sampled by the last step, by request."""
-
-    tokens: dict[str, int]
-
-
-class RunBatch(msgspec.Struct, frozen=True, tag=True):
-    batch: Batch
-
-
-Order = (
-    AddRequest
-    | ReleaseRequest
-    | SampledTokens
-    | LoadShard
-    | CopyPages
-    | MoveAdapter
-    | EvictAdapter
-    | PackAdapters
-    | UnpackAdapters
-    | ForgetAdapter
-    | RunBatch
-)
-
-# -- reports ----------------------------------------------------------------------------------------------------------
 
 
 class StartRank(msgspec.Struct, frozen=True, tag=True):
@@ -137,6 +52,6 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 Report = ModelLoaded | AdapterRead | RankFailed
 
 encode = msgspec.msgpack.Encoder().encode
-decode_orders = msgspec.msgpack.Decoder(tuple[Order, ...]).decode
+decode_orders = msgspec.msgpack.Decoder(tuple[tuple[str, msgspec.Raw], ...]).decode
 decode_report = msgspec.msgpack.Decoder(Report).decode
 decode_start = msgspec.msgpack.Decoder(StartRank).decode

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 import signal
 import sys
 import threading
 import traceback
+import types
+import typing
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from transformers.utils import logging
 
 import atmm
 from vlora.engine.device_runtime import DeviceRuntime, facts_of, lay_out, set_threads, use_device
 from vlora.engine.tensor_parallel import messages
+from vlora.engine.tensor_parallel.messages import AdapterFolder
 from vlora.errors import BadAdapter, EngineDead, VLoraError
 from vlora.lora import HostAdapter
 from vlora.lora.adapter_pool import AdapterPool
@@ -32,7 +39,7 @@ from vlora.models.loading import device_of, load_model
 from vlora.models.sharding import shard
 from vlora.parallel import CollectiveFailed, ProcessGroup, RankDead, RankSockets
 from vlora.threads import background_executor
-from vlora.types import ErrorValue
+from vlora.types import Batch, ErrorValue, Request
 
 _STDOUT, _STDERR = 1, 2
 
@@ -54,7 +61,10 @@ def main(link: Connection, sockets: RankSockets) -> None:
         return  # rank 0 died before it sent StartRank
     threading.Thread(target=_exit_with_rank_0, args=(link, start.store_file), daemon=True).start()
     try:
-        TensorParallelWorker(start, sockets, reports).loop()
+        worker = TensorParallelWorker(start, sockets, reports)
+        while True:
+            for name, arguments in messages.decode_orders(worker.group.receive()):
+                getattr(worker, name)(*_ARGUMENTS[name].decode(arguments))
     except CollectiveFailed as error:
         reports.send(messages.RankFailed(ErrorValue.of(EngineDead(str(error))), follows=isinstance(error, RankDead)))
     except VLoraError as error:
@@ -97,24 +107,22 @@ class ShardLoader:
         self,
         pool: AdapterPool,
         adapter_cache: WorkerAdapterCache,
-        read: Callable[[messages.LoadShard], HostAdapter],
         report: Callable[[messages.AdapterRead], None],
         executor: Executor | None = None,
     ) -> None:
-        """read: reads the files of an adapter. report: called with each outcome, from the executor's thread."""
+        """report: called with each outcome, from the executor's thread."""
         self._pool = pool
         self._adapter_cache = adapter_cache
-        self._read_files = read
         self._report = report
         self._executor = executor or background_executor("vlora-read")
         self._known: dict[str, HostAdapter] = {}
-        self._reading: dict[str, tuple[messages.LoadShard, Future[HostAdapter]]] = {}
+        self._reading: dict[str, tuple[PageRun, Future[HostAdapter]]] = {}
 
-    def start(self, order: messages.LoadShard) -> None:
+    def start(self, key: str, read: Callable[[], HostAdapter], run: PageRun) -> None:
         """Start to read an adapter, unless its content is known."""
-        read = self._executor.submit(self._read, order)
-        self._reading[order.key] = (order, read)
-        read.add_done_callback(lambda done: self._report_read(order.key, done))
+        reading = self._executor.submit(lambda: self._known.get(key) or read())
+        self._reading[key] = (run, reading)
+        reading.add_done_callback(lambda done: self._report_read(key, done))
 
     def load_read(self) -> None:
         """Copy adapters that were read to the device. Rank 0 uses an adapter only when every rank has read it.
@@ -122,9 +130,9 @@ class ShardLoader:
         Raises EngineDead if a copy failed.
         """
         for key in [key for key, (_, read) in self._reading.items() if read.done() and read.exception() is None]:
-            order, read = self._reading.pop(key)
+            run, read = self._reading.pop(key)
             self._known[key] = read.result()
-            self._adapter_cache.place(key, PageRun(order.first_page, order.num_pages))
+            self._adapter_cache.place(key, run)
             self._pool.load(read.result())
             if key not in self._pool.resident:
                 # A step without the adapter's factors would silently be wrong on this rank alone.
@@ -138,10 +146,6 @@ class ShardLoader:
         """Drop an adapter's content."""
         self._known.pop(key, None)
 
-    def _read(self, order: messages.LoadShard) -> HostAdapter:
-        known = self._known.get(order.key)
-        return self._read_files(order) if known is None else known
-
     def _report_read(self, key: str, read: Future[HostAdapter]) -> None:
         error = read.exception()
         if error is not None and not isinstance(error, VLoraError):
@@ -150,7 +154,7 @@ class ShardLoader:
 
 
 class TensorParallelWorker:
-    """Executes rank 0's orders, one message after the other."""
+    """Executes rank 0's orders, which are calls of the public methods."""
 
     def __init__(self, start: messages.StartRank, sockets: RankSockets, reports: ReportPipe) -> None:
         """Raises the same errors as building an engine."""
@@ -161,63 +165,85 @@ class TensorParallelWorker:
         model = load_model(config, start.rank)
         reports.send(messages.ModelLoaded(facts_of(config, model)))
         hf_model = HFModel(model)
-        self._group = ProcessGroup(start.rank, sockets, device_of(config, start.rank), start.store_file)
-        shard(hf_model, self._group)
-        layout = lay_out(config, hf_model, self._group, loaded=True)
+        self.group = ProcessGroup(start.rank, sockets, device_of(config, start.rank), start.store_file)
+        shard(hf_model, self.group)
+        layout = lay_out(config, hf_model, self.group, loaded=True)
         self._adapter_cache = WorkerAdapterCache()
-        self._device = DeviceRuntime(config, layout, self._adapter_cache, executor=Inline(), group=self._group)
+        self._device = DeviceRuntime(config, layout, self._adapter_cache, executor=Inline(), group=self.group)
         self._sites = self._device.pool.sites
-        self._shards = ShardLoader(self._device.pool, self._adapter_cache, self._read, reports.send)
-        self._group.wait_for_all()
+        self._shards = ShardLoader(self._device.pool, self._adapter_cache, reports.send)
+        self.group.wait_for_all()
 
-    def loop(self) -> None:
-        """Run until rank 0 is dead or an error occurs here, which is raised."""
-        while True:
-            for order in messages.decode_orders(self._group.receive()):
-                self._execute(order)
+    def run(self, batch: Batch) -> None:
+        self._shards.load_read()
+        self._device.runner.run(batch)
 
-    def _execute(self, order: messages.Order) -> None:
-        device = self._device
-        match order:
-            case messages.RunBatch():
-                self._shards.load_read()
-                device.runner.run(order.batch)
-            case messages.SampledTokens():
-                device.runner.take_tokens(order.tokens)
-            case messages.AddRequest():
-                device.runner.add(order.request, order.vision_key)
-            case messages.ReleaseRequest():
-                device.runner.release(order.request_id)
-            case messages.LoadShard():
-                self._shards.start(order)
-            case messages.CopyPages():
-                self._shards.load_read()  # the source of the copy may have been read only now
-                device.arena.copy(order.first_page, order.target, order.num_pages)
-            case messages.MoveAdapter():
-                self._adapter_cache.place(order.key, PageRun(order.first_page, order.num_pages))
-                device.pool.relocate(order.key)
-            case messages.EvictAdapter():
-                self._shards.cancel(order.key)
-                device.switcher.forget(order.key)
-                device.pool.evict(order.key)
-            case messages.PackAdapters():
-                self._shards.load_read()
-                device.pool.pack(order.keys, PageRun(order.first_page, order.num_pages))
-            case messages.UnpackAdapters():
-                device.pool.unpack()
-            case messages.ForgetAdapter():
-                self._shards.forget(order.key)
-                device.vision.forget(order.key)
+    def take_tokens(self, tokens: dict[str, int]) -> None:
+        """tokens: of the last step, by request."""
+        self._device.runner.take_tokens(tokens)
 
-    def _read(self, order: messages.LoadShard) -> HostAdapter:
+    def add(self, request: Request, vision_key: str | None) -> None:
+        self._device.runner.add(request, vision_key)
+
+    def release(self, request_id: str) -> None:
+        self._device.runner.release(request_id)
+
+    def load(self, key: str, folders: tuple[AdapterFolder, ...], run: PageRun) -> None:
+        """Read an adapter, report when it is read, and keep this rank's shard in these pages.
+
+        folders: of the adapter, or of all parts of a composition.
+        """
+        self._shards.start(key, functools.partial(self._read, key, folders), run)
+
+    def copy_pages(self, first_page: int, target: int, num_pages: int) -> None:
+        self._shards.load_read()  # the source of the copy may have been read only now
+        self._device.arena.copy(first_page, target, num_pages)
+
+    def move(self, key: str, run: PageRun) -> None:
+        self._adapter_cache.place(key, run)
+        self._device.pool.relocate(key)
+
+    def evict(self, key: str) -> None:
+        self._shards.cancel(key)
+        self._device.switcher.forget(key)
+        self._device.pool.evict(key)
+
+    def pack(self, keys: tuple[str, ...], run: PageRun) -> None:
+        self._shards.load_read()
+        self._device.pool.pack(keys, run)
+
+    def unpack(self) -> None:
+        self._device.pool.unpack()
+
+    def forget(self, key: str) -> None:
+        """No more requests for an adapter will arrive."""
+        self._shards.forget(key)
+        self._device.vision.forget(key)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _read(self, key: str, folders: tuple[AdapterFolder, ...]) -> HostAdapter:
         """Raises BadAdapter, also if the files differ from those that rank 0 has read."""
-        parts = [(self._read_folder(folder), folder.weight) for folder in order.folders]
-        if order.folders[0].key == order.key:
+        parts = [(self._read_folder(folder), folder.weight) for folder in folders]
+        if folders[0].key == key:
             return parts[0][0]
-        return compose(order.key, parts, self._sites, lambda _: 1.0)
+        return compose(key, parts, self._sites, lambda _: 1.0)
 
-    def _read_folder(self, folder: messages.AdapterFolder) -> HostAdapter:
+    def _read_folder(self, folder: AdapterFolder) -> HostAdapter:
         hf_model = self._device.hf_model
         header = read_header(Path(folder.path), self._sites, hf_model.hidden_size, folder.sharding)
         header = header.expecting(folder.version)
         return load_adapter(folder.key, header, hf_model.dtype, lambda _: 1.0, self._device.base_layers)
+
+
+def _arguments(method: Callable[..., None]) -> msgspec.msgpack.Decoder[Any]:
+    *kinds, _ = typing.get_type_hints(method).values()
+    return msgspec.msgpack.Decoder(types.GenericAlias(tuple, tuple(kinds)))
+
+
+_ARGUMENTS = {
+    name: _arguments(method)
+    for name, method in inspect.getmembers(TensorParallelWorker, inspect.isfunction)
+    if not name.startswith("_")
+}
+"""Decoders of the arguments of the orders, by name."""
