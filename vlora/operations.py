@@ -34,7 +34,7 @@ class GetAdapters(Operation, frozen=True):
 
 
 class LoadAdapter(Operation, frozen=True):
-    """Register an adapter folder on the server's file system; an existing name gets the new content."""
+    """Load an adapter folder of the server's file system as NAME. An existing name keeps its content until then."""
 
     result = AdapterStatus
     admin = True
@@ -43,7 +43,7 @@ class LoadAdapter(Operation, frozen=True):
 
 
 class UnloadAdapter(Operation, frozen=True):
-    """Remove an adapter and cancel its requests, or with `drain` let them finish."""
+    """Remove an adapter and cancel its requests, or with `drain` let them finish. Its files stay."""
 
     admin = True
     name: str
@@ -60,7 +60,10 @@ class PinAdapter(Operation, frozen=True):
 
 
 class Train(Operation, frozen=True):
-    """Begin or continue the trainings of a plan file on the server's file system, all or none."""
+    """Begin or continue the trainings of a plan file on the server's file system, all or none.
+
+    Trainings that were cancelled or have failed continue from their checkpoints.
+    """
 
     result = tuple[TrainingStatus, ...]
     admin = True
@@ -128,7 +131,10 @@ class GetAdapterPlaces(Operation, frozen=True):
 
 
 class DrainReplica(Operation, frozen=True):
-    """Move a replica's requests to others. Returns whether it has none left."""
+    """Move a replica's requests to others, and send it no further ones until it is resumed, also after a restart.
+
+    Requests that no other replica could take end where they are. Returns whether it has none left.
+    """
 
     result = bool
     admin = True

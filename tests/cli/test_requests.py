@@ -94,7 +94,7 @@ def test_adapters_are_loaded_pinned_and_unloaded(own: Running, vlora_command: Vl
     assert [each["pinned"] for each in vlora_command.json("adapters", "list")] == [False, True]
     assert not adapters("unpin", "signs").endswith("  pinned")
     for name in ("lights", "signs"):
-        assert vlora_command.json("adapters", "unload", name) == [{"name": name, "drain": False}]
+        assert vlora_command.json("adapters", "unload", name) == [{"name": name, "drain": False, "done": "unloaded"}]
     assert adapters("list") == "no adapters"
     own.on_loop(own.front_end.adapters.register({"later": folder}))
     assert adapters() == "later  rank 8  0.0 MiB  read at first use"

@@ -10,17 +10,15 @@ import click
 from click.core import ParameterSource
 
 from vlora.cli import (  # noqa: F401  (they join their commands)
-    adapters,
     base,
     batch,
     bench,
     check,
-    cluster,
+    operators,
     query,
     retrieve,
     serve,
     train,
-    trainings,
     tune,
 )
 from vlora.cli.group import cli

@@ -1,124 +1,21 @@
-"""`vlora adapters`: list, load, unload and pin the adapters of a running server."""
+"""The adapters of a folder that is replaced while a running server serves them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from click.core import ParameterSource
 
 from vlora.adapter_files import CONFIG_FILE, DOMAINS_FILE, HEAD_FILES, content_hash
-from vlora.cli.group import cli
-from vlora.cli.options import long_flag, print_json, server_options
-from vlora.cli.progress import waiting
 from vlora.errors import listed
 from vlora.types.composition import MAX_NAME
 
 if TYPE_CHECKING:
     from vlora.client import Client
-    from vlora.types import AdapterStatus
-
-
-@cli.group(invoke_without_command=True)
-@server_options
-@click.pass_context
-def adapters(context: click.Context, client: Client, as_json: bool) -> None:
-    """List the adapters of a server with their domains and heads, or load, unload, pin and unpin one.
-
-    \b
-        vlora adapters --json
-        vlora adapters load signs /srv/adapters/signs
-
-    If the server requires tokens, changes require an admin token in VLORA_TOKEN.
-    """
-    if context.invoked_subcommand is None:
-        _list(client, as_json=as_json)
-        return
-    for option in context.command.params:
-        assert option.name is not None
-        if context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
-            assert isinstance(option, click.Option)
-            raise click.UsageError(f"write --{long_flag(option)} after {context.invoked_subcommand!r}", context)
-
-
-@adapters.command("list")
-@server_options
-def list_adapters(client: Client, as_json: bool) -> None:
-    """List the adapters of a server with their domains and heads.
-
-    \b
-        vlora adapters list --json
-    """
-    _list(client, as_json=as_json)
-
-
-@adapters.command()
-@click.argument("name")
-@click.argument("path")
-@server_options
-def load(name: str, path: str, client: Client, as_json: bool) -> None:
-    """Load the adapter folder PATH as NAME, and wait until it is served.
-
-    \b
-        vlora adapters load signs /srv/adapters/signs
-
-    The folder is in the file system of the server's machine; a relative path starts at the current folder. If NAME is
-    already registered, its content is replaced after the new adapter is read and validated.
-    """
-    with client, waiting(f"loading {name}"):
-        status = client.load_adapter(name, os.path.abspath(os.path.expanduser(path)))
-    _show(status, as_json=as_json)
-
-
-@adapters.command()
-@click.argument("name")
-@click.option("--drain", is_flag=True, help="Let its running requests finish instead of cancelling them.")
-@server_options
-def unload(name: str, drain: bool, client: Client, as_json: bool) -> None:
-    """Unregister the adapter NAME; its files stay.
-
-    \b
-        vlora adapters unload signs --drain
-    """
-    with client:
-        client.unload_adapter(name, drain=drain)
-    if as_json:
-        print_json({"name": name, "drain": drain})
-    else:
-        click.echo(f"{name}  unloaded")
-
-
-@adapters.command()
-@click.argument("name")
-@server_options
-def pin(name: str, client: Client, as_json: bool) -> None:
-    """Load the adapter NAME onto the device and keep it resident.
-
-    \b
-        vlora adapters pin signs
-    """
-    with client, waiting(f"pinning {name}"):
-        status = client.pin_adapter(name)
-    _show(status, as_json=as_json)
-
-
-@adapters.command()
-@click.argument("name")
-@server_options
-def unpin(name: str, client: Client, as_json: bool) -> None:
-    """Allow the adapter NAME to be evicted from the device again.
-
-    \b
-        vlora adapters unpin signs
-    """
-    with client:
-        status = client.pin_adapter(name, pinned=False)
-    _show(status, as_json=as_json)
 
 
 @contextlib.contextmanager
@@ -182,32 +79,3 @@ def _domains(folder: Path) -> set[str]:
         if file.exists():
             return {one["name"] for one in json.loads(file.read_bytes())[field]}
     return set()
-
-
-def _list(client: Client, *, as_json: bool) -> None:
-    with client:
-        found = client.adapters()
-    for adapter in found:
-        _show(adapter, as_json=as_json)
-    if not found and not as_json:
-        click.echo("no adapters")
-
-
-def _show(adapter: AdapterStatus, *, as_json: bool) -> None:
-    if as_json:
-        print_json(adapter)
-        return
-    merge = "mergeable" if adapter.mergeable else "never merged"
-    if not adapter.loaded:
-        merge = f"cannot be served: {adapter.error}" if adapter.error else "read at first use"
-    pinned = "  pinned" if adapter.pinned else ""
-    click.echo(f"{adapter.name}  rank {adapter.rank}  {adapter.num_bytes / 2**20:.1f} MiB  {merge}{pinned}")
-    for warning in adapter.warnings:
-        click.echo(f"  warning: {warning}")
-    for domain in adapter.domains:
-        scores = {"head": domain.head_accuracy, "words": domain.words_accuracy}
-        how = ", ".join(f"{way} {score:.3f}" for way, score in scores.items() if score is not None)
-        click.echo(f"  domain {domain.name}  by {domain.answer}" + (f" ({how})" if how else ""))
-    for head in adapter.heads:
-        frames = f"{head.num_frames} frame{'s' * (head.num_frames != 1)}"
-        click.echo(f"  head {head.name}  {head.task} over {frames}: {', '.join(head.labels)}")

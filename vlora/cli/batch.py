@@ -17,7 +17,7 @@ from vlora.cli.extras import needs, require
 from vlora.cli.group import cli
 from vlora.cli.interrupt import INTERRUPTED, stopping, until_stopped
 from vlora.cli.options import answer_option, check_given_once, print_json, server_options, wait_option
-from vlora.cli.progress import counting, waiting
+from vlora.cli.progress import counting
 from vlora.errors import BadConfig, BadImage, BadRequest
 from vlora.run_folder import append, whole_lines, write_whole, writing
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from apps.video_analytics.plan.event_questions import EventResult
     from vlora.client import Client
     from vlora.types.domain import Way
-
-_KERNELS = {"compiled": "compiled C++", "plain torch": "plain torch (slower): no working C++ compiler found"}
 
 _PLAN_SUFFIXES = (".yaml", ".yml")
 _IN_THE_PLAN = {"adapters": "--adapter", "heads": "--head", "questions": "--question", "fps": "--fps"}
@@ -288,47 +286,6 @@ class AnswerFile:
             if self._lines:
                 append(self._path, self._lines, durable=False)
                 self._lines = b""
-
-
-@cli.command()
-@wait_option
-@server_options
-def status(wait_s: float, client: Client, as_json: bool) -> None:
-    """Show a server's requests, modes, memory and adapters.
-
-    \b
-        vlora status
-        watch vlora status
-        vlora status --wait-s 60    # wait up to a minute until it serves; exit code 2 on timeout
-    """
-    from vlora.client import wait_for_server
-
-    with client, waiting("waiting for the server"):
-        wait_for_server(client, wait_s)
-        stats = client.stats()
-    if as_json:
-        print_json(stats)
-        return
-    mib = 2**20
-    modes = ", ".join(f"{mode} {count}" for mode, count in sorted(stats.steps_by_mode.items())) or "none yet"
-    for name, value in (
-        ("requests", f"{stats.num_running} running, {stats.num_waiting} waiting"),
-        ("ended", f"{stats.num_finished} finished, {stats.num_failed} failed, {stats.num_cancelled} cancelled"),
-        ("steps", modes),
-        ("switches", f"{stats.num_switches} in {stats.switch_s:.2f} s"),
-        (
-            "arena",
-            f"{stats.arena_bytes / mib:.0f} MiB: adapters {stats.adapter_bytes / mib:.0f}, KV in use "
-            f"{stats.kv_bytes / mib:.0f}, KV cached {stats.cached_kv_bytes / mib:.0f}",
-        ),
-        *([("sized by", stats.arena_basis)] if stats.arena_basis else ()),
-        ("threads", str(stats.num_threads)),
-        ("adapters", f"{stats.num_resident_adapters} of {stats.num_adapters} on the device"),
-        ("preempted", str(stats.num_preemptions)),
-        ("ATMM table", stats.atmm_table or "unknown"),
-        *([("kernels", _KERNELS.get(stats.cpu_kernels, stats.cpu_kernels))] if stats.cpu_kernels else ()),
-    ):
-        click.echo(f"{name:<10} {value}")
 
 
 _IN_THE_PLAN |= {"max_tokens": "--max-tokens"}

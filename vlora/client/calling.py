@@ -168,10 +168,10 @@ class Caller:
         live = self._live
         return live if live is not None and not live.closed else await self.waiting.run(self.connection)
 
-    async def _call(self, call: Operation) -> Any:
-        """The result of a call. Abandoning the wait cancels a request on the server."""
+    async def call(self, operation: Operation) -> Any:
+        """The result of an operation. Abandoning the wait cancels a request on the server."""
         connection = await self._connection()
-        call = connection.numbered(call)
+        call = connection.numbered(operation)
         try:
             future = await self.waiting.run(connection.start, call)
             return await self.waiting.result(future, self._timeout_s)

@@ -96,6 +96,7 @@ class Client(Caller):
 
     waiting = Blocking()
 
+    call = _blocking(AsyncClient.call)
     generate = _blocking(AsyncClient.generate)
     stream = _streamed(AsyncClient.stream)
     ask_head = _blocking(AsyncClient.ask_head)
