@@ -133,6 +133,34 @@ class ServedBase:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseConfig:
+    """What `vlora base serve` serves to such clients, and how it computes their calls. Raises BadConfig."""
+
+    model: str
+    device: str = "cpu"
+    dtype: str = "auto"
+    shard: str = setting("1/1", "Batching", "I/N: one of N shards of every layer; clients connect to all of them.")
+    max_wait_ms: float = setting(
+        10.0, "Batching", "Maximum time that a call waits for others to be computed with.", least=0
+    )
+    join_rows: int = setting(64, "Batching", "Compute calls with more rows by themselves.", least=1)
+    max_rows: int = setting(4096, "Limits", "Maximum rows of a call.", least=1)
+    max_clients: int = setting(64, "Limits", "Maximum clients.", least=1)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        index, _, number = self.shard.partition("/")
+        if not (index.isdecimal() and number.isdecimal() and 1 <= int(index) <= int(number)):
+            raise BadConfig(f"--shard is {self.shard!r}; write I/N, such as 1/2 and 2/2")
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """The index of the shard, from 0, and the number of shards."""
+        index, _, number = self.shard.partition("/")
+        return int(index) - 1, int(number)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine: a folder or a hub name, and flags of `vlora serve`. Their defaults are defined here only.
 
@@ -158,7 +186,7 @@ class EngineConfig:
     quantize_head: bool = setting(False, "Model", "Also quantize the output head.")
     seed: int = setting(0, "Model", "Seed of dummy weights.")
     threads: int | None = setting(
-        None, "Model", "Threads of the engine on each rank. Default: the physical cores, shared by the ranks.", least=1
+        None, "Model", "Threads on each rank. Default: the physical cores, shared by the ranks.", least=1
     )
     tensor_parallel: int = setting(
         1, "Model", "Number of ranks (processes, or GPUs) that share the language model.", least=1
@@ -319,7 +347,7 @@ class ServerConfig:
         most=65535,
         short="-p",
     )
-    tls_cert: str | None = setting(None, "Network", "Certificate chain (PEM); both APIs then accept TLS only.")
+    tls_cert: str | None = setting(None, "Network", "Certificate chain (PEM); only TLS is then accepted.")
     tls_key: str | None = setting(None, "Network", "The certificate's private key (PEM).")
     tls_client_ca: str | None = setting(
         None, "Network", "CA certificate (PEM); clients must also present a certificate signed by it."

@@ -106,7 +106,7 @@ def test_a_number_that_another_call_replaces_is_not_set_again(
     none: dict[str, Any] = dict.fromkeys(("num_waiting", "num_deaths", "num_resubmitted", "num_moves"), 0)
     status = ClusterStatus(replicas=(), scaling=scaling, **none)
 
-    def scale(_: Client, number: int, *, wait_s: float) -> bool:
+    def scale(_: Client, number: int) -> bool:
         numbers.append(number)
         return len(numbers) > 5
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from vlora.config import ServerConfig
 from vlora.errors import BadRequest
+from vlora.logging_format import LEVEL_VARIABLE, LEVELS
 
 if TYPE_CHECKING:
     from vlora.client import Answer, Client
@@ -108,6 +110,27 @@ def how(answer: Answer) -> str:
     by = "in words" if answer.result is None else f"head {answer.result.head}"
     sure = "" if answer.confidence is None else f"  {answer.confidence:.1%}"
     return f"{sure}  ({by})"
+
+
+def token_file_option(command: Any) -> Any:
+    return headed(
+        "Network",
+        "--token-file",
+        type=click.Path(path_type=Path),
+        help="Token file (YAML, see docs/api.md), in addition to VLORA_TOKEN and VLORA_ADMIN_TOKEN.",
+    )(command)
+
+
+def log_level_option(info: str) -> Any:
+    return headed(
+        "Log",
+        "--log-level",
+        type=click.Choice(LEVELS),
+        default="warning",
+        show_default=True,
+        envvar=LEVEL_VARIABLE,
+        help=f"Level of the log on stderr; info writes {info}.",
+    )
 
 
 def json_option(command: Any) -> Any:

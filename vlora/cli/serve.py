@@ -16,12 +16,12 @@ import click
 from vlora.adapter_files import CONFIG_FILE
 from vlora.cli.extras import needs
 from vlora.cli.group import cli
-from vlora.cli.options import RULES, headed
+from vlora.cli.options import RULES, headed, log_level_option, token_file_option
 from vlora.cli.progress import waiting
 from vlora.cli.settings import EMBEDDED, config_flags, make_config, model_path
 from vlora.config import EngineConfig, ServedBase, ServerConfig, check_settings, setting
 from vlora.errors import BadAdapter, BadConfig
-from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, LEVELS, configure
+from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, configure
 from vlora.types.composition import name_problem
 
 if TYPE_CHECKING:
@@ -248,21 +248,8 @@ def _runtime_env(text: str) -> dict[str, Any]:
     help="Keep the adapters, as changed while it serves, in this folder for the next start; none: do not. Default: "
     "a folder of the port and the model.",
 )
-@headed(
-    "Network",
-    "--token-file",
-    type=click.Path(path_type=Path),
-    help="Token file (YAML, see docs/api.md), in addition to VLORA_TOKEN and VLORA_ADMIN_TOKEN.",
-)
-@headed(
-    "Log",
-    "--log-level",
-    type=click.Choice(LEVELS),
-    default="warning",
-    show_default=True,
-    envvar=LEVEL_VARIABLE,
-    help="Level of the log on stderr; info writes a line per request.",
-)
+@token_file_option
+@log_level_option("a line per request")
 @headed("Log", "--log-json", is_flag=True, envvar=JSON_VARIABLE, help="Write the log as JSON lines.")
 @config_flags(EngineConfig)
 @config_flags(ServerConfig)
@@ -327,7 +314,7 @@ def serve(
         EngineConfig,
         settings,
         model=model_path(model),
-        serve_base=_served_base(serve_base, model_name, server_config) if serve_base else None,
+        serve_base=served_base(tuple(map(_whole, serve_base)), model_name, server_config) if serve_base else None,
     )
     import asyncio
 
@@ -360,14 +347,19 @@ def serve(
     os._exit(0)
 
 
-def _served_base(addresses: tuple[str, ...], name: str, server: ServerConfig) -> ServedBase:
+def _whole(address: str) -> str:
+    """An address with the whole path of its socket, for messages of the engine's process."""
+    kind, _, path = address.partition(":")
+    return f"unix:{os.path.abspath(path)}" if kind == "unix" and path else address
+
+
+def served_base(addresses: tuple[str, ...], name: str, server: ServerConfig) -> ServedBase:
     """The base model for clients, with the server's tokens and certificate. Raises BadConfig."""
     from vlora.split.addresses import secured
 
     parsed = secured(addresses, has_tokens=bool(server.tokens))  # an error is reported before the model loads
     return ServedBase(
-        # The engine's process has the same working directory; messages have the whole path.
-        addresses=tuple(f"unix:{os.path.abspath(each.path)}" if each.path else str(each) for each in parsed),
+        addresses=tuple(map(str, parsed)),
         name=name,
         tokens=server.tokens,
         tls_cert=server.tls_cert,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import socket
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,16 +17,14 @@ from vlora.config import ServedBase, Token
 from vlora.engine.device_runtime import DeviceRuntime
 from vlora.errors import BadConfig
 from vlora.orchestrator.latency_promise import QUIET_S, LatencyPromise, PiecePrices
-from vlora.split import frames, transport
-from vlora.split.addresses import secured, warn_of_no_tls
+from vlora.split import frames
 from vlora.split.admission import Limits
 from vlora.split.base_server import BaseServer, Stopped
 from vlora.split.batching import FIXED_ROWS, CallQueue
 from vlora.split.executor import BaseExecutor
 from vlora.split.layers import frozen_layers
-from vlora.split.peer import Peer
+from vlora.split.serving import Listeners
 from vlora.threads import compute_alone
-from vlora.wire.tls import server_context
 
 _LONGEST_S = 0.2  # of a piece, for the request that arrives during it
 _ATTEND_S = 0.2
@@ -227,36 +224,23 @@ class BaseService:
         Raises:
             BadConfig: An address or the certificate cannot be used.
         """
-        self._settings = settings
-        self._tls = server_context(settings)
+        for address in settings.addresses:
+            if address.endswith(":0") and not address.startswith("unix:"):
+                raise BadConfig(
+                    f"address {address!r} has no port; choose one: clients find a restarted engine at the address of "
+                    "the former one"
+                )
+        self._name = settings.name
+        self._listeners = Listeners(settings)
         self._stop = threading.Event()
         self._server: BaseServer | None = None
         self._thread: threading.Thread | None = None
-        self._listeners: list[socket.socket] = []
-        addresses = secured(settings.addresses, has_tokens=bool(settings.tokens))
-        for address in addresses:
-            if not address.path and address.port == 0:
-                raise BadConfig(
-                    f"address {str(address)!r} has no port; choose one: clients find a restarted engine at the address "
-                    "of the former one"
-                )
-        if self._tls is None:
-            warn_of_no_tls(addresses)
-        try:
-            self._listeners += map(transport.listen, addresses)
-        except BaseException:
-            self.close()
-            raise
 
     def start(self, device: DeviceRuntime, promise: LatencyPromise, clock: Callable[[], float]) -> EngineExecutor:
         """Serve the model's layers. clock: the engine's. Raises BadConfig if clients cannot use them."""
-        settings = self._settings
-        self.executor = EngineExecutor(base_layers(device), name=settings.name, promise=promise, clock=clock)
-        queue: CallQueue[Peer] = CallQueue()
-        self._server = server = BaseServer(self.executor, queue, LIMITS, tokens=settings.tokens, tls=self._tls)
+        self.executor = EngineExecutor(base_layers(device), name=self._name, promise=promise, clock=clock)
+        self._server = server = self._listeners.server(self.executor, CallQueue(), LIMITS)
         self.executor.attend = server.attend
-        for sock in self._listeners:
-            server.listen(sock)
         self._thread = threading.Thread(target=self._serve, args=(server,), name="vlora-base-server", daemon=True)
         self._thread.start()
         return self.executor
@@ -280,8 +264,7 @@ class BaseService:
         """Close all connections and sockets. Clients repeat their calls when another engine listens."""
         self._stop.set()
         if self._server is None or self._thread is None:
-            for sock in self._listeners:
-                transport.close_listener(sock)
+            self._listeners.close()
             return
         self.executor.close()
         self._server.wake()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import socket
-import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,11 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
-from vlora.config import Token
+from vlora.config import BaseConfig, ServedBase
 from vlora.errors import BadConfig
 from vlora.models.pretrained import from_pretrained, load_complete
 from vlora.split import transport
+from vlora.split.addresses import secured, warn_of_no_tls
 from vlora.split.admission import Limits
 from vlora.split.base_server import BaseServer
 from vlora.split.batching import CallQueue
@@ -31,6 +30,7 @@ from vlora.split.executor import BaseExecutor
 from vlora.split.layers import frozen_layers
 from vlora.split.peer import Peer
 from vlora.wire.address import Address
+from vlora.wire.tls import server_context
 
 
 def load_base(model: str, dtype: str = "auto") -> Any:
@@ -60,74 +60,74 @@ def load_base(model: str, dtype: str = "auto") -> Any:
     return loaded.eval().requires_grad_(False)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServeSettings:
-    """What to serve, and how calls are batched.
+class Listeners:
+    """Bound sockets of a base server: an address in use is reported before the model loads."""
 
-    Attributes:
-        shard: Index and number of the executors that share the outputs of every layer.
-        max_wait_s: Maximum time that a call waits for others; 0 computes together only what is there.
-        join_rows: Calls with more rows are computed by themselves.
-    """
+    def __init__(self, served: ServedBase) -> None:
+        """Raises BadConfig if an address or the certificate cannot be used."""
+        self._served = served
+        self._tls = server_context(served)
+        self._sockets: list[socket.socket] = []
+        addresses = secured(served.addresses, has_tokens=bool(served.tokens))
+        if self._tls is None:
+            warn_of_no_tls(addresses)
+        try:
+            self._sockets += map(transport.listen, addresses)
+        except BaseException:
+            self.close()
+            raise
 
-    model: str
-    name: str
-    dtype: str = "auto"
-    device: str = "cpu"
-    shard: tuple[int, int] = (0, 1)
-    max_wait_s: float = 0.01
-    join_rows: int = 64
-    limits: Limits = dataclasses.field(default_factory=Limits)
+    def server(self, executor: BaseExecutor, queue: CallQueue[Peer], limits: Limits) -> BaseServer:
+        """A server, which closes the sockets at its end."""
+        server = BaseServer(executor, queue, limits, tokens=self._served.tokens, tls=self._tls)
+        for sock in self._sockets:
+            server.listen(sock)
+        return server
+
+    def close(self) -> None:
+        for sock in self._sockets:
+            transport.close_listener(sock)
+
+    def __str__(self) -> str:
+        return ", ".join(map(address_of, self._sockets))
 
 
 def serve_base(
-    settings: ServeSettings,
-    addresses: Sequence[str],
-    *,
-    announce: Callable[[str], None],
-    stopped: Callable[[], bool],
-    tokens: Sequence[Token] = (),
-    tls: ssl.SSLContext | None = None,
+    config: BaseConfig, served: ServedBase, *, announce: Callable[[str], None], stopped: Callable[[], bool]
 ) -> None:
     """Serve until stopped.
 
     Args:
-        addresses: HOST:PORT or unix:PATH of each listening socket.
         announce: Called with one line when clients may connect.
-        tls: For TCP; Unix sockets never use it.
 
     Raises:
         BadConfig: The model, an address or the device cannot be used.
     """
     try:
-        device = torch.device(settings.device)
+        device = torch.device(config.device)
     except RuntimeError as error:
-        raise BadConfig(f"device {settings.device!r} is not known to torch; use cpu, cuda or cuda:N") from error
+        raise BadConfig(f"device {config.device!r} is not known to torch; use cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise BadConfig(f"device {settings.device!r} was requested, but torch finds no CUDA device")
-    listeners: list[socket.socket] = []
+        raise BadConfig(f"device {config.device!r} was requested, but torch finds no CUDA device")
+    listeners = Listeners(served)
     try:
-        listeners += [transport.listen(Address.parse(address)) for address in addresses]
-        model = load_base(settings.model, settings.dtype)
+        model = load_base(config.model, config.dtype)
         layers = frozen_layers(model)
         del model  # embeddings and norms are the clients'
-        executor = BaseExecutor(layers, name=settings.name, shard=settings.shard, device=device)
+        executor = BaseExecutor(layers, name=served.name, shard=config.part, device=device)
         del layers
-        queue: CallQueue[Peer] = CallQueue(max_wait_s=settings.max_wait_s, join_rows=settings.join_rows)
-        server = BaseServer(executor, queue, settings.limits, tokens=tokens, tls=tls)
-        for sock in listeners:
-            server.listen(sock)
-        index, number = settings.shard
-        shard = f", shard {index + 1}/{number}" if number > 1 else ""
-        bound = ", ".join(map(address_of, listeners))
-        announce(
-            f"ready: base model {settings.name} on {bound}{shard} "
-            f"({executor.num_layers} layers, {executor.num_bytes / 2**20:.0f} MiB in {settings.device})"
-        )
-        server.run(stopped)
-    finally:
-        for sock in listeners:
-            sock.close()
+        queue: CallQueue[Peer] = CallQueue(max_wait_s=config.max_wait_ms / 1e3, join_rows=config.join_rows)
+        server = listeners.server(executor, queue, Limits(max_clients=config.max_clients, max_rows=config.max_rows))
+    except BaseException:
+        listeners.close()
+        raise
+    index, number = config.part
+    shard = f", shard {index + 1}/{number}" if number > 1 else ""
+    announce(
+        f"ready: base model {served.name} on {listeners}{shard} "
+        f"({executor.num_layers} layers, {executor.num_bytes / 2**20:.0f} MiB in {config.device})"
+    )
+    server.run(stopped)
 
 
 def address_of(sock: socket.socket) -> str:
