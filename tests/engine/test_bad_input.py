@@ -157,17 +157,6 @@ def test_invalid_settings_are_refused(settings: dict[str, Any], text: str) -> No
         LocalEngine(EngineConfig(**settings), model=model)
 
 
-def test_a_caller_whose_loop_has_closed_does_not_end_the_local_engine(local: LocalEngine) -> None:
-    async def ask(made: Request) -> list[RequestOutput]:
-        return [output async for output in local.generate(made)]
-
-    loop = asyncio.new_event_loop()
-    stream = local.generate(request("left", sampling=SamplingParams(max_tokens=50, ignore_eos=True)))
-    loop.run_until_complete(anext(stream))
-    loop.close()
-    assert asyncio.run(ask(request("next")))[-1].error is None
-
-
 def test_asyncio_calls_of_the_local_engine(local: LocalEngine) -> None:
     alone = [o.token_ids for o in local.run([request()])["good"]]
     long = SamplingParams(max_tokens=200, ignore_eos=True)

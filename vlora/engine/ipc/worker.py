@@ -72,9 +72,7 @@ def run(
         assert isinstance(start, messages.Start)
         engine = make_engine(_with_threads(start.config))
         gc.freeze()  # a full collection between two steps would otherwise scan all objects that exist now
-        config, load = start.config, engine.load()
-        limits = (engine.limits.max_context, config.max_batch_size, config.block_size, load.total_blocks)
-        transport.send(messages.encode(messages.Ready(config.model, os.getpid(), *limits)))
+        transport.send(messages.encode(ready_of(engine, start.config)))
         EngineWorker(engine, transport).loop()
     except EOFError:
         return 0  # the client closed before it sent Start
@@ -89,6 +87,11 @@ def run(
     finally:
         gc.unfreeze()  # otherwise libraries report leaks at exit
     return 0
+
+
+def ready_of(engine: Engine, config: EngineConfig) -> messages.Ready:
+    limits = (engine.limits.max_context, config.max_batch_size, config.block_size, engine.load().total_blocks)
+    return messages.Ready(config.model, os.getpid(), *limits)
 
 
 def _with_threads(config: EngineConfig) -> EngineConfig:
