@@ -94,7 +94,7 @@ class Head:
         await settle()
 
 
-def make(head: Head, metrics: Metrics | None = None, **options: Any) -> StreamSession:
+def make(head: Any, metrics: Metrics | None = None, **options: Any) -> StreamSession:
     stream_options = StreamOptions(**{"heads": (("cam", "night"),)} | options)
     return StreamSession(head, stream_options, 1 if stream_options.heads else None, metrics or Metrics())
 
@@ -332,7 +332,7 @@ async def test_no_more_frames_are_started_than_the_frame_rate() -> None:
 
 
 async def test_streams_belong_to_their_token_and_expire_without_a_connection() -> None:
-    head = Head(at_once=False)
+    head: Any = Head(at_once=False)
     metrics = Metrics()
     streams = StreamRegistry(head, ServerConfig(max_streams=2, stream_keep_s=0.05), metrics)
     options = StreamOptions(heads=(("cam", "night"),))

@@ -19,7 +19,7 @@ from vlora.server.console.files import CONSOLE_FILES, HEADERS, read_file
 from vlora.server.frontend import FrontEnd
 from vlora.server.security.access import Access, is_admin
 from vlora.server.security.public_errors import shown_to, value_for
-from vlora.server.streams.registry import WatchedStream
+from vlora.server.streams.registry import OpenStream
 
 _PRIVATE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
@@ -102,12 +102,12 @@ async def _file(content: bytes, media_type: str) -> Response:
     return Response(content, media_type=media_type, headers=HEADERS)
 
 
-def _may_see(caller: Token | None, stream: WatchedStream) -> bool:
+def _may_see(caller: Token | None, stream: OpenStream) -> bool:
     """An admin sees every stream, other callers only their own."""
     return caller is None or caller.admin or stream.owner == caller.name
 
 
-def _stream_json(watched: WatchedStream, caller: Token | None) -> dict[str, Any]:
+def _stream_json(watched: OpenStream, caller: Token | None) -> dict[str, Any]:
     stream, last = watched.stream, watched.stream.last_result
     labels = [] if last is None else [each.label for each in last.answers if each.label is not None]
     return {
