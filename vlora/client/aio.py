@@ -49,13 +49,9 @@ class AsyncClient(Caller):
             answer: "head" or "words"; None: the way that was more accurate on the domain's validation data, if the
                 question is the domain's (or empty) and no option of sampling is given; `Answer.answered_by` says which.
         """
-        levels: dict[str, Any] = {
-            "max_latency_s": max_latency_s,
-            "max_ttft_s": max_ttft_s,
-            "priority": priority,
-            "answer": answer,
-        }
-        return await self.call(text_request(question, images, adapter, **levels, **sampling))
+        return await self.call(
+            text_request(question, images, adapter, max_latency_s, max_ttft_s, priority, answer, **sampling)
+        )
 
     async def stream(
         self,
@@ -73,13 +69,9 @@ class AsyncClient(Caller):
 
         Leaving the stream early cancels the request.
         """
-        levels: dict[str, Any] = {
-            "max_latency_s": max_latency_s,
-            "max_ttft_s": max_ttft_s,
-            "priority": priority,
-            "answer": answer,
-        }
-        parts = await self._begin(text_request(question, images, adapter, **levels, **sampling))
+        parts = await self._begin(
+            text_request(question, images, adapter, max_latency_s, max_ttft_s, priority, answer, **sampling)
+        )
         try:
             while not parts.ended:
                 yield await parts.next()

@@ -89,7 +89,6 @@ def text_request(
     question: str,
     images: Sequence[Visual] = (),
     adapter: Adapter | None = None,
-    *,
     max_latency_s: float | None = None,
     max_ttft_s: float | None = None,
     priority: int = 0,
