@@ -49,7 +49,7 @@ class AsyncClient(Caller):
             answer: "head" or "words"; None: the way that was more accurate on the domain's validation data, if the
                 question is the domain's (or empty) and no option of sampling is given; `Answer.answered_by` says which.
         """
-        return await self.call(
+        return await self._call(
             text_request(question, images, adapter, max_latency_s, max_ttft_s, priority, answer, **sampling)
         )
 
@@ -92,7 +92,7 @@ class AsyncClient(Caller):
         adapter: The name of an adapter or a domain. head: without it, the domain's.
         """
         levels: dict[str, Any] = {"max_latency_s": max_latency_s, "priority": priority}
-        return await self.call(AskHead(images=read_images(images), adapter=adapter, head=head, **levels))
+        return await self._call(AskHead(images=read_images(images), adapter=adapter, head=head, **levels))
 
     async def ask_heads(
         self,
@@ -118,7 +118,7 @@ class AsyncClient(Caller):
         """
         pairs = tuple((adapter, head) for adapter, head in heads)
         levels: dict[str, Any] = {"max_latency_s": max_latency_s, "priority": priority}
-        return await self.call(AskHeads(images=read_images(images), heads=pairs, **levels))
+        return await self._call(AskHeads(images=read_images(images), heads=pairs, **levels))
 
     async def open_stream(
         self,
@@ -163,26 +163,26 @@ class AsyncClient(Caller):
             priority=priority,
             name=name,
         )
-        return AsyncFrameStream(await self.call(OpenFrames(options)), self.call, self.waiting, self._timeout_s)
+        return AsyncFrameStream(await self._call(OpenFrames(options)), self._call, self.waiting, self._timeout_s)
 
     async def adapters(self) -> tuple[AdapterStatus, ...]:
         """Every adapter of the server, with its heads."""
-        return await self.call(op.GetAdapters())
+        return await self._call(op.GetAdapters())
 
     async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> AdapterStatus:
         """Register an adapter folder of the server's file system under a name. Raises BadAdapter with the cause."""
-        return await self.call(op.LoadAdapter(name, os.fspath(path)))
+        return await self._call(op.LoadAdapter(name, os.fspath(path)))
 
     async def unload_adapter(self, name: str, *, drain: bool = False) -> None:
         """Unregister an adapter: new requests for it are rejected immediately. Raises UnknownAdapter.
 
         Its running requests are cancelled; with `drain` they finish, and its memory is freed after the last of them.
         """
-        return await self.call(op.UnloadAdapter(name, drain))
+        return await self._call(op.UnloadAdapter(name, drain))
 
     async def pin_adapter(self, name: str, pinned: bool = True) -> AdapterStatus:
         """Keep an adapter on the server's device, or allow its eviction. Raises UnknownAdapter, OverCapacity."""
-        return await self.call(op.PinAdapter(name, pinned))
+        return await self._call(op.PinAdapter(name, pinned))
 
     async def train(self, plan: str | os.PathLike[str]) -> tuple[TrainingStatus, ...]:
         """Begin or continue the trainings of a plan file of the server's file system.
@@ -191,15 +191,15 @@ class AsyncClient(Caller):
             BadPlan: The plan or its data cannot be used.
             BadRequest: The engine cannot train, the model lacks a target, or the name of a training is in use.
         """
-        return await self.call(op.Train(os.fspath(plan)))
+        return await self._call(op.Train(os.fspath(plan)))
 
     async def trainings(self) -> tuple[TrainingStatus, ...]:
         """Every training since the server's engine started."""
-        return await self.call(op.ListTrainings())
+        return await self._call(op.ListTrainings())
 
     async def cancel_training(self, name: str) -> TrainingStatus:
         """End a training; `train` with its plan continues it. Raises BadRequest if it is not running."""
-        return await self.call(op.CancelTraining(name))
+        return await self._call(op.CancelTraining(name))
 
     async def correct(self, answer: Answer | str, label: str) -> Correction:
         """Send the right answer of a request, for the training of the adapter that answered.
@@ -213,11 +213,11 @@ class AsyncClient(Caller):
         Raises:
             BadRequest: The answer is not kept (any longer), or the label is empty.
         """
-        return await self.call(op.Correct(answer if isinstance(answer, str) else answer.request_id, label))
+        return await self._call(op.Correct(answer if isinstance(answer, str) else answer.request_id, label))
 
     async def learning(self) -> tuple[LearningStatus, ...]:
         """The adapters that learn, with their versions."""
-        return await self.call(op.GetLearning())
+        return await self._call(op.GetLearning())
 
     async def promote(
         self,
@@ -239,23 +239,27 @@ class AsyncClient(Caller):
             BadRequest: The adapter does not learn, or there is no such version.
             BadAdapter: The folder cannot be served.
         """
-        return await self.call(op.Promote(name, version, None if path is None else os.fspath(path), force))
+        return await self._call(op.Promote(name, version, None if path is None else os.fspath(path), force))
 
     async def roll_back(self, name: str, version: str | None = None) -> LearningStatus:
         """Serve an earlier version of a learning adapter. version: its first digits suffice; None: the one before."""
-        return await self.call(op.RollBack(name, version))
+        return await self._call(op.RollBack(name, version))
+
+    async def call(self, operation: op.Operation) -> Any:
+        """The result of any operation of `vlora.operations`."""
+        return await self._call(operation)
 
     async def stats(self) -> EngineStats:
         """Counters of the engine since its start."""
-        return await self.call(op.GetStats())
+        return await self._call(op.GetStats())
 
     async def cluster(self) -> ClusterStatus:
         """The server's replicas. Raises UnknownReplica if it has one engine."""
-        return await self.call(op.GetCluster())
+        return await self._call(op.GetCluster())
 
     async def cluster_adapters(self) -> tuple[AdapterPlace, ...]:
         """Where each adapter is, replica by replica, and why one cannot be used. Raises BadRequest for one engine."""
-        return await self.call(op.GetAdapterPlaces())
+        return await self._call(op.GetAdapterPlaces())
 
     async def drain_replica(self, name: str, *, wait_s: float = 5.0) -> bool:
         """Move a replica's requests to others, and send it no further ones until `resume_replica`.
@@ -269,11 +273,11 @@ class AsyncClient(Caller):
         Returns:
             Whether it has no requests left; it is drained in both cases.
         """
-        return await self.call(op.DrainReplica(name, min(wait_s, op.MAX_WAIT_S)))
+        return await self._call(op.DrainReplica(name, min(wait_s, op.MAX_WAIT_S)))
 
     async def resume_replica(self, name: str) -> None:
         """Send requests to a drained replica again. Raises UnknownReplica if there is none."""
-        return await self.call(op.ResumeReplica(name))
+        return await self._call(op.ResumeReplica(name))
 
     async def scale(self, number: int | Literal["auto"], *, wait_s: float = 5.0) -> bool:
         """Have another number of replicas: start further ones, or drain the last ones and then end them.
@@ -287,7 +291,7 @@ class AsyncClient(Caller):
         Returns:
             Whether it is done. If not, starts go on, but what drains is ended by another call only.
         """
-        return await self.call(op.Scale(number, min(wait_s, op.MAX_WAIT_S)))
+        return await self._call(op.Scale(number, min(wait_s, op.MAX_WAIT_S)))
 
     async def close(self) -> None:
         """As `Client.close`."""

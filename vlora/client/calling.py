@@ -168,7 +168,7 @@ class Caller:
         live = self._live
         return live if live is not None and not live.closed else await self.waiting.run(self.connection)
 
-    async def call(self, operation: Operation) -> Any:
+    async def _call(self, operation: Operation) -> Any:
         """The result of an operation. Abandoning the wait cancels a request on the server."""
         connection = await self._connection()
         call = connection.numbered(operation)
