@@ -158,11 +158,11 @@ def test_invalid_settings_are_refused(settings: dict[str, Any], text: str) -> No
 
 
 def test_asyncio_calls_of_the_local_engine(local: LocalEngine) -> None:
-    alone = [o.token_ids for o in local.run([request()])["good"]]
+    alone = [token for output in local.run([request()])["good"] for token in output.token_ids]
     long = SamplingParams(max_tokens=200, ignore_eos=True)
 
-    async def collect(made: Request) -> list[tuple[int, ...]]:
-        return [o.token_ids async for o in local.generate(made)]
+    async def collect(made: Request) -> list[int]:
+        return [token async for output in local.generate(made) for token in output.token_ids]
 
     async def talk() -> None:
         assert await asyncio.gather(collect(request("a")), collect(request("b"))) == [alone, alone]
