@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.simulator": BASE | own("config memory orchestrator routing"),
     "vlora.bench": LEVEL_3 | _SHELL | own("plan_files") | {"fusion"},
     "vlora.tune": LEVEL_2 | own("models"),
-    "vlora.cli": LEVEL_3 | (_SHELL - own("routing")) | own("cluster bench") | {"fusion", "apps"},
+    "vlora.cli": LEVEL_3 | (_SHELL - own("routing")) | own("cluster bench operations") | {"fusion", "apps"},
     "fusion": BASE
     | own("adapter_files confidence config lora models engine opencv parallel plan_files training")
     | {"atmm", "heads"},

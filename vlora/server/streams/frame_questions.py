@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -13,13 +13,30 @@ from vlora.client.values import Answer, FrameAnswer, HeadResult, StreamOptions, 
 from vlora.config import ServerConfig
 from vlora.errors import BadRequest, DeadlineMissed
 from vlora.server.adapter_catalog import AdapterCatalog
+from vlora.server.detokenizer import Piece
 from vlora.server.images import RawImage
-from vlora.server.prompts import SharedImages, TextRequest, check_text
+from vlora.server.prompts import Images, SharedImages, TextRequest, check_text
 from vlora.server.security.public_errors import to_vlora_error
 from vlora.types import ErrorValue, SamplingParams
 
-if TYPE_CHECKING:
-    from vlora.server.frontend import FrontEnd
+
+class FrameExecutor(Protocol):
+    """The part of `FrontEnd` that a stream uses."""
+
+    @property
+    def engine_starting(self) -> bool:
+        """Whether no engine is ready but one is starting. Frames wait until then; `StreamSession.resume` follows."""
+        ...
+
+    async def ask_head(
+        self, images: Images, adapter: str, head: str, *, max_latency_s: float | None, priority: int, tenant: str | None
+    ) -> HeadResult:
+        """Run one pass through a task head."""
+        ...
+
+    def generate(self, asked: TextRequest) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
+        """Yield an answer's text, then the Answer, each with the index of its choice."""
+        ...
 
 
 async def images_per_frame(options: StreamOptions, adapters: AdapterCatalog, config: ServerConfig) -> int | None:
@@ -51,7 +68,7 @@ async def images_per_frame(options: StreamOptions, adapters: AdapterCatalog, con
 class FrameQuestions:
     """Asks all heads and questions of one stream about a frame, concurrently, with its images processed once."""
 
-    def __init__(self, executor: FrontEnd, options: StreamOptions, tenant: str | None) -> None:
+    def __init__(self, executor: FrameExecutor, options: StreamOptions, tenant: str | None) -> None:
         """tenant: name of the stream owner's token."""
         self._executor = executor
         self._options = options

@@ -13,7 +13,7 @@ import io
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
@@ -23,11 +23,8 @@ from vlora.errors import BadRequest, DeadlineMissed, UnknownStream, VLoraError
 from vlora.server.images import RawImage, decode_images
 from vlora.server.metrics import Metrics
 from vlora.server.security.limits import ByteCharge
-from vlora.server.streams.frame_questions import FrameQuestions
+from vlora.server.streams.frame_questions import FrameExecutor, FrameQuestions
 from vlora.types import ErrorValue, FoundBox
-
-if TYPE_CHECKING:
-    from vlora.server.frontend import FrontEnd
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +47,7 @@ class StreamSession:
 
     def __init__(
         self,
-        executor: FrontEnd,
+        executor: FrameExecutor,
         options: StreamOptions,
         num_images: int | None,
         metrics: Metrics,

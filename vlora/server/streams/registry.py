@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-from typing import TYPE_CHECKING
 
 from vlora.client.values import StreamOptions
 from vlora.config import ServerConfig, Token
 from vlora.errors import OverCapacity, UnknownStream
 from vlora.server.metrics import Metrics
+from vlora.server.streams.frame_questions import FrameExecutor
 from vlora.server.streams.frame_stream import Preview, StreamSession
-
-if TYPE_CHECKING:
-    from vlora.server.frontend import FrontEnd
 
 _ID_BYTES = 16
 
@@ -37,7 +34,7 @@ class OpenStream:
 class StreamRegistry:
     """One per front end, used from its event loop. A stream outlives its last connection for a limited time."""
 
-    def __init__(self, executor: FrontEnd, config: ServerConfig, metrics: Metrics) -> None:
+    def __init__(self, executor: FrameExecutor, config: ServerConfig, metrics: Metrics) -> None:
         """executor: answers the frames."""
         self._executor = executor
         self._metrics = metrics
