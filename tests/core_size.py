@@ -44,9 +44,9 @@ class Budget(NamedTuple):
 
 
 BUDGETS = (
-    Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_230, 2_200),
+    Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_296, 2_200),
     Budget("vlora/client", 1_740, 900),
-    Budget("vlora/server", 8_495, 4_900),
+    Budget("vlora/server", 8_456, 4_900),
     Budget("vlora/engine vlora/parallel", 6_760, 4_900),
     Budget("vlora/orchestrator vlora/routing", 5_480, 4_000),
     Budget("vlora/memory vlora/lora vlora/models", 11_530, 8_300),
@@ -60,7 +60,7 @@ BUDGETS = (
     Budget("benchmarks", 8_270, 6_500),
     Budget("fusion", 9_890, 6_200),
     Budget("tools", 910, 800),
-    Budget("atmm apps heads", 12_180, 10_500),
+    Budget("atmm apps heads", 12_866, 10_500),
 )
 """Each file counts for the longest folder that it is in."""
 

@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "heads": own("lazy"),
     **{each: set() for each in own("adapter_files lazy logging_format")},
     **dict.fromkeys(own("plan_files opencv config auth_rate_limit parallel"), BASE),
-    **dict.fromkeys(own("types run_folder"), own("errors")),
+    **dict.fromkeys(own("types run_folder public_hosts"), own("errors")),
     "vlora.client": BASE | own("operations"),
     "vlora.operations": own("types"),
     "vlora.wire": BASE | own("config"),
@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.split": BASE | own("auth_rate_limit config lazy models wire") | {"atmm"},
     "vlora.training": LEVEL_2 | own("models plan_files"),
     "vlora.learning": BASE | own("adapter_files confidence lora plan_files threads training"),
-    "vlora.server": LEVEL_3 | own("cluster engine client learning operations"),
+    "vlora.server": LEVEL_3 | own("cluster engine client learning operations public_hosts"),
     "vlora.simulator": BASE | own("config memory orchestrator routing"),
     "vlora.bench": LEVEL_3 | _SHELL | own("plan_files") | {"fusion"},
     "vlora.tune": LEVEL_2 | own("models"),
@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | own("adapter_files confidence config lora models engine opencv parallel plan_files training")
     | {"atmm", "heads"},
     "tools": {"fusion"},
-    "apps": own("client errors opencv types plan_files run_folder"),
+    "apps": own("client errors opencv types plan_files public_hosts run_folder"),
     "benchmarks": LEVEL_3 | _SHELL | own("bench cluster opencv plan_files confidence") | {"fusion", "apps"},
 }
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from apps.video_analytics import ChunkResult, ClipShape, read_clips
-from apps.video_analytics.plan.event_questions import EventResult
 from apps.video_analytics.plan.events import EventWatch, Happened, holds
 from apps.video_analytics.plan.plan_file import check_server, check_sources, read_plan
 from apps.video_analytics.plan.run_plan import PlanCounts, camera_groups, lines, run_plan, summarize
 from apps.video_analytics.plan.schema import Condition, EventPlan
+from apps.video_analytics.sink_plan import EventResult
 from apps.video_analytics.tracking import ObjectTracker
 from tests.apps.scripted import (
     FPS,
@@ -148,6 +148,7 @@ def test_what_a_server_does_not_have_is_named_with_its_line(client: Client, tmp_
 
 FULL = """
 out: results
+sinks: [{name: all, jsonl: {file: all.jsonl}}]
 cameras:
   - name: gate
     source: gate.mp4
@@ -201,6 +202,8 @@ def test_a_plan_writes_answers_tracks_and_events(
     out = tmp_path / "results"
     files = {f"gate.{name}.{kind}" for name in names for kind in ("csv", "jsonl", "webm")}
     files |= {"gate.cam-detection.tracks.jsonl", "gate.cam-detection.tracks.csv", "gate.events.jsonl", "gate.events"}
+    files |= {"sinks"}
+    assert (out / "sinks" / "all.jsonl").read_bytes() == (out / "gate.events.jsonl").read_bytes()
     assert {file.name for file in out.iterdir()} == files
 
     def rows(name: str) -> list[Any]:
@@ -211,8 +214,8 @@ def test_a_plan_writes_answers_tracks_and_events(
         ("bright", 0.0, "bright", "sun"),
         ("bright", 3.0, "bright", "sun"),
     ]
-    assert [event.picture for event in events] == ["gate.events/0001-bright.jpg", "gate.events/0002-bright.jpg"]
-    picture = cv2.imread(str(out / "gate.events" / "0002-bright.jpg"))
+    assert [event.picture for event in events] == [f"gate.events/bright-{event.id}.jpg" for event in events]
+    picture = cv2.imread(str(out / str(events[1].picture)))
     assert picture is not None and picture.mean() > 200
     tracked = rows("cam-detection.tracks")
     assert [frame["index"] for frame in tracked] == list(range(60)), "a line for every frame of the video"

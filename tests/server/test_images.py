@@ -26,6 +26,7 @@ from tests.server.running import png
 from tests.sites import Page, Site, site
 from vlora.config import ServerConfig
 from vlora.errors import BadConfig, BadImage, BadRequest, TooLarge, VLoraError
+from vlora.public_hosts import is_public
 from vlora.server import images as image_sources
 from vlora.server.images import ImageSources, RawImage, decode_images
 from vlora.training.samples import read_picture
@@ -438,7 +439,7 @@ PUBLIC = ("8.8.8.8", "2606:4700:4700::1111", "::ffff:8.8.8.8", "2a00:1450:4001:8
 
 
 def test_addresses_that_embed_others_are_not_public() -> None:
-    assert [each for each in (*NOT_PUBLIC, *PUBLIC) if image_sources.is_public(each)] == list(PUBLIC)
+    assert [each for each in (*NOT_PUBLIC, *PUBLIC) if is_public(each)] == list(PUBLIC)
 
 
 async def test_a_slow_host_does_not_block_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

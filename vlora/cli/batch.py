@@ -24,7 +24,7 @@ from vlora.run_folder import append, whole_lines, write_whole, writing
 if TYPE_CHECKING:
     from apps.image_query import PictureAnswer
     from apps.video_analytics import ChunkResult
-    from apps.video_analytics.plan.event_questions import EventResult
+    from apps.video_analytics.sink_plan import EventResult
     from vlora.client import Client
     from vlora.types.domain import Way
 

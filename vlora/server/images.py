@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import binascii
 import io
-import ipaddress
 import os
 import re
-import socket
 import stat
 import urllib.parse
 import warnings
@@ -23,11 +21,13 @@ from PIL import Image
 from vlora.config import ServerConfig
 from vlora.errors import BadImage, BadRequest, TooLarge
 from vlora.models.vision.images import FORMATS, open_image, upright_rgb
+from vlora.public_hosts import addresses_of, is_public, parse_url, request_to
 
 ANY_PUBLIC_HOST = "*"
 
 _CONTROLS = "".join(map(chr, range(33)))
 _MAX_REDIRECTS = 3
+_WEB_PORTS = (80, 443)
 FETCH_S = 10.0
 _MAX_CONNECTIONS = 16
 _MAX_CONNECTIONS_OF_HOST = 4  # a slow host must leave room for the others
@@ -80,7 +80,7 @@ class ImageSources:
             case "data":
                 return await asyncio.to_thread(_data_url, url, number)
             case "http" | "https":
-                place = _parse(url, number).netloc.decode("ascii")
+                place = parse_url(url, f"image {number}").netloc.decode("ascii")
                 # Waiting for a connection slot does not count towards the host's time limit.
                 async with self._slots_of.setdefault(place, asyncio.Semaphore(_MAX_CONNECTIONS_OF_HOST)), self._slots:
                     return await self._fetch(url, number)
@@ -98,7 +98,7 @@ class ImageSources:
         try:
             async with asyncio.timeout(FETCH_S):
                 for _ in range(_MAX_REDIRECTS + 1):
-                    target = _parse(url, number)
+                    target = parse_url(url, f"image {number}")
                     host = target.host
                     response = await self._get(target, await self._address(target, number))
                     try:
@@ -115,15 +115,11 @@ class ImageSources:
 
     async def _get(self, target: httpx.URL, address: str) -> httpx.Response:
         if self._client is None:
-            # A proxy from the environment would connect to an unchecked address.
             limits = httpx.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=0)
+            # A proxy from the environment would connect to an unchecked address.
             self._client = httpx.AsyncClient(trust_env=False, timeout=FETCH_S, limits=limits)
-        request = self._client.build_request(
-            "GET",
-            target.copy_with(host=address),
-            headers={"Host": target.netloc.decode("ascii"), "Accept": "image/*", "Accept-Encoding": "identity"},
-            extensions={"sni_hostname": target.raw_host.decode("ascii")},
-        )
+        headers = {"Accept": "image/*", "Accept-Encoding": "identity"}
+        request = self._client.build_request("GET", **request_to(address, target, headers))
         return await self._client.send(request, stream=True)
 
     async def _body(self, response: httpx.Response, host: str, number: int) -> bytes:
@@ -154,10 +150,9 @@ class ImageSources:
             )
         port = target.port or (443 if target.scheme == "https" else 80)
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            addresses = await addresses_of(target)
         except (OSError, UnicodeError) as error:
             raise BadImage(f"image {number}: cannot resolve host {host!r}") from error
-        addresses = [str(entry[4][0]) for entry in found]
         if not named and not all(map(is_public, addresses)):
             raise BadRequest(f"image {number}: {host!r} is not a public address, and only public ones are allowed")
         if not named and port not in _WEB_PORTS:
@@ -215,40 +210,6 @@ def _data_url(url: str, number: int) -> bytes:
     if len(body) % 4 == 1:
         raise BadImage(f"image {number} is not base64: {len(body)} characters cannot be decoded; it may be truncated")
     return binascii.a2b_base64(body + b"=" * (-len(body) % 4))
-
-
-def _parse(url: str, number: int) -> httpx.URL:
-    try:
-        target = httpx.URL(url)
-    except (httpx.InvalidURL, ValueError) as error:
-        raise BadRequest(f"image {number}: the URL is invalid") from error
-    if (target.port or 0) > 65535:
-        raise BadRequest(f"image {number}: the URL is invalid")
-    if target.scheme not in ("http", "https"):
-        raise BadRequest(f"image {number}: unsupported URL scheme {target.scheme!r}; use http or https")
-    if not target.host:
-        raise BadRequest(f"image {number}: the URL has no host")
-    if target.userinfo:
-        raise BadRequest(f"image {number}: a URL must not contain a user name or password")
-    return target
-
-
-def is_public(address: str) -> bool:
-    """Whether the address is globally routable and does not embed an IPv4 address (mapped addresses are unwrapped)."""
-    parsed = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(parsed, ipaddress.IPv6Address):
-        if parsed.ipv4_mapped is None:
-            isatap = int(parsed) >> 32 & 0xFDFFFFFF == 0x00005EFE
-            return parsed in _UNICAST and parsed.is_global and not isatap and not any(parsed in net for net in _TUNNELS)
-        parsed = parsed.ipv4_mapped
-    return parsed.is_global and not parsed.is_multicast and not any(parsed in net for net in _SPECIAL)
-
-
-_UNICAST = ipaddress.ip_network("2000::/3")
-_TUNNELS = tuple(map(ipaddress.ip_network, ("2001::/23", "2002::/16", "64:ff9b::/96", "64:ff9b:1::/48")))
-# IETF protocol assignments, 6to4 relays, and the host address of a cloud's virtual machines.
-_SPECIAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")))
-_WEB_PORTS = (80, 443)
 
 
 class RawImage(NamedTuple):

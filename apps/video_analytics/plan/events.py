@@ -1,20 +1,32 @@
-"""Recognizes the events of a plan in a head's answers and in the tracks of its objects."""
+"""The events of a plan: recognized in a head's answers and in the tracks of its objects, asked about, and sent."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import datetime
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from apps.video_analytics.answers import ChunkResult
 from apps.video_analytics.plan.schema import Condition, EventPlan, Point
 from apps.video_analytics.sampling import Chunk
+from apps.video_analytics.sink_plan import EventResult
+from apps.video_analytics.sinks import Sinks
 from apps.video_analytics.tracking import TrackedBox, TrackedFrame
-from vlora.client import HeadResult
+from vlora.client import Client, HeadResult
+from vlora.errors import VLoraError
 from vlora.opencv import cv2
+from vlora.run_folder import write_whole, writing
 
 _MOST_REMEMBERED = 1000  # objects for which an event does not happen again
+_MOST_PENDING = 8  # questions of a camera: a flood of events must not delay its clips or fill the memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,3 +144,105 @@ def _side(start: Point, end: Point, point: Point) -> float:
 
 def _is_in(point: Point, corners: Sequence[Point]) -> bool:
     return cv2.pointPolygonTest(np.array(corners, np.float32), point, False) >= 0
+
+
+class EventQuestions:
+    """The events of one camera. Questions are asked one at a time, in the order of the events."""
+
+    def __init__(
+        self,
+        client: Client,
+        source: str,
+        out: Path | None,
+        sinks: Sinks,
+        report: Callable[[EventResult], None],
+    ) -> None:
+        """
+        Args:
+            source: name of the camera.
+            out: folder for SOURCE.events.jsonl, and for the pictures in SOURCE.events; None writes nothing.
+            sinks: receive each event after its answer.
+            report: called with each event after it was sent.
+
+        Raises:
+            BadConfig: the files cannot be written.
+        """
+        self.num_events = 0
+        self._client = client
+        self._source = source
+        self._sinks, self._report = sinks, report
+        self._out = out
+        self._lock = threading.Lock()
+        self._num_pending = 0
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"events of {source}")
+        if out is not None:
+            self._rows = out / f"{source}.events.jsonl"
+            with writing(self._rows):
+                self._rows.write_text("")
+                (out / f"{source}.events").mkdir(exist_ok=True)
+
+    def add(self, happened: Happened) -> None:
+        """Record an event. Its question is asked in another thread. Raises BadConfig if it cannot be written."""
+        event = happened.event
+        event_id = uuid.uuid4().hex
+        with self._lock:
+            self.num_events += 1
+            room = self._num_pending < _MOST_PENDING
+            self._num_pending += event.ask is not None and room
+        result = EventResult(
+            id=event_id,
+            source=self._source,
+            event=event.name,
+            start_s=happened.time_s,
+            time=datetime.datetime.now(datetime.UTC),
+            head=event.when.head,
+            label=happened.label,
+            confidence=happened.confidence,
+            count=happened.count,
+            track=happened.track,
+            picture=self._write_picture(event_id, happened),
+            adapter=None if event.ask is None else event.ask.adapter,
+            question="" if event.ask is None else event.ask.question,
+        )
+        if event.ask is None:
+            self._record(result)
+        elif room:
+            self._threads.submit(self._ask, result, happened)
+        else:
+            problem = f"not asked: {_MOST_PENDING} questions of earlier events wait for their answers"
+            self._record(msgspec.structs.replace(result, problem=problem))
+
+    def close(self) -> None:
+        """Wait for the answers to all questions."""
+        self._threads.shutdown()
+
+    def _ask(self, result: EventResult, happened: Happened) -> None:
+        ask, began = happened.event.ask, time.monotonic()
+        assert ask is not None
+        text, problem = None, None
+        try:
+            text = self._client.generate(ask.question, [happened.picture], ask.adapter, max_tokens=ask.max_tokens)
+        except VLoraError as error:
+            problem = str(error)
+        with self._lock:
+            self._num_pending -= 1
+        latency_s = time.monotonic() - began
+        try:
+            self._record(msgspec.structs.replace(result, text=text, problem=problem, latency_s=latency_s))
+        except VLoraError as error:  # a full disk; the answer is still reported
+            self._report(msgspec.structs.replace(result, text=text, problem=str(error), latency_s=latency_s))
+
+    def _record(self, result: EventResult) -> None:
+        self._sinks.send(result)
+        if self._out is not None:
+            with self._lock, writing(self._rows), self._rows.open("ab") as lines:
+                lines.write(msgspec.json.encode(result) + b"\n")
+        self._report(result)
+
+    def _write_picture(self, event_id: str, happened: Happened) -> str | None:
+        if self._out is None:
+            return None
+        name = f"{self._source}.events/{happened.event.name}-{event_id}.jpg"  # unlike those of earlier runs
+        with writing(self._out / name):
+            write_whole(self._out / name, happened.picture, durable=False)
+        return name

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from apps.video_analytics.asked import by_name, find_head, unknown
 from apps.video_analytics.plan.schema import CameraPlan, Condition, StreamPlan, TaskPlan, is_path
+from apps.video_analytics.sink_plan import SinkPlan
 from apps.video_analytics.sources import find_sources
-from vlora.errors import BadImage, BadRequest
+from vlora.errors import BadImage, BadRequest, listed
 from vlora.plan_files.errors import PlanErrors, PlanText
 from vlora.plan_files.reading import read_model
 from vlora.types import AdapterStatus, composed_of
@@ -29,6 +30,7 @@ def read_plan(path: Path | str) -> PlanFile:
     plan, text = read_model(path, StreamPlan, needed="cameras")
     errors = PlanErrors(text)
     names: set[str] = set()
+    _check_sinks(plan.sinks, {event.name for camera in plan.cameras for event in camera.events}, errors)
     for place, camera in enumerate(plan.cameras):
         here = errors.inside("cameras", place)
         # Result files of names that differ in case only are one file on some systems.
@@ -93,6 +95,20 @@ def _check_camera(camera: CameraPlan, errors: PlanErrors) -> None:
         elif event.when.needs_tracks and not read.track:
             field = "crosses" if event.when.crosses is not None else "enters"
             here.add(f"needs tracked objects; add `track: true` to task {read.head}", "when", field)
+    _check_sinks(camera.sinks, names, errors)
+
+
+def _check_sinks(sinks: Sequence[SinkPlan], events: Collection[str], errors: PlanErrors) -> None:
+    """events: names of those that the sinks may be sent."""
+    names: set[str] = set()
+    for number, sink in enumerate(sinks):
+        here = errors.inside("sinks", number)
+        if sink.name in names:
+            here.add(f"two sinks are named {sink.name!r}; names must be unique", "name")
+        names.add(sink.name)
+        for place, name in enumerate(sink.events):
+            if name not in events:
+                here.add(f"no event is named {name!r}; there are: {listed(events)}", "events", place)
 
 
 def _why_no_folder(folder: str) -> str | None:

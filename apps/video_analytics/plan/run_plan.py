@@ -14,13 +14,14 @@ import msgspec
 from apps.video_analytics.analysis import Analysis, Job, Recorder
 from apps.video_analytics.answers import ChunkResult
 from apps.video_analytics.asked import Asked, Group, by_name, find_head, grouped, name_of
-from apps.video_analytics.plan.event_questions import EventQuestions, EventResult
-from apps.video_analytics.plan.events import EventWatch
+from apps.video_analytics.plan.events import EventQuestions, EventWatch
 from apps.video_analytics.plan.plan_file import PlanFile, check_server
 from apps.video_analytics.plan.schema import RATE, CameraPlan, Condition, EventPlan, StreamPlan, TaskPlan
 from apps.video_analytics.result_files import ResultFiles
 from apps.video_analytics.run import prepare
 from apps.video_analytics.sampling import Chunk, ClipShape
+from apps.video_analytics.sink_plan import EventResult
+from apps.video_analytics.sinks import Sinks, open_sinks
 from apps.video_analytics.sources import Source, find_sources, without_password
 from apps.video_analytics.tracking import ObjectTracker
 from vlora.client import Client
@@ -141,6 +142,7 @@ def run_plan(
     file: PlanFile,
     *,
     out: Path | None = None,
+    sinks: Path | None = None,
     max_latency_s: float | None = None,
     wait_s: float = 0.0,
     stop: threading.Event | None = None,
@@ -152,13 +154,14 @@ def run_plan(
 
     Args:
         out: folder of the result files, instead of the plan's.
+        sinks: folder of the queue and the files of the sinks; None for `sinks` in that of the results.
         max_latency_s: of cameras without their own.
         wait_s, stop, on_result, say: see `run`.
         on_event: called with each event after the answer to its question, from several threads.
 
     Raises:
         BadPlan: the server does not have an adapter or a head; each with its line.
-        BadConfig: the folder of the results cannot be made.
+        BadConfig: a folder cannot be made or is missing, or a sink cannot be started.
         VLoraError: after all cameras have ended, the first error that ended one.
     """
     out = out or file.plan.out
@@ -166,8 +169,12 @@ def run_plan(
     statuses = client.adapters()
     check_server(file, statuses)
     counts = PlanCounts({}, {}, {})
-    cameras = [_Camera(client, camera, analysis, statuses, on_event, counts) for camera in file.plan.cameras]
+    sinks = sinks or (None if out is None else out / "sinks")
     with contextlib.ExitStack() as scope:
+        sending = scope.enter_context(open_sinks(sinks, file.plan.cameras, file.plan.sinks, analysis.print_line))
+        cameras = [
+            _Camera(client, camera, analysis, statuses, sending, on_event, counts) for camera in file.plan.cameras
+        ]
         jobs = [scope.enter_context(camera.job(max_latency_s)) for camera in cameras]
         counts.answers.update(analysis.run(jobs))
     return counts
@@ -179,6 +186,7 @@ class _Camera:
     plan: CameraPlan
     analysis: Analysis
     statuses: Sequence[AdapterStatus]
+    sinks: Sinks
     on_event: Callable[[EventResult], None]
     counts: PlanCounts
 
@@ -187,7 +195,7 @@ class _Camera:
         """The work on the camera; its last events are complete at the end of the block."""
         own = max_latency_s if self.plan.max_latency_s is None else self.plan.max_latency_s
         out = self.analysis.out if self.plan.events else None
-        questions = EventQuestions(self.client, self.plan.name, out, self.on_event)
+        questions = EventQuestions(self.client, self.plan.name, out, self.sinks, self.on_event)
         try:
             yield Job(
                 self._source(),

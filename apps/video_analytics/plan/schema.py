@@ -8,12 +8,12 @@ from typing import Annotated
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from apps.video_analytics.sink_plan import NAME, SinkPlan
 from vlora.plan_files.fields import Number, PlanModel, PlanPath, Whole
 
 RATE = 1.0
 """Answers per second of a task without a rate."""
 
-_NAME = r"^[A-Za-z0-9_-]+$"  # also used in file names
 _MOST_TOKENS = 4096
 
 Share = Annotated[Number, Field(ge=0, le=1)]
@@ -102,7 +102,7 @@ class EventQuestion(PlanModel):
 class EventPlan(PlanModel):
     """An event. pause_s: after an event, further ones of the same name are ignored for this long."""
 
-    name: str = Field(max_length=60, pattern=_NAME)
+    name: str = Field(max_length=60, pattern=NAME)
     when: Condition
     ask: EventQuestion | None = None
     pause_s: Number = Field(0.0, ge=0)
@@ -113,14 +113,16 @@ class CameraPlan(PlanModel):
 
     name: of its result files. source: a file or folder, relative to the plan's folder; a camera number; or a URL.
     rate: answers per second of tasks without their own; None for one per second. max_latency_s: bound on each answer.
+    sinks: of its events, beside those of the plan.
     """
 
-    name: str = Field(max_length=60, pattern=_NAME)
+    name: str = Field(max_length=60, pattern=NAME)
     source: str = Field(min_length=1)
     rate: Rate | None = None
     max_latency_s: Number | None = Field(None, gt=0)
     tasks: tuple[TaskPlan, ...] = Field(min_length=1)
     events: tuple[EventPlan, ...] = ()
+    sinks: tuple[SinkPlan, ...] = ()
 
     @field_validator("source", mode="before")
     @classmethod
@@ -136,9 +138,12 @@ class CameraPlan(PlanModel):
 
 
 class StreamPlan(PlanModel):
-    """All cameras. out: folder of the result files, relative to the plan's folder; None writes no files."""
+    """All cameras. out: folder of the result files, relative to the plan's folder; None writes no files. sinks: of the
+    events of all cameras.
+    """
 
     out: PlanPath | None = None
+    sinks: tuple[SinkPlan, ...] = ()
     cameras: tuple[CameraPlan, ...] = Field(min_length=1)
 
 

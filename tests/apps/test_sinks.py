@@ -1,0 +1,444 @@
+"""Sinks of events: delivery over killed senders and receivers, plans that are refused, and secrets."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import datetime
+import hashlib
+import hmac
+import http.server
+import json
+import os
+import re
+import signal
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+
+from apps.video_analytics import sinks as sinks_module
+from apps.video_analytics.plan.plan_file import read_plan
+from apps.video_analytics.plan.schema import CameraPlan
+from apps.video_analytics.sink_plan import EventResult, SinkPlan
+from apps.video_analytics.sinks import EventQueue, Sinks, open_sinks
+from tests.processes import in_child, until
+from vlora.errors import BadConfig, BadPlan
+
+SECRET = "hunter2-of-the-test"
+AT = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
+
+
+def camera(name: str = "gate", **fields: Any) -> CameraPlan:
+    when = {"head": "cam/one", "label": "bright"}
+    events = [{"name": "jam", "when": when}, {"name": "full", "when": when}]
+    return CameraPlan.model_validate(
+        {"name": name, "source": "0", "tasks": [{"head": "cam/one"}], "events": events} | fields
+    )
+
+
+def event(number: int, name: str = "jam", **fields: Any) -> EventResult:
+    plain: dict[str, Any] = {
+        "source": "gate",
+        "start_s": 1.5,
+        "time": AT,
+        "head": "cam/one",
+        "label": 'a "b"',
+        "confidence": 0.9,
+    }
+    return EventResult(**{"id": f"id{number}", "event": name} | plain | fields)
+
+
+def webhook(port: int, **fields: Any) -> SinkPlan:
+    kind = {"url": f"http://127.0.0.1:{port}/hook?key={SECRET}", "secret": {"env": "HOOK"}, "allow_private": True}
+    own = {key: fields.pop(key) for key in tuple(fields) if key in ("url", "allow_private", "secret")}
+    return SinkPlan.model_validate({"name": "hook", "webhook": kind | own} | fields)
+
+
+@contextlib.contextmanager
+def opened(folder: Path, *plans: SinkPlan, said: list[str] | None = None) -> Iterator[Sinks]:
+    with open_sinks(folder, [camera()], plans, ([] if said is None else said).append) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOOK", SECRET)
+    monkeypatch.setattr(sinks_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(sinks_module, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(sinks_module, "CONNECT_S", 0.5)
+
+
+class Receiver(http.server.ThreadingHTTPServer):
+    """A webhook's receiver. status: of the answer to a request. got: headers and bodies that it accepted."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int = 0, status: Callable[[], int] = lambda: 204) -> None:
+        self.got: list[tuple[Any, bytes]] = []
+        self.num_requests = 0
+        receiver = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                receiver.num_requests += 1
+                code = status()
+                if code < 300:
+                    receiver.got.append((self.headers, body))
+                self.send_response(code)
+                self.send_header("Location", "/elsewhere")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", port), Handler)
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return int(self.server_address[1])
+
+    @property
+    def ids(self) -> list[str]:
+        return [headers["webhook-id"] for headers, _ in self.got]
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+# -- delivery ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_receiver_that_is_restarted_gets_every_event(tmp_path: Path) -> None:
+    """In order, signed, once per id; after errors too."""
+    said: list[str] = []
+    with Receiver() as first:
+        port = first.port
+        with opened(tmp_path, webhook(port), said=said) as running:
+            for number in range(3):
+                running.send(event(number))
+            until(lambda: len(first.got) == 3)
+            first.__exit__()
+            for number in range(3, 6):
+                running.send(event(number))
+            until(lambda: running.status()[0].problem is not None)
+            assert (running.status()[0].waiting, running.status()[0].sent) == (3, 3)
+            answers = iter([503, 302, *[204] * 9])
+            with Receiver(port, lambda: next(answers)) as second:
+                until(lambda: len(second.got) == 3)
+                until(lambda: running.status()[0].waiting == 0)
+    assert first.ids + second.ids == [f"id{number}" for number in range(6)]
+    assert said == [
+        "sink hook: cannot send to '127.0.0.1': ConnectError; retrying",
+        "sink hook: '127.0.0.1' answers with status 503; retrying",
+        "sink hook: '127.0.0.1' answers with status 302; redirects are not followed; retrying",
+        "sink hook: sends again",
+        "sink hook: 6 sent",
+    ]
+    headers, body = second.got[0]
+    assert json.loads(body)["label"] == 'a "b"' and json.loads(body)["time"] == "2026-01-02T00:00:00Z"
+    stamp = headers["webhook-timestamp"]
+    signed = hmac.new(SECRET.encode(), f"id3.{stamp}.".encode() + body, hashlib.sha256).digest()
+    assert headers["webhook-signature"] == "v1," + base64.b64encode(signed).decode()
+    assert abs(int(stamp) - time.time()) < 60 and headers["content-type"] == "application/json"
+
+
+def test_a_killed_sender_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed with events in the queue, and between an acknowledgement and its record, which is sent again."""
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = int(unused.getsockname()[1])
+
+    def queue_and_die(numbers: range, dies_at_removal: bool) -> None:
+        die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        if dies_at_removal:
+            monkeypatch.setattr(EventQueue, "remove", die)
+        with opened(tmp_path, webhook(port)) as running:
+            for number in numbers:
+                running.send(event(number))
+            time.sleep(20 if dies_at_removal else 0)
+            die()
+
+    assert in_child(queue_and_die, range(3), False) == signal.SIGKILL
+    with Receiver(port) as receiver:
+        assert in_child(queue_and_die, range(3, 5), True) == signal.SIGKILL
+        assert receiver.ids == ["id0"]
+        with opened(tmp_path, webhook(port)):
+            until(lambda: len(receiver.got) == 6)
+    assert receiver.ids == ["id0", "id0", "id1", "id2", "id3", "id4"]
+
+
+def test_a_full_queue_drops_the_oldest_and_a_refused_event_does_not_block(tmp_path: Path) -> None:
+    said: list[str] = []
+    size = len(sinks_module.msgspec.json.encode(event(0)))
+    with Receiver(status=lambda: 400) as receiver:
+        plans = (
+            webhook(receiver.port, queue_mib=3.5 * size / 2**20),
+            webhook(1, name="away", queue_mib=2 * size / 2**20),
+        )
+        with opened(tmp_path, *plans, said=said) as running:
+            for number in range(5):
+                running.send(event(number))
+            until(lambda: running.status()[0].waiting == 0)
+            hook, away = running.status()
+            assert (hook.refused + hook.dropped, hook.sent, receiver.num_requests) == (5, 0, 3 * hook.refused)
+            assert (away.waiting, away.dropped) == (2, 3) and away.problem is not None
+    assert "sink away: 1 events were dropped from the queue: it is full" in said
+    assert "sink away: 0 sent, 2 wait for the next start, 3 dropped" in said
+    assert any("answers with status 400; event id" in line for line in said)
+    with opened(tmp_path, webhook(1, name="away")) as running, pytest.raises(BadConfig, match="is in use by process"):
+        assert running.status()[0].waiting == 2
+        with opened(tmp_path, webhook(1)):
+            pass
+
+
+def test_webhooks_connect_to_public_addresses_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address that a name has when the event is sent counts, and all of several."""
+    answers = {"inside.example": ["10.0.0.1"], "both.example": ["8.8.8.8", "127.0.0.1"], "none.example": []}
+
+    async def getaddrinfo(_: Any, host: str, port: int, **__: Any) -> list[Any]:
+        if not answers[host]:
+            raise socket.gaierror("no such host")
+        return [(0, 0, 0, "", (address, port)) for address in answers[host]]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
+    plans = [webhook(1, name=host[:4], url=f"https://{host}/{SECRET}", allow_private=False) for host in answers]
+    with opened(tmp_path, *plans) as running:
+        running.send(event(0))
+        until(lambda: all(each.problem for each in running.status()))
+        assert [each.problem for each in running.status()] == [
+            "'inside.example' is not a public address; set `allow_private: true` to send there",
+            "'both.example' is not a public address; set `allow_private: true` to send there",
+            "cannot resolve host 'none.example'",
+        ]
+
+
+def test_lines_are_rotated_and_made_by_a_template(tmp_path: Path) -> None:
+    made = '{"id": {{ event.id | tojson }},\n"what": {{ (event.source ~ ": " ~ event.label) | tojson }}}'
+    falls = "{{ event.id | tojson }}{% if event.confidence > 2 %}{{ event.label / 0 }}{% endif %}"
+    plans = [
+        SinkPlan.model_validate({"name": name, "jsonl": {"file": f"{name}.jsonl"} | of_file} | fields)
+        for name, of_file, fields in (
+            ("made", {}, {"template": made}),
+            ("all", {"max_mib": 3e-4, "keep": 2}, {"events": ["full"]}),
+            ("falls", {}, {"template": falls}),
+        )
+    ]
+    said: list[str] = []
+    with opened(tmp_path, *plans, said=said) as running:
+        for number in range(7):
+            running.send(event(number, "full", confidence=3.0 if number == 6 else 0.9))
+        running.send(event(7))
+        running.send(event(8, source="other"))
+
+    def ids(name: str) -> list[str]:
+        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        return [row if isinstance(row, str) else row["id"] for row in rows]
+
+    assert (tmp_path / "made.jsonl").read_text().splitlines()[0] == '{"id":"id0","what":"gate: a \\"b\\""}'
+    assert ids("made.jsonl") == [f"id{number}" for number in range(8)]
+    kept = [ids(name) for name in ("all.jsonl.2", "all.jsonl.1", "all.jsonl")]
+    assert [each for part in kept for each in part] == ["id4", "id5", "id6"] and not (tmp_path / "all.jsonl.3").exists()
+    assert ids("falls.jsonl") == [f"id{number}" for number in range(8)], "without the template, but not lost"
+    assert "event id6 is sent without the template" in "\n".join(said)
+
+
+# -- MQTT -------------------------------------------------------------------------------------------------------------
+
+
+class Broker:
+    """The part of MQTT 3.1.1 that senders use, with TLS.
+
+    connects: the packets of connections, which have the will and the password. got: topic, body, and whether retained.
+    loses: published messages that end their connection without an acknowledgement. code: 5 refuses connections.
+    """
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self.connects: list[bytes] = []
+        self.got: list[tuple[str, bytes, bool]] = []
+        self.loses = self.code = 0
+        self._context, self._server = context, socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._server.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                plain, _ = self._server.accept()
+                threading.Thread(target=self._serve, args=(plain,), daemon=True).start()
+
+    def _serve(self, plain: socket.socket) -> None:
+        with contextlib.suppress(OSError), self._context.wrap_socket(plain, server_side=True) as link:
+            stream = link.makefile("rb")
+            while head := stream.read(1):
+                size, shift = 0, 0
+                while (byte := stream.read(1)[0]) & 128:
+                    size, shift = size | (byte & 127) << shift, shift + 7
+                packet = stream.read(size | byte << shift)
+                match head[0] >> 4:
+                    case 1:
+                        self.connects.append(packet)
+                        link.sendall(bytes((0x20, 2, 0, self.code)))
+                    case 3:
+                        (length,) = struct.unpack(">H", packet[:2])
+                        topic, number, body = (
+                            packet[2 : length + 2].decode(),
+                            packet[length + 2 :][:2],
+                            packet[length + 4 :],
+                        )
+                        retained = bool(head[0] & 1)
+                        if not retained and self.loses > 0:
+                            self.loses -= 1
+                            return
+                        self.got.append((topic, body, retained))
+                        link.sendall(b"\x40\x02" + number)
+                    case 12:
+                        link.sendall(b"\xd0\x00")
+
+    def close(self) -> None:
+        self._server.close()
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    (tmp_path / "password").write_text(f"{SECRET}\n")
+    with contextlib.closing(Broker(context)) as running:
+        yield running
+
+
+def mqtt(port: int, folder: Path, **fields: Any) -> SinkPlan:
+    kind = {"host": "127.0.0.1", "port": port, "tls": True, "ca": str(folder / "ca.pem"), "discovery": "homeassistant"}
+    kind |= {"user": {"env": "HOOK"}, "password": {"file": str(folder / "password")}}
+    return SinkPlan.model_validate({"name": "home", "mqtt": kind} | fields)
+
+
+def test_events_reach_a_broker_with_its_availability_and_discovery(broker: Broker, tmp_path: Path) -> None:
+    broker.loses = 1
+    with opened(tmp_path / "sinks", mqtt(broker.port, tmp_path)) as running:
+        for number in range(3):
+            running.send(event(number))
+        until(lambda: running.status()[0].waiting == 0)
+    sent = [json.loads(body)["id"] for topic, body, _ in broker.got if topic == "vlora/gate/jam"]
+    assert list(dict.fromkeys(sent)) == ["id0", "id1", "id2"], "also after the lost acknowledgement"
+    assert len(broker.connects) == 2
+    for part in (b"vlora/status", b"offline", SECRET.encode()):
+        assert part in broker.connects[0]
+    retained = {topic: body for topic, body, kept in broker.got if kept}
+    assert broker.got[0] == ("vlora/status", b"online", True) and retained.pop("vlora/status") == b"offline"
+    assert set(retained) == {f"homeassistant/event/vlora_gate_{name}/config" for name in ("jam", "full")}
+    found = json.loads(retained["homeassistant/event/vlora_gate_jam/config"])
+    assert (found["state_topic"], found["event_types"]) == ("vlora/gate/jam", ["jam"])
+    assert found["value_template"] == "{{ dict(value_json, event_type='jam') | tojson }}"
+    assert found["availability_topic"] == "vlora/status" and found["device"]["name"] == "gate"
+
+
+# -- plans and secrets ------------------------------------------------------------------------------------------------
+
+PLAN = """
+cameras:
+  - name: gate
+    source: 0
+    tasks: [{head: cam/one}]
+    events: [{name: jam, when: {head: cam/one, label: bright}}]
+sinks:
+  - name: a
+    """
+HOOK = PLAN + "webhook: {url: 'https://a.example/x'}\n    "
+WRONG = [
+    (PLAN + "events: [jam]", "`sinks[0]`: needs exactly one of `webhook`, `mqtt` and `jsonl`"),
+    (HOOK + "jsonl: {file: a.jsonl}", "`sinks[0]`: needs exactly one of `webhook`, `mqtt` and `jsonl`"),
+    (HOOK + "events: [jan]", "line 9, field `sinks[0].events[0]`: no event is named 'jan'; there are: jam"),
+    (HOOK + "x: 1\n  - name: a\n    jsonl: {file: a.jsonl}", "field `sinks[0].x`: is not a known field"),
+    (
+        HOOK + "queue_mib: 1\n  - name: a\n    jsonl: {file: a.jsonl}",
+        "`sinks[1].name`: two sinks are named 'a'; names",
+    ),
+    (PLAN + "webhook: {}", "`sinks[0].webhook`: needs exactly one of `url` and `url_from`"),
+    (
+        PLAN + "webhook: {url: 'http://169.254.169.254/x'}",
+        "'169.254.169.254' is not a public address; set `",
+    ),
+    (PLAN + "webhook: {url: 'http://[::1]/x'}", "'::1' is not a public address; set `allow_private: true` to use it"),
+    (PLAN + "webhook: {url: 'ftp://a.example'}", "webhook: unsupported URL scheme 'ftp'; use http or https"),
+    (PLAN + f"webhook: {{url: 'https://me:{SECRET}@a.example'}}", "a URL must not contain a user name or password"),
+    (
+        PLAN + f"webhook: {{url: 'https://a.example', secret: {SECRET}}}",
+        "must be {env: NAME} or {file: PATH}; a",
+    ),
+    (
+        PLAN + f"webhook: {{url: 'https://a.example', secret: {{env: {SECRET}}}}}",
+        "must be the name of an env",
+    ),
+    (PLAN + "mqtt: {host: a, ca: x.pem}", "`sinks[0].mqtt`: `ca` is for TLS; add `tls: true`, or remove `ca`"),
+    (PLAN + "mqtt: {host: a, password: {env: X}}", "`sinks[0].mqtt`: `password` needs a `user`"),
+    (PLAN + "mqtt: {host: a, topic: 'a/#'}", "`sinks[0].mqtt.topic`: is 'a/#'; it must match the pattern"),
+    (PLAN + "jsonl: {file: ../a.jsonl}", "`sinks[0].jsonl.file`: is '../a.jsonl'; it must match the pattern"),
+    (HOOK + "template: '{{ event.labl }}'", "`template` fails: 'dict object' has no attribute 'labl'"),
+    (HOOK + "template: '{% if %}'", "`template` fails in its line 1: Expected an expression, got 'end of statement"),
+    (
+        HOOK + "template: '\"{{ event.label }}\"'",
+        "makes no JSON (JSON is malformed: trailing characters (byte 3)",
+    ),
+    (
+        HOOK + "template: '{{ ().__class__.__mro__ }}'",
+        "`template` fails: access to attribute '__class__' of 'tup",
+    ),
+    (HOOK + "template: '{{ \"x\" * 999999 }}'", "`template` fails: it makes more than 262144 characters"),
+]
+
+
+def test_plans_are_refused_with_what_is_wrong(tmp_path: Path) -> None:
+    for text, error in WRONG:
+        (path := tmp_path / "plan.yaml").write_text(text.strip() + "\n")
+        with pytest.raises(BadPlan) as raised:
+            read_plan(path)
+        assert error in str(raised.value) and "\n" not in str(raised.value), (error, str(raised.value))
+        assert SECRET not in str(raised.value)
+
+
+def test_a_missing_package_and_a_missing_secret_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff")
+    places = {"none": "No such file or directory", "binary": "it is not UTF-8 text"}
+    for kind, error in [
+        ({"env": "NOT_SET"}, "environment variable NOT_SET: it is empty or not set"),
+        *[({"file": str(tmp_path / name)}, f"'{tmp_path / name}': {why}") for name, why in places.items()],
+    ]:
+        refused = pytest.raises(BadConfig, match=re.escape(f"sink hook: cannot read {error}"))
+        with refused, opened(tmp_path, webhook(1, secret=kind)):
+            pass
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs the package paho-mqtt; pip install 'vlora\[events\]'"):
+        mqtt(1, tmp_path)
+
+
+def test_secrets_are_in_no_message_and_no_file(
+    broker: Broker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    broker.code = 5
+    said: list[str] = []
+    with (
+        Receiver(status=lambda: 500) as receiver,
+        opened(tmp_path / "sinks", webhook(receiver.port), mqtt(broker.port, tmp_path), said=said) as running,
+    ):
+        running.send(event(0))
+        until(lambda: all(each.problem for each in running.status()))
+        shown = [*said, str(running.status()), caplog.text]
+        assert running.status()[1].problem == "127.0.0.1 refuses the connection: Not authorized"
+    files = [path.read_bytes() for path in (tmp_path / "sinks").iterdir()]
+    assert files and all(SECRET.encode() not in content for content in files)
+    assert all(SECRET not in text for text in (*shown, *said, caplog.text))
