@@ -25,7 +25,8 @@ class Node:
     """`ray start --block`, in a session of its own."""
 
     def __init__(self, *arguments: str, environ: dict[str, str]) -> None:
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *arguments]
+        options = ("--block", "--disable-usage-stats", "--log-color=false")
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *arguments]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

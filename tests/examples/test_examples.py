@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import cv2
+import httpx
 import numpy
 import openai
 import pytest
@@ -26,8 +30,9 @@ from examples import (
 )
 from fusion.embedded import checkpoint_path
 from tests.apps.scripted import adapter_status
+from tests.cluster.user_ray import UserRay
 from tests.fusion.made import load_plan
-from tests.processes import until
+from tests.processes import free_port, until
 from tests.server.api import running_api
 from tests.server.running import Running, png, running_server
 from tests.server.scripted import write_adapter
@@ -116,6 +121,39 @@ def test_openai_s_client_asks_base_model_and_adapter(tmp_path: Path) -> None:
         with client:
             answers = ask_over_http.ask(client, picture, "say:hello", ["signs"])
     assert answers == {"base": "hello", "signs": "hello"}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_ray_serve_passes_requests_and_streams_on() -> None:
+    """On a Ray that a user has started, with its token."""
+    pytest.importorskip("ray.serve", reason="ray[serve] is not installed", exc_type=ImportError)
+    ray, port = UserRay(num_cpus=1), free_port()
+    code = (
+        "import sys\nfrom ray import serve\nfrom examples.ray_serve import app\n"
+        f"serve.start(http_options={{'port': {port}}})\nserve.run(app)\nprint('serves', flush=True)\nsys.stdin.read()"
+    )
+    try:
+        with running_api() as api:
+            environ = os.environ | ray.environ | {"RAY_ADDRESS": ray.address, "VLORA_URL": api.url}
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            with subprocess.Popen([sys.executable, "-c", code], env=environ, **pipes) as deploying:
+                assert "serves\n" in iter(deploying.stdout.readline, "")  # type: ignore[union-attr]
+                url = f"http://127.0.0.1:{port}"
+                given = {"messages": [{"role": "user", "content": "say:one two"}], "model": "base"}
+                assert httpx.post(f"{url}/v1/chat/completions", json={**given, "model": "none"}).status_code == 404
+                found = httpx.post(f"{url}/v1/chat/completions", json=given).json()
+                assert found["choices"][0]["message"]["content"] == "one two"
+                assert httpx.get(f"{url}/v1/models").json() == httpx.get(f"{api.url}/v1/models").json()
+                client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+                endless = {"model": "base", "max_tokens": 90_000, "stream": True}
+                stream = client.chat.completions.create(messages=[{"role": "user", "content": "forever"}], **endless)
+                assert next(iter(stream)) and api.engine.engine.running
+                stream.close()
+                assert api.idle()
+                deploying.stdin.close()  # type: ignore[union-attr]
+    finally:
+        ray.close()
 
 
 def test_a_domain_of_own_pictures_is_asked_in_every_way(tmp_path: Path) -> None:
