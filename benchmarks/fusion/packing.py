@@ -67,35 +67,31 @@ def _rows(tables: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         yield {"seed": found["seed"], "method": _THRESHOLDS, **plain, **thresholds}
         for method, measured in found["methods"].items():
             room = {name: measured["test"][name] - threshold for name, threshold in thresholds.items()}
-            kept = [left for name, left in room.items() if name not in found["missed alone"]]
             yield {
                 "seed": found["seed"],
                 "method": method,
                 "adapters": measured["adapters"],
                 "trainings": measured["trainings"],
                 "training s": measured["training s"],
-                "broken": sum(left < 0 for left in kept),
-                "worst": min(kept, default=None),
+                "broken": sum(left < 0 for left in room.values()),
+                "worst": min(room.values()),
                 **{name: measured["test"][name] for name in thresholds},
             }
 
 
 def goals(measured: Measured) -> list[Goal]:
-    """Domains that miss their thresholds even alone do not count."""
+    """Thresholds count that a domain misses even in an adapter of its own."""
     tables = measured.found["tables"]
 
-    def counted(found: dict[str, Any]) -> list[str]:
-        return [name for name in found["thresholds"] if name not in found["missed alone"]]
-
     def broken(found: dict[str, Any], method: str) -> int:
-        return sum(found["methods"][method]["test"][name] < found["thresholds"][name] for name in counted(found))
+        return sum(found["methods"][method]["test"][name] < value for name, value in found["thresholds"].items())
 
     def fewest(found: dict[str, Any]) -> int:
         best = found["methods"].get(OPTIMUM)
         return int(found["lower bound"] if best is None else best["adapters"])
 
     own = [found["methods"][DEFAULT] for found in tables]
-    number = sum(len(counted(found)) for found in tables)
+    number = sum(len(found["thresholds"]) for found in tables)
     of_all = [made["adapters"] - fewest(found) for made, found in zip(own, tables, strict=True)]
     costs = [made["trainings"] / len(found["thresholds"]) for made, found in zip(own, tables, strict=True)]
     missed = sum(broken(found, DEFAULT) for found in tables)

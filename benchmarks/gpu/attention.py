@@ -199,7 +199,7 @@ def run(context: Context) -> dict[str, Any]:
         f"bytes {longest['bytes us']:.0f}",
         "errors": worst,
         "rows": rows,
-        "goals": _goals(rows) if context.on_gpu else [],
+        "goals": goals_of(rows) if context.on_gpu else [],
         "copy_bytes_per_s": bytes_per_s,
     }
 
@@ -299,7 +299,7 @@ def _contiguous(batch: PagedBatch) -> Callable[[], None]:
     return call
 
 
-def _goals(rows: list[dict[str, Any]]) -> list[Goal]:
+def goals_of(rows: list[dict[str, Any]]) -> list[Goal]:
     us = {row["case"]: row["us"] for row in rows}
     limits = {"decode, batch 32 x 2048": 60.0, "decode, batch 1 x 2048": 12.0, "decode, batch 1 x 16384": 25.0}
     goals = [Goal(f"{case}, us a layer", us[case], limit, True) for case, limit in limits.items() if case in us]

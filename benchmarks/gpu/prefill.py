@@ -39,7 +39,7 @@ def run(context: Context) -> dict[str, Any]:
     prompts = _prompts(context, engine, policy, tokens, model.config.text_config)
     context.keep({"prompts": prompts})
     images = _images(context, engine, model.config)
-    goals = _goals(prompts, images) if context.on_gpu else []
+    goals = goals_of(prompts, images) if context.on_gpu else []
     one = images[0]
     return {
         "summary": f"{tokens} tokens merged {prompts[0]['ms']:.1f} ms; {one['patches']} patches {one['ms']:.1f} ms",
@@ -109,7 +109,7 @@ def _encode(context: Context, engine: TimedEngine, pictures: list[VisionInput]) 
         return elapsed(lambda: encoder.encode([VisionTask(picture, None) for picture in pictures]), context)
 
 
-def _goals(prompts: list[dict[str, Any]], images: list[dict[str, Any]]) -> list[Goal]:
+def goals_of(prompts: list[dict[str, Any]], images: list[dict[str, Any]]) -> list[Goal]:
     ms = {row["mode"]: row["ms"] for row in prompts}
     new_sizes = [row["first ms"] for row in images[len(_NUM_IMAGES) :]]
     return [

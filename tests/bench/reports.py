@@ -10,13 +10,20 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from benchmarks import atmm, cluster, gateway, packed, policy, soak, streams
+from benchmarks import atmm, cluster, gateway, packed, policy, recall, soak, streams
 from benchmarks import training as beside
+from benchmarks.fusion import packing
 from benchmarks.gateway import RequestTimes
+from benchmarks.gpu import attention, merge, prefill, styles
+from benchmarks.gpu import serve as load
+from benchmarks.gpu import step as decode
+from benchmarks.gpu.profile import KINDS
+from benchmarks.paper import FIGURES
+from benchmarks.paper.figure import Claim
 from benchmarks.training import Served
 from vlora.bench import costs, serve, step, tp
-from vlora.bench.harness import measured
-from vlora.bench.report import Report
+from vlora.bench.harness import Measured, measured
+from vlora.bench.report import Goal, Report
 from vlora.bench.step import StepWork
 from vlora.orchestrator import StepSize
 
@@ -169,6 +176,45 @@ def _policy(patch: Patch, slow: float) -> Report:
     return measured(policy.BENCH, True)
 
 
+def _fusion(patch: Patch, slow: float) -> Report:
+    def method(adapters: float, test: float) -> dict[str, Any]:
+        return {"adapters": round(adapters), "trainings": 3.5 * slow, "training s": 9.0, "test": {"a": test, "b": test}}
+
+    methods = {
+        packing.ALONE: method(2, 0.9),
+        packing.ALL: method(1, 0.9 if slow > 1 else 0.5),
+        packing.DEFAULT: method(slow, 0.9 / slow),
+    }
+    found = {"seed": 0, "thresholds": {"a": 0.8, "b": 0.7}, "missed alone": [], "lower bound": 1, "methods": methods}
+    made = packing.combine({"table-0": Measured([], {"tables": found})})
+    return Report("fusion", made.rows, packing.goals(made))
+
+
+def _retrieve(patch: Patch, slow: float) -> Report:
+    rows = []
+    for owner, found in ((recall.BASE, 0.5), (recall.ADAPTER, 0.5 / slow)):
+        own = {"words": (0.5, 0.5), recall.TOGETHER: (0.6 / slow, 0.75), recall.FEW: (0.5, 0.75 / slow)}
+        for method, (precision, at_10) in own.items():
+            values = {"mAP": precision, "recall at 5": found, "recall at 10": at_10}
+            rows.append({"videos": "a", "method": f"{owner}, {method}", **values})
+    return Report("retrieve", rows, recall.goals_of(rows))
+
+
+def _paper(patch: Patch, slow: float) -> Report:
+    """Each claim on two rows, its own and the one that it is compared with, with equal values where `slow` is 1."""
+
+    def goal(claim: Claim) -> Goal:
+        of, to, column = claim.number.of, claim.number.to, claim.number.column
+        own: dict[str, Any] = {name: value[0] if isinstance(value, list) else value for name, value in of.items()}
+        value = slow if claim.at_most else slow**-2
+        rows = [{claim.number.against: 1.0, **own, column: value}, {**own, **to, column: 1.0}]
+        number = claim.number.number(rows if to else rows[:1])
+        assert number is not None, f"no rows fit {claim}"
+        return Goal(claim.name, number, claim.bound, claim.at_most)
+
+    return Report("paper", [], [goal(claim) for figure in FIGURES for claim in figure.goals])
+
+
 MAKERS: dict[str, Callable[[Patch, float], Report]] = {
     "step": _step,
     "atmm": _atmm,
@@ -182,5 +228,50 @@ MAKERS: dict[str, Callable[[Patch, float], Report]] = {
     "tp": _tp,
     "packed": _packed,
     "training": _training,
+    "fusion": _fusion,
+    "retrieve": _retrieve,
+    "paper": _paper,
 }
-"""Makers of reports by bench; those without goals are left out."""
+"""Makers of reports by bench."""
+
+
+def _step_goals(slow: float) -> list[Goal]:
+    rows = [
+        {"kind": kind.name, "batch": batch, "graph": graph, "ms": 1.0, "host ms": 0.5 * slow, "ratio": 1.2 * slow}
+        for kind in KINDS
+        for batch in (32, 16, 1)
+        for graph in (True, False)
+    ]
+    for row in rows:
+        row["ms"] = 1.0 if row["kind"] in ("none", "merged") else 1.1 * slow
+    captured = decode.goals_of(rows, 12.0 * slow)
+    return captured if slow == 1 else [*decode.goals_of(rows, None)[:1], *captured[1:]]
+
+
+STYLES = ("sgmv", "bgmv", "mbgmm", "vllm", "sglang")  # of kernels, which need Triton
+
+STAGE_GOALS: dict[str, Callable[[float], list[Goal]]] = {
+    "attention": lambda slow: attention.goals_of(
+        [
+            {"case": f"decode, batch {case}", "us": us * slow, "torch us": us}
+            for case, us in (("32 x 2048", 50.0), ("1 x 2048", 10.0), ("1 x 16384", 20.0))
+        ]
+    ),
+    "merge": lambda slow: merge.goals_of(
+        [{"rank": 16, "merge / copy": slow, "back ms": 0.05 * slow, "first ms": slow, "merge ms": 1.0}],
+        merge.Drift(1e-3 * slow, 0.0, 0.0 if slow == 1 else 1e-6),
+    ),
+    "prefill": lambda slow: prefill.goals_of(
+        [{"mode": "merged", "ms": 40.0 * slow}, {"mode": "unmerged", "ms": 42.0 * slow**2}],
+        [{"ms": 10.0 * slow, "first ms": 20.0 * slow}] * 4,
+    ),
+    "serve": lambda slow: load.goals_of(5000.0 / slow, 1.2 * slow, 4.0 / slow),
+    "step": _step_goals,
+    "styles": lambda slow: styles.goals_of(
+        [{"tokens": 1024, "ours / floor": 1.2 * slow, **dict.fromkeys(("einsum", *STYLES), 3.0 / slow)}],
+        STYLES,
+        1.1 * slow,
+        round(4 * slow),
+    ),
+}
+"""Goals of the stages of `vlora gpu-check` that have some."""

@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.bench.reports import MAKERS, report_of
+from tests.bench.reports import MAKERS, STAGE_GOALS, report_of
 from tests.processes import is_alive, until
 from vlora.bench import harness
 from vlora.bench.harness import ORIGIN, Bench, Measured, Store, bench_named, finish, measured, modules, origins
@@ -23,8 +23,6 @@ from vlora.bench.report import Goal, Report, environment, page
 from vlora.errors import BadConfig
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-OF_STORED = {"fusion", "retrieve", "paper"}
-"""Their goals are checked on stored measurements, in `tests/fusion`, `tests/apps` and `test_paper.py`."""
 
 
 @pytest.fixture(autouse=True)
@@ -206,19 +204,26 @@ def test_published_goals_follow_from_their_values(kept: Path) -> None:
 # -- all benchmarks ---------------------------------------------------------------------------------------------------
 
 
+def check_goals(met: Sequence[Goal], missed: Sequence[Goal]) -> None:
+    assert [goal.name for goal in met if not goal.holds] == []
+    assert [goal.name for goal in missed if goal.holds] == [], "a goal that cannot fail"
+    assert met and len(missed) == len(met) == len({goal.name for goal in met})
+
+
+@pytest.mark.parametrize("stage", STAGE_GOALS)
+def test_goals_of_stages_for_a_gpu_hold_for_measurements_that_meet_them_and_for_no_others(stage: str) -> None:
+    check_goals(STAGE_GOALS[stage](1.0), STAGE_GOALS[stage](100.0))
+
+
 @pytest.mark.parametrize("name", modules())
 def test_goals_hold_for_measurements_that_meet_them_and_for_no_others(name: str, tmp_path: Path) -> None:
     """An inverted ratio, a goal that cannot fail, and a picture that cannot be drawn from the rows are noticed."""
     bench = bench_named(name)
     assert bench.name == name
-    if name in OF_STORED:
-        return
     assert name in MAKERS, "add a maker of reports with replaced measurements to `MAKERS`, tests/bench/reports.py"
     met, missed = (report_of(name, slow) for slow in (1.0, 100.0))
-    assert met.goals and met.bench == name
-    assert [goal.name for goal in met.goals if not goal.holds] == []
-    assert [goal.name for goal in missed.goals if goal.holds] == []
-    assert len(missed.goals) == len(met.goals) == len({goal.name for goal in met.goals})
+    assert met.bench == name
+    check_goals(met.goals, missed.goals)
     assert json.loads(json.dumps(met.as_dict(), default=str))["goals"][0]["holds"] is True
     for file, picture in bench.pictures(met.rows).items() if bench.pictures else ():
         picture.save(tmp_path / f"{file}.png")
@@ -244,4 +249,4 @@ def test_an_installation_without_a_checkout_names_its_benchmarks(monkeypatch: py
     monkeypatch.setattr(harness, "modules", lambda: harness.BENCHES)
     with pytest.raises(BadConfig, match=r"choose one of step, costs, serve, tp or all; a checkout .* has more"):
         bench_named("soak")
-    assert set(MAKERS) <= set(modules()) - OF_STORED
+    assert set(MAKERS) == set(modules())
