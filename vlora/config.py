@@ -378,9 +378,6 @@ class ServerConfig:
     max_file_bytes: int = setting(
         4 * 2**30, "Limits", "Maximum bytes of all uploaded files and results of batches.", least=0
     )
-    keep_files_s: float = setting(
-        30 * 24 * 3600.0, "Limits", "Time that uploaded files, and batches after their end, are kept.", least=0
-    )
     tokens: tuple[Token, ...] = ()
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 LEVELS = ("error", "warning", "info", "debug")
 LEVEL_VARIABLE, JSON_VARIABLE = "VLORA_LOG_LEVEL", "VLORA_LOG_JSON"
 
-_OTHERS = ("uvicorn", "asyncio")
+_OTHERS = ("uvicorn", "asyncio", "python_multipart")
 """Libraries of which only errors are logged; their warnings are about invalid input from clients."""
 
 

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import http.client
 import json
+import re
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -94,6 +95,6 @@ def image_part(data: bytes) -> dict[str, Any]:
 
 
 def events(text: str) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    lines = [re.sub("^(event: .*\n)?data: ", "", line) for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]

@@ -347,6 +347,30 @@ TEXT_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
 ]
 
 
+RESPONSE_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"input": []}, "input", "input has 0 items; it must have at least 1"),
+    ({"input": " "}, "input", "the prompt is empty"),
+    ({"input": [{"type": "function_call"}]}, "input.0.type", "input.0.type is 'function_call'"),
+    ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0", "input.0.content.0 has"),
+    (
+        {"previous_response_id": "r"},
+        "previous_response_id",
+        "previous_response_id: this field is not supported; send the",
+    ),
+    ({"conversation": "c"}, "conversation", "conversation: this field is not supported; send the whole"),
+    ({"tools": [{"type": "web_search"}]}, "tools", "tools: this field is not supported; use /v1/chat/completions"),
+    ({"max_tokens": 5}, "max_tokens", "max_tokens: this field is not supported"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0; it must be at least 1"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type", "text.format has no type 'text'"),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "x"}}},
+        "text",
+        "response_format: type 'json_schema' requires",
+    ),
+    ({"model": "absent"}, "model", "no adapter named 'absent'"),
+]
+
+
 LIBRARIES = ("Input should", "should have", "Expected `", "valid ", "Unable to", "Object ", "$.", "required field")
 
 
@@ -355,6 +379,7 @@ def test_errors_name_the_field(api: Api, stream: bool) -> None:
     for path, needed, rows in (
         (CHAT, user("say:x"), CHAT_FIELDS),
         (TEXT, {"prompt": "say:x"}, TEXT_FIELDS),
+        ("/v1/responses", {"input": "say:x"}, RESPONSE_FIELDS),
     ):
         for fields, param, message in rows:
             body = {"model": "base", "stream": stream, **needed, **fields}
@@ -364,6 +389,30 @@ def test_errors_name_the_field(api: Api, stream: bool) -> None:
             assert error["message"].startswith(message) and error["param"] == param, (fields, answer)
             assert error["type"] == "invalid_request_error", answer
             assert not any(theirs in error["message"] for theirs in LIBRARIES), answer
+
+
+def respond(api: Api, said: Any, **fields: Any) -> Any:
+    return api.call("POST", "/v1/responses", {"model": "base", "input": said, **fields})[1]
+
+
+def test_responses_are_answers_without_state(api: Api) -> None:
+    answer = respond(api, "say:grün", instructions="", temperature=0.5, store=True, tools=[])
+    assert (answer["object"], answer["status"], answer["temperature"]) == ("response", "completed", 0.5)
+    (item,) = answer["output"]
+    assert item["content"] == [{"type": "output_text", "text": "grün", "annotations": [], "logprobs": []}]
+    assert (answer["usage"]["input_tokens"], answer["usage"]["output_tokens"]) == (9, 6)
+    picture = {"role": "user", "content": [{"type": "input_image", "image_url": IMAGE, "detail": "auto"}]}
+    text = {"role": "user", "content": [{"type": "input_text", "text": "say:next"}]}
+    assert respond(api, [picture, item, text])["output"][0]["content"][0]["text"] == "next"
+    form = {"type": "json_schema", "name": "a", "schema": {"type": "object", "title": "sign"}, "strict": True}
+    assert '"title": "sign"' in str(respond(api, "grammar", text={"format": form}, max_output_tokens=2000)["output"])
+    cut = respond(api, "forever", max_output_tokens=3)
+    assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    head = respond(api, [picture], model="night")
+    assert head["output"][0]["content"][0]["text"] == "bright" and head["answered_by"] == "head"
+    found = events(respond(api, "say:grün", stream=True))
+    assert [each["sequence_number"] for each in found] == list(range(12))
+    assert found[-1]["response"]["output"][0]["content"][0]["text"] == "".join(each.get("delta", "") for each in found)
 
 
 def test_adapters_are_loaded_and_unloaded_by_the_calls_of_vllm(api: Api, tmp_path: Path) -> None:

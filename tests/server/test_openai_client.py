@@ -16,6 +16,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from fusion.embedded import checkpoint_path
+from tests.processes import until
 from tests.server.api import Api, running_api
 from tests.server.running import png
 from vlora.config import EngineConfig, Token
@@ -47,7 +48,8 @@ def api(tmp_path_factory: pytest.TempPathFactory, processor: InputProcessor) -> 
     engine = LocalEngine(EngineConfig(model=str(checkpoint_path()), dtype="float32", arena_bytes=128 * 2**20))
     engine.engine.load_adapter("streets", str(folder))
     tokens = (Token(name="user", secret=TOKEN), Token(name="ops", secret=ADMIN, admin=True))
-    with running_api(engine, processor, "embedded", tokens=tokens) as made:
+    files = str(tmp_path_factory.mktemp("files"))
+    with running_api(engine, processor, "embedded", tokens=tokens, file_folder=files) as made:
         yield made
         made.on_loop(engine.close())
 
@@ -247,3 +249,23 @@ def test_an_invalid_response_format_is_a_400(client: openai.OpenAI) -> None:
         # A stream may have begun already; then its last event has the error.
         with pytest.raises(openai.APIError, match=reason):
             list(ask(client, 120, response_format=form, stream=True, max_tokens=100))
+
+
+def test_responses_and_batches_have_the_answers_of_chats(client: openai.OpenAI) -> None:
+    chat = ask(client, 200).choices[0].message.content
+    picture = content(200)[1]["image_url"]
+    said: Any = [{"type": "input_text", "text": QUESTION}, {"type": "input_image", "image_url": picture["url"]}]
+    asked: Any = {"model": "embedded", "input": [{"role": "user", "content": said}], "max_output_tokens": 8}
+    assert client.responses.create(**asked).output_text == chat
+    with client.responses.stream(**asked) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        assert stream.get_final_response().output_text == "".join(deltas) == chat
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": asked}
+    file = client.files.create(file=("a.jsonl", json.dumps(line).encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/responses", completion_window="24h")
+    until(lambda: client.batches.retrieve(batch.id).status == "completed")
+    output = client.batches.retrieve(batch.id).output_file_id
+    assert output is not None
+    body = json.loads(client.files.content(output).text)["response"]["body"]
+    assert body["output"][0]["content"][0]["text"] == chat
+    assert {each.id for each in client.files.list()} == {file.id, output} and client.files.delete(file.id).deleted

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from vlora.types.domain import Way
 
 _PLAN_SUFFIXES = (".yaml", ".yml")
-_IN_THE_PLAN = {"adapters": "--adapter", "heads": "--head", "questions": "--question", "fps": "--fps"}
+_IN_THE_PLAN = dict(
+    adapters="--adapter", heads="--head", questions="--question", fps="--fps", max_tokens="--max-tokens"
+)
 
 
 @cli.command()
@@ -286,9 +288,6 @@ class AnswerFile:
             if self._lines:
                 append(self._path, self._lines, durable=False)
                 self._lines = b""
-
-
-_IN_THE_PLAN |= {"max_tokens": "--max-tokens"}
 
 
 def is_plan(source: str) -> bool:

@@ -250,7 +250,6 @@ class FrontEnd:
 
     @property
     def engine_ready(self) -> bool:
-        """Whether there is an engine that has not died."""
         return self._supervisor is None or self._supervisor.cause is None
 
     def engine_changed(self) -> None:

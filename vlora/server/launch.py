@@ -103,7 +103,8 @@ async def serve(
             from vlora.server.http.server import HttpServer
 
             http_server = HttpServer(server_config)
-            files = _open_files(server_config, state)
+            folder = server_config.file_folder or ("none" if state is None else f"{state.folder}/files")
+            files = None if folder == "none" else FileStore(Path(folder), server_config)
         start_engine = functools.partial(
             _start_engine,
             engine_config,
@@ -243,13 +244,6 @@ def _open_state(folder: str | None, model: str, bound: RpycServer, config: Serve
         return None
     log.info("adapters are kept in %s", default)
     return state
-
-
-def _open_files(config: ServerConfig, state: AdapterState | None) -> FileStore | None:
-    """The uploaded files and batches; None without a folder. Raises BadConfig for one that cannot be used."""
-    own = None if state is None or state.folder is None else str(state.folder / "files")
-    folder = config.file_folder or own
-    return None if folder in (None, "none") else FileStore(Path(folder), config)
 
 
 def starting_adapters(

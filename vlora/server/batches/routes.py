@@ -80,11 +80,9 @@ class FileRoutes:
         return _page([each for each in found if purpose in (None, each.purpose)], after, limit, msgspec.to_builtins)
 
     async def retrieve_file(self, file_id: str, request: Request) -> Any:
-        """One file, without its content."""
         return msgspec.to_builtins(self._runner.store.find(StoredFile, file_id, caller_of(request)))
 
     async def file_content(self, file_id: str, request: Request) -> FileResponse:
-        """The content of a file."""
         path = self._runner.store.path(self._runner.store.find(StoredFile, file_id, caller_of(request)).id)
         return FileResponse(path, media_type="application/octet-stream", stat_result=os.stat(path))
 
@@ -109,7 +107,6 @@ class FileRoutes:
         return _page(self._runner.store.all(StoredBatch, caller_of(request)), after, limit, self._batch)
 
     async def retrieve_batch(self, batch_id: str, request: Request) -> dict[str, Any]:
-        """One batch with its counts."""
         return self._batch(self._runner.store.find(StoredBatch, batch_id, caller_of(request)))
 
     async def cancel_batch(self, batch_id: str, request: Request) -> dict[str, Any]:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import httpx
 import msgspec
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, ValidationError
 from starlette.types import ASGIApp
 
 from vlora.config import ServerConfig
@@ -24,23 +23,22 @@ from vlora.run_folder import append, whole_lines
 from vlora.server.batches.store import FileStore, Status, StoredBatch
 from vlora.server.frontend import FrontEnd
 from vlora.server.http.chat_request import ChatRequest
-from vlora.server.http.errors import first_problem
+from vlora.server.http.errors import error_body, first_problem
 from vlora.server.http.middleware import MAX_FIELDS
+from vlora.server.http.responses import ResponsesRequest
 from vlora.server.http.sampling_fields import StrictModel
 from vlora.server.http.text_completions import CompletionRequest
 from vlora.server.security.access import Access
+from vlora.server.security.public_errors import to_vlora_error
 from vlora.types import MAX_PRIORITY
 
-log = logging.getLogger(__name__)
-
-Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
-_BODIES: dict[str, type[BaseModel]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+_BODIES = dict(zip(get_args(Endpoint), (ChatRequest, CompletionRequest, ResponsesRequest), strict=True))
 
 _MAX_REQUESTS = 50_000  # of a batch, as in OpenAI's API
 _MAX_PROBLEMS = 100
 _AT_ONCE = 16  # requests; enough for the server to batch
 PAUSE_S = 0.5  # before a request is sent again
-_SWEEP_S = 60.0
 _MOST_TRIES = {EngineDead.code: 3, DeadlineMissed.code: 3, OverCapacity.code: float("inf")}
 """How often a request is sent until one of these errors is its answer."""
 
@@ -53,10 +51,7 @@ class BatchLine(StrictModel):
 
 
 class BatchRunner:
-    """Used from one event loop. A batch that cannot go on is failed, with the reason in its record.
-
-    store: with its batches. app: with the checks of tokens and limits.
-    """
+    """Used from one event loop. app: with the checks of tokens and limits. A batch that cannot go on is failed."""
 
     def __init__(self, store: FileStore, app: ASGIApp, front_end: FrontEnd, access: Access) -> None:
         self.store = store
@@ -73,14 +68,12 @@ class BatchRunner:
         for batch in reversed(self.store.all(StoredBatch)):
             if not batch.ended:
                 self.begin(batch)
-        sweeping = asyncio.create_task(self._sweep())
         try:
             yield
         finally:
-            tasks = [sweeping, *self._tasks.values()]
-            for task in tasks:
+            for task in (tasks := tuple(self._tasks.values())):
                 task.cancel()
-            await asyncio.wait(tasks)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def begin(self, batch: StoredBatch) -> None:
         task = self._tasks[batch.id] = asyncio.create_task(self._run(batch))
@@ -90,12 +83,8 @@ class BatchRunner:
         """Cancel a batch that has not ended; it keeps the answers that it has."""
         if not batch.ended:
             self.store.enter(batch, "cancelling")
-            self._tasks[batch.id].cancel()
-
-    async def _sweep(self) -> None:
-        while True:
-            self.store.remove_expired()
-            await asyncio.sleep(_SWEEP_S)
+            if batch.id in self._tasks:
+                self._tasks[batch.id].cancel()
 
     async def _run(self, batch: StoredBatch) -> None:
         status: Status = "failed"
@@ -109,9 +98,7 @@ class BatchRunner:
                 raise  # the server stops
             status = "cancelled"
         except Exception as error:
-            log.error("batch %s failed", batch.id, exc_info=error)
-            name = type(error.exceptions[0] if isinstance(error, ExceptionGroup) else error).__name__
-            batch.errors = [_problem(f"internal server error ({name}); see the server log")]
+            batch.errors = [_problem(to_vlora_error(error))]
         with contextlib.suppress(VLoraError):  # of a full disk: the batch ends at the next start
             self.store.enter(batch, status)
 
@@ -119,8 +106,8 @@ class BatchRunner:
         if batch.status == "cancelling":
             return "cancelled"
         if batch.status == "validating":
-            source, config = self.store.path(batch.input_file_id), self._front_end.config
-            batch.errors, batch.total = await asyncio.to_thread(check_lines, source, batch.endpoint, config)
+            given = self.store.path(batch.input_file_id), batch.endpoint, self._front_end.config
+            batch.errors, batch.total = await asyncio.to_thread(check_lines, *given)
             if batch.errors:
                 return "failed"
             self.store.enter(batch, "in_progress")
@@ -181,29 +168,33 @@ def check_lines(path: Path, endpoint: str, config: ServerConfig) -> tuple[list[d
     """What is wrong with the requests of a file, up to a limit, and their number."""
     problems: list[dict[str, Any]] = []
     seen: set[str] = set()
+    most, most_commas = config.max_message_bytes // _AT_ONCE, config.max_prompt_chars + MAX_FIELDS
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
+                if len(line) > most or line.count(b",") > most_commas:
+                    raise BadRequest(
+                        f"the line has {len(line)} bytes; at most {most}, and {most_commas} commas, are allowed"
+                    )
                 if line.strip():
-                    seen.add(_check_line(line, endpoint, config, seen))
-                if len(seen) > _MAX_REQUESTS:
-                    return [_problem(f"the file has over {_MAX_REQUESTS} requests; divide it", number)], 0
+                    seen.add(_check(json.loads(line), endpoint, seen))
             except BadRequest as error:
-                problems.append(_problem(str(error), number, error.field))
-            if len(problems) == _MAX_PROBLEMS:
+                problems.append(_problem(error, number))
+            except (ValueError, RecursionError) as error:
+                problems.append(
+                    _problem(BadRequest(f"the line is not JSON ({error}); write one object per line"), number)
+                )
+            if len(problems) == _MAX_PROBLEMS or len(seen) > _MAX_REQUESTS:
                 break
-    if not seen and not problems:
-        problems.append(_problem("the file has no requests; write one JSON object per line"))
+    if not problems and not 0 < len(seen) <= _MAX_REQUESTS:
+        problems.append(_problem(BadRequest(f"the file has no requests, or over {_MAX_REQUESTS}; write one per line")))
     return problems, len(seen)
 
 
-def _check_line(line: bytes, endpoint: str, config: ServerConfig, seen: set[str]) -> str:
+def _check(line: Any, endpoint: str, seen: set[str]) -> str:
     """The request's id. Raises BadRequest."""
-    most, most_commas = config.max_message_bytes // _AT_ONCE, config.max_prompt_chars + MAX_FIELDS
-    if len(line) > most or line.count(b",") > most_commas:
-        raise BadRequest(f"the line has {len(line)} bytes; at most {most}, and {most_commas} commas, are allowed")
     try:
-        found = BatchLine.model_validate(json.loads(line))
+        found = BatchLine.model_validate(line)
         if found.custom_id in seen:
             raise BadRequest(f"custom_id {found.custom_id[:64]!r} occurs twice", field="custom_id")
         if found.url != endpoint:
@@ -214,14 +205,9 @@ def _check_line(line: bytes, endpoint: str, config: ServerConfig, seen: set[str]
     except ValidationError as error:
         field, message = first_problem(error.errors())
         raise BadRequest(message, field=field) from error
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the line is not JSON ({error}); write one object per line") from error
     return found.custom_id
 
 
-def _problem(message: str, line: int | None = None, param: str | None = None) -> dict[str, Any]:
-    """An error of a batch. Texts of the caller may have unpaired surrogates, which cannot be encoded."""
-    fields = {"code": BadRequest.code, "message": message, "line": line, "param": param}
-    return {
-        name: each.encode(errors="replace").decode() if isinstance(each, str) else each for name, each in fields.items()
-    }
+def _problem(error: VLoraError, line: int | None = None) -> dict[str, Any]:
+    shown = error_body(error, param=error.field if isinstance(error, BadRequest) else None)["error"]
+    return {**msgspec.to_builtins(shown), "line": line}

@@ -1,7 +1,6 @@
-"""Uploaded files and the records of batches, in a folder that outlives the server.
+"""Uploaded files and batches, in a folder that outlives the server: records in `ID.json`, contents of files in `ID`.
 
-A file has its content under its id and its record in `ID.json`; a batch has a record only. A content without a record
-was being uploaded, or has the results of a batch that has not ended.
+A content without a record was being uploaded, or has the results of a batch that has not ended.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from vlora.run_folder import lock_folder, remove_unfinished, sync, whole, write_
 from vlora.server.security.access import is_admin
 
 _MAX_RECORDS = 2000
-_WINDOW_S = 24 * 3600  # of a batch, as in OpenAI's API
+_WINDOW_S, _KEPT_S = 24 * 3600, 30 * 24 * 3600  # of a batch, and of files, as in OpenAI's API
 
 Status = Literal["validating", "failed", "in_progress", "completed", "expired", "cancelling", "cancelled"]
 
@@ -95,7 +94,6 @@ class FileStore:
             self.close = stack.pop_all().close
 
     def path(self, file_id: str) -> Path:
-        """Where the content of a file is. file_id: of a record."""
         return self._folder / file_id
 
     def size(self, file_id: str) -> int:
@@ -110,6 +108,7 @@ class FileStore:
 
     def find(self, kind: type[Record], name: str, caller: Token | None) -> Record:
         """Raises UnknownFile, also for a record of another token."""
+        self._remove_expired()
         for each in self.all(kind, caller):
             if each.id == name:
                 return each
@@ -117,6 +116,7 @@ class FileStore:
 
     def check_room(self, num_bytes: int = 0) -> None:
         """Raises OverCapacity if there is no room for a batch, or a file of this size."""
+        self._remove_expired()
         used, most = sum(map(self.size, self._names())), self._config.max_file_bytes
         if len(self._records) >= _MAX_RECORDS or used + num_bytes > most:
             raise OverCapacity(
@@ -129,10 +129,9 @@ class FileStore:
         with writing(self._folder), whole(self.path(file_id)) as part, open(part, "xb") as file:
             shutil.copyfileobj(content, file)
 
-    def add(self, file_id: str, kept_s: float = 1e9, **fields: Any) -> StoredFile:
+    def add(self, file_id: str, kept_s: int = _KEPT_S, **fields: Any) -> StoredFile:
         now, size = int(self.clock()), self.size(file_id)
-        until = now + int(min(kept_s, self._config.keep_files_s))
-        return self._save(StoredFile(id=file_id, bytes=size, created_at=now, expires_at=until, **fields))
+        return self._save(StoredFile(id=file_id, bytes=size, created_at=now, expires_at=now + kept_s, **fields))
 
     def create_batch(self, **fields: Any) -> StoredBatch:
         self.check_room()
@@ -151,25 +150,25 @@ class FileStore:
 
     def delete(self, file: StoredFile) -> None:
         """Raises BadRequest if a batch needs the file."""
-        for batch in self.all(StoredBatch):
-            if batch.input_file_id == file.id and not batch.ended:
-                raise BadRequest(f"batch {batch.id!r} reads file {file.id!r}; cancel it, or wait until it has ended")
+        if (batch := self._readers().get(file.id)) is not None:
+            raise BadRequest(f"batch {batch!r} reads file {file.id!r}; cancel it, or wait until it has ended")
         self._forget(file)
         self.path(file.id).unlink(missing_ok=True)
 
-    def remove_expired(self) -> None:
-        """Delete files that have expired, and batches as long after their day."""
-        now = self.clock()
+    def _remove_expired(self) -> None:
+        """Also batches, as long after their end at the latest."""
+        needed, now = self._readers(), self.clock()
         for file in self.all(StoredFile):
-            if file.expires_at <= now:
-                with contextlib.suppress(BadRequest):
-                    self.delete(file)
+            if file.expires_at <= now and file.id not in needed:
+                self.delete(file)
         for batch in self.all(StoredBatch):
-            if batch.ended and batch.expires_at + self._config.keep_files_s <= now:
+            if batch.ended and batch.expires_at + _KEPT_S <= now:
                 self._forget(batch)
 
+    def _readers(self) -> dict[str, str]:
+        return {each.input_file_id: each.id for each in self.all(StoredBatch) if not each.ended}
+
     def _names(self) -> set[str]:
-        """Of all records, and of the results of batches."""
         return {*self._records, *(name for each in self.all(StoredBatch) for name in each.results.values())}
 
     def _forget(self, record: StoredFile | StoredBatch) -> None:

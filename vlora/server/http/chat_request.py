@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -57,7 +56,10 @@ class VideoPart(StrictModel):
 
 
 class ChatMessage(StrictModel):
-    """An assistant message may have tool calls in place of content; a tool message holds a call's result."""
+    """An assistant message may have tool calls in place of content; a tool message holds a call's result. name labels
+    the speaker; clients copy empty annotations from answers."""
+
+    WITHOUT_EFFECT: ClassVar = {"annotations": ([],)}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
@@ -69,11 +71,7 @@ class ChatMessage(StrictModel):
     ) = ""
     tool_calls: list[ToolCall] = Field([], max_length=MAX_TOOLS, fail_fast=True)
     tool_call_id: str = ""
-
-    @classmethod
-    def has_no_effect(cls, name: str, value: Any) -> bool:
-        """Accept `name`, which only labels the speaker, and empty `annotations`, which clients copy from answers."""
-        return value is None or name == "name" or (name == "annotations" and value == [])
+    name: str | None = None
 
     @model_validator(mode="after")
     def check_role(self) -> Self:
@@ -93,11 +91,7 @@ class ChatRequest(SamplingFields):
     """The supported part of OpenAI's chat completion request. answer: whether the domain's head or words answer, not
     part of OpenAI's API; by default the way that was more accurate on validation data."""
 
-    WITHOUT_EFFECT: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-    }
+    WITHOUT_EFFECT: ClassVar = {"functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],)}
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, le=MAX_TOKENS)

@@ -33,7 +33,7 @@ class ChatResponseBuilder:
                 "index": index,
                 **self._message(answer),
                 "logprobs": self._scores(answer.logprobs),
-                **_how(answer),
+                **how(answer),
             }
             for index, answer in enumerate(answers)
         ]
@@ -66,7 +66,7 @@ class ChatResponseBuilder:
         text = "" if reader is None else reader.finish()
         called = reader is not None and reader.num_calls > 0
         delta = {"content": text} if text else {}
-        return self._event(index, delta, finish_reason=_reason(answer, called), **_how(answer))
+        return self._event(index, delta, finish_reason=_reason(answer, called), **how(answer))
 
     def usage(self, answers: Sequence[Answer]) -> bytes:
         """The last event of a stream with usage."""
@@ -148,7 +148,7 @@ def usage(answers: Sequence[Answer], num_choices: int | None = None) -> dict[str
     }
 
 
-def _how(answer: Answer) -> dict[str, Any]:
+def how(answer: Answer) -> dict[str, Any]:
     """Which way answered, not part of OpenAI's API."""
     how = {"answered_by": answer.answered_by, "confidence": answer.confidence, "domain": answer.domain}
     return how if answer.result is None else {**how, "head": head_json(answer.result)}

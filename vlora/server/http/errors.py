@@ -126,7 +126,7 @@ def first_problem(problems: Sequence[Any]) -> tuple[str | None, str]:
         if others and others[0]["loc"][:-1] == field and others[0]["type"] in _CONTAINERS:
             also = pydantic_errors.EXPECTED[others[0]["type"].removesuffix("_type")]
         elif others:
-            problem = others[0]
+            return first_problem(others)
     field_name = ".".join(map(str, _steps(problem["loc"]))) or None
     if problem["type"] == "extra_forbidden":
         return field_name, f"{field_name}: this field is not supported"

@@ -54,8 +54,7 @@ class ScaleBody(StrictModel):
 
 class Row(NamedTuple):
     """A route. status: of a success. fixed: fields of the operation. body: a model of the others. name: for OpenAPI's
-    operation id, if it is not the operation's. names: in the body, of the operation's fields. more: fields of the body
-    only, with their defaults. text: the answer, in place of the operation's result."""
+    operation id, if it is not the operation's. names: vLLM's, of the operation's fields. more: vLLM's others."""
 
     method: str
     path: str
@@ -66,11 +65,13 @@ class Row(NamedTuple):
     name: str = ""
     names: Mapping[str, str] = {}
     more: Mapping[str, tuple[Any, Any]] = {}
-    text: str = ""
 
 
 _PIN = ADAPTER_PATHS + "/{name}/pin"
 _DRAIN = CLUSTER_PATHS + "/replicas/{name}/drain"
+_LORA = {"name": "lora_name", "path": "lora_path"}
+_IN_PLACE, _NUMBER = {"load_inplace": (bool, False)}, {"lora_int_id": (int | None, None)}
+_LOADED = "has already been loaded. If you want to load the adapter in place, set 'load_inplace' to True."
 
 ROWS = (
     Row("GET", ADAPTER_PATHS, op.GetAdapters, name="adapters"),
@@ -89,20 +90,8 @@ ROWS = (
     Row("PUT", CLUSTER_PATHS + "/scale", op.Scale, body=ScaleBody),
     Row("PUT", _DRAIN, op.DrainReplica, name="drain"),
     Row("DELETE", _DRAIN, op.ResumeReplica, name="resume"),
-    Row(
-        *("POST", LORA_PATHS[0], op.LoadAdapter),
-        name="load_lora_adapter",
-        names={"name": "lora_name", "path": "lora_path"},
-        more={"load_inplace": (bool, False)},
-        text="Success: LoRA adapter '{name}' added successfully.",
-    ),
-    Row(
-        *("POST", LORA_PATHS[1], op.UnloadAdapter),
-        name="unload_lora_adapter",
-        names={"name": "lora_name"},
-        more={"lora_int_id": (int | None, None)},
-        text="Success: LoRA adapter '{name}' removed successfully.",
-    ),
+    Row("POST", LORA_PATHS[0], op.LoadAdapter, name="load_lora_adapter", names=_LORA, more=_IN_PLACE),
+    Row("POST", LORA_PATHS[1], op.UnloadAdapter, name="unload_lora_adapter", names=_LORA, more=_NUMBER),
 )
 
 _TEXTS = {
@@ -152,15 +141,19 @@ def _endpoint(front_end: FrontEnd, row: Row) -> Callable[..., Coroutine[Any, Any
             fields |= {"request_id": choice_id(re.sub("^chatcmpl-", "", body.id), body.choice), "label": body.label}
         elif body is not None:
             given = body.model_dump()
-            if given.get("load_inplace") is False:
-                await _check_unused(front_end, given["lora_name"])
+            names = (
+                [each.name for each in await front_end.adapters.list()] if given.get("load_inplace") is False else ()
+            )
+            if given.get("lora_name") in names:
+                raise BadRequest(f"The lora adapter '{given['lora_name']}' {_LOADED}", field="lora_name")
             own = {row.names.get(name, name): name for name in row.operation.__struct_fields__}
             fields |= {own[name]: value for name, value in given.items() if name in own}
         caller = caller_of(request)
         operation = row.operation(**row.fixed, **fields)
-        if row.text:
+        if row.names:
             await perform(front_end, operation, caller)
-            return PlainTextResponse(row.text.format_map(fields), row.status)
+            done = "added" if row.operation is op.LoadAdapter else "removed"
+            return PlainTextResponse(f"Success: LoRA adapter '{fields['name']}' {done} successfully.")
         return await _response(front_end, row, await perform(front_end, operation, caller), caller)
 
     call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -170,16 +163,6 @@ def _endpoint(front_end: FrontEnd, row: Row) -> Callable[..., Coroutine[Any, Any
         ]
     )
     return call
-
-
-async def _check_unused(front_end: FrontEnd, name: str) -> None:
-    """Raises BadRequest, with vLLM's words, for the name of an adapter."""
-    if any(status.name == name for status in await front_end.adapters.list()):
-        raise BadRequest(
-            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
-            "'load_inplace' to True.",
-            field="lora_name",
-        )
 
 
 def _default(value: Any) -> Any:

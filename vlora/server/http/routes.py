@@ -34,6 +34,7 @@ from vlora.server.http.chat_response import ChatResponseBuilder, event, head_jso
 from vlora.server.http.errors import ErrorBody, add_error_handlers, error_body
 from vlora.server.http.middleware import with_checks
 from vlora.server.http.operator_routes import add_operator_routes
+from vlora.server.http.responses import ResponsesBuilder, ResponsesRequest
 from vlora.server.http.sampling_fields import SamplingFields, ServiceLevelFields, StrictModel
 from vlora.server.http.text_completions import CompletionRequest, TextResponseBuilder
 from vlora.server.http.tools import as_messages
@@ -50,7 +51,7 @@ _OPENAI_NAMES = {"prompt": "messages", "adapter": "model"}
 """Front end field -> field of chat completions."""
 
 Parts = AsyncGenerator[tuple[int, Piece | Answer], None]
-ResponseBuilder = ChatResponseBuilder | TextResponseBuilder
+ResponseBuilder = ChatResponseBuilder | TextResponseBuilder | ResponsesBuilder
 
 
 class HeadRequest(ServiceLevelFields):
@@ -212,6 +213,7 @@ class CompletionRoutes:
         router = APIRouter(route_class=BodyRoute)
         router.post("/v1/chat/completions")(self.chat)
         router.post("/v1/completions")(self.complete)
+        router.post("/v1/responses")(self.respond)
         app.include_router(router)
         app.post("/v1/heads")(self.ask_heads)
         app.post("/v1/heads/{adapter}/{head}")(self.ask_head)
@@ -231,6 +233,18 @@ class CompletionRoutes:
             return await _respond(body, request, builder, parts, body.n)
         except BadRequest as error:
             error.field = _OPENAI_NAMES.get(error.field or "", error.field)
+            raise
+
+    async def respond(self, body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation in the form of OpenAI's responses, as one or as server-sent events; nothing is kept."""
+        chat, name = body.as_chat(), uuid.uuid4().hex
+        try:
+            prompt, images = self._read_prompt(chat)
+            parts = self._generate(chat, prompt, images, chat.sampling(), request, name)
+            return await _respond(chat, request, ResponsesBuilder(name, int(time.time()), body), parts, 1)
+        except BadRequest as error:
+            names = {"prompt": "input", "adapter": "model", "response_format": "text"}
+            error.field = names.get(error.field or "", error.field)
             raise
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:

@@ -23,6 +23,7 @@ _LABELS = frozenset(
 _INSTEAD = {
     "bad_words": "forbid tokens with logit_bias",
     "best_of": "use n",
+    "conversation": "send the whole conversation",
     "chat_template": "the server uses the template of the model's folder",
     "function_call": "use tool_choice",
     "functions": "use tools",
@@ -33,11 +34,13 @@ _INSTEAD = {
     "length_penalty": "beam search is not supported; use n and temperature",
     "modalities": "answers are text; leave it out",
     "audio": "answers are text; leave it out",
+    "previous_response_id": "send the whole conversation",
     "prediction": "leave it out; answers are the same without it",
     "prompt_logprobs": "logprobs covers the answer's tokens",
     "reasoning_effort": "leave it out; ask for the reasoning in the prompt",
     "stop_token_ids": "use stop",
     "structured_outputs": "use response_format with type 'json_schema'",
+    "tools": "use /v1/chat/completions",
     "suffix": "text is completed at its end only; leave it out",
     "truncate_prompt_tokens": "shorten the prompt",
     "use_beam_search": "beam search is not supported; use n and temperature",
@@ -50,9 +53,11 @@ _INSTEAD = {
 class StrictModel(BaseModel):
     """A model that refuses unknown fields, because ignoring one would change the answer. null is a field's default.
 
-    Errors name only the first unknown field: a body may have a million of them.
+    WITHOUT_EFFECT: unsupported fields, with the values that have no effect. Errors name only the first unknown field: a
+    body may have a million of them.
     """
 
+    WITHOUT_EFFECT: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
@@ -67,7 +72,7 @@ class StrictModel(BaseModel):
     @classmethod
     def has_no_effect(cls, name: str, value: Any) -> bool:
         """Whether a field's value equals the behaviour without the field."""
-        return value is None
+        return value is None or value in cls.WITHOUT_EFFECT.get(name, ())
 
 
 class ServiceLevelFields(StrictModel):
@@ -84,12 +89,10 @@ class StreamOptions(StrictModel):
     """include_usage: the last event of the stream has the token counts. continuous_usage_stats: each event has the
     counts so far (vLLM extension)."""
 
+    WITHOUT_EFFECT: ClassVar = {"include_obfuscation": (False,)}
+
     include_usage: bool = False
     continuous_usage_stats: bool = False
-
-    @classmethod
-    def has_no_effect(cls, name: str, value: Any) -> bool:
-        return value is None or (name == "include_obfuscation" and value is False)
 
 
 def _model_name(value: Any) -> Any:
@@ -107,19 +110,31 @@ _MODEL_SCHEMA = {
 }
 
 
-class SamplingFields(ServiceLevelFields):
+class RequestFields(ServiceLevelFields):
     """A request for text. model: the base model's name, an adapter's or a composition's. max_ttft_s: bound on the time
-    to first token, in seconds. ignore_eos, min_tokens, top_k, min_p, repetition_penalty: as in vLLM."""
-
-    WITHOUT_EFFECT: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Unsupported fields, with the values that have no effect."""
+    to first token, in seconds."""
 
     model: Annotated[str, BeforeValidator(_model_name), WithJsonSchema(_MODEL_SCHEMA)]
+    temperature: float = 0.0
+    top_p: float = 1.0
+    stream: bool = False
+    max_ttft_s: float | None = Field(None, gt=0)
+
+    @classmethod
+    def has_no_effect(cls, name: str, value: Any) -> bool:
+        if name in _LABELS or super().has_no_effect(name, value):
+            return True
+        if name in _INSTEAD and name not in cls.model_fields:
+            raise BadRequest(f"{name}: this field is not supported; {_INSTEAD[name]}", field=name)
+        return False
+
+
+class SamplingFields(RequestFields):
+    """ignore_eos, min_tokens, top_k, min_p, repetition_penalty: as in vLLM."""
+
     max_tokens: int | None = Field(None, le=MAX_TOKENS)
     min_tokens: int = Field(0, le=MAX_TOKENS)
     ignore_eos: bool = False
-    temperature: float = 0.0
-    top_p: float = 1.0
     top_k: int = Field(0, ge=-1, le=MAX_TOKENS)
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -129,17 +144,7 @@ class SamplingFields(ServiceLevelFields):
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    max_ttft_s: float | None = Field(None, gt=0)
-
-    @classmethod
-    def has_no_effect(cls, name: str, value: Any) -> bool:
-        if value is None or name in _LABELS or value in cls.WITHOUT_EFFECT.get(name, ()):
-            return True
-        if name in _INSTEAD and name not in cls.model_fields:
-            raise BadRequest(f"{name}: this field is not supported; {_INSTEAD[name]}", field=name)
-        return False
 
     def sampling_of(
         self, max_tokens: int | None, *, name: str = "max_tokens", logprobs: int | None, grammar: str | None = None

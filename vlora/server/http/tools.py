@@ -69,14 +69,12 @@ class CalledFunction(StrictModel):
 
 
 class ToolCall(StrictModel):
+    """index: of streamed calls, which clients send back."""
+
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
-
-    @classmethod
-    def has_no_effect(cls, name: str, value: Any) -> bool:
-        """Accept the index of streamed calls, which clients send back."""
-        return value is None or name == "index"
+    index: int | None = None
 
     def as_value(self) -> dict[str, Any]:
         """The call for a chat template. Raises BadRequest when the arguments are not a JSON object."""
