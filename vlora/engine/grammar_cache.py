@@ -67,8 +67,8 @@ class GrammarCache:
 
 
 def grammar_of(request: Request) -> str | None:
-    """The grammar that a request's answer must match; a head's answer has none."""
-    return request.sampling.grammar if request.head is None else None
+    """The grammar that a request's answer must match; an answer in one pass has none."""
+    return None if request.in_one_pass else request.sampling.grammar
 
 
 class GrammarHook:

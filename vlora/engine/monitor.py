@@ -116,6 +116,7 @@ class Monitor:
         vision, loader = self._device.vision, self._loader
         return msgspec.structs.replace(
             self._scheduler.stats(self._config.model),
+            max_context=self._device.limits.max_context,
             arena_bytes=self._allocator.num_pages * PAGE_BYTES,
             kv_bytes=len(self._allocator.taken_blocks) * block_bytes,
             cached_kv_bytes=self._block_manager.num_cached_blocks * block_bytes,

@@ -55,7 +55,7 @@ class RequestChecks:
             request,
             adapter=key,
             max_ttft_s=self._max_ttft_s if request.max_ttft_s is None else request.max_ttft_s,
-            read_from=self._first_image_token(request, adapter),
+            read_from=0 if request.pooling == "mean" else self._first_image_token(request, adapter),
             adapter_from=start or 0,
             vision=tuple(
                 msgspec.structs.replace(item, num_patches=encode_patches(self._hf_model.config, item))
@@ -75,7 +75,7 @@ class RequestChecks:
             raise BadRequest(
                 f"logit_bias has token id {biased}; this model's ids run from 0 to {vocab - 1}", field="logit_bias"
             )
-        answer = 0 if request.head is not None else request.sampling.max_tokens
+        answer = 0 if request.in_one_pass else request.sampling.max_tokens
         if len(request.prompt_ids) + answer > self._limits.max_context:
             raise PromptTooLong(
                 f"the prompt has {len(request.prompt_ids)} tokens and up to {answer} output tokens are requested, "
@@ -94,8 +94,9 @@ class RequestChecks:
             return
         vocab, limit = self._hf_model.embed.weight.shape[0], request.sampling.max_tokens
         why = None
-        if request.head is not None:
-            why = f"head {request.head!r} answers in one pass; omit the tokens"
+        if request.in_one_pass:
+            what = "an embedding" if request.head is None else f"head {request.head!r}"
+            why = f"{what} answers in one pass; omit the tokens"
         elif len(answered) >= limit:
             why = f"max_tokens is {limit}, so the answer is complete"
         elif (wrong := next((token for token in answered if not 0 <= token < vocab), None)) is not None:

@@ -43,7 +43,7 @@ class StepsAhead:
     def add(self, request: Request) -> None:
         sampling = request.sampling
         if (
-            request.head is None
+            not request.in_one_pass
             and sampling.grammar is None
             and sampling.logprobs is None
             and sampling.repetition_penalty == 1

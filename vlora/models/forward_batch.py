@@ -26,7 +26,7 @@ _MOST_PADDING = 1.25
 class Row:
     """One request in the packed batch: rows [start, stop) hold its tokens [first, last).
 
-    context: base KV rows of its tokens [0, last). answers: whether the step produces a token or a head's answer.
+    context: base KV rows of its tokens [0, last). answers: whether the step produces a token or the answer in one pass.
     """
 
     state: RequestState
@@ -40,7 +40,7 @@ class Row:
 
     def read(self) -> np.ndarray:
         """Batch indices of its tokens with a final hidden state that is read, ascending."""
-        if self.state.request.head is None:
+        if not self.state.request.in_one_pass:
             return np.arange(self.stop - self.answers, self.stop)  # the last token, or none
         first, stop = np.searchsorted(self.state.head_tokens, (self.first, self.last))
         return self.state.head_tokens[first:stop] - self.first + self.start
@@ -66,7 +66,7 @@ class ForwardBatch:
     """Packed arrays of one step, in the order of `items`.
 
     Attributes:
-        head_rows: Rows with a token that the request's task head reads, or with its answer.
+        head_rows: Rows with a token that the request's task head or embedding reads, or with its answer.
         text_index: The places of their last tokens in the batch, on the model's device.
         draws: On a GPU the `draw_table` of the text rows, if any of them is not greedy.
         logits: Of the text rows, float32 [n, vocab]; None before they are computed.
@@ -90,8 +90,8 @@ class ForwardBatch:
             row = Row(state, item.adapter, start, start + item.num_tokens, item.start, last, context, item.answers)
             self.rows.append(row)
             start = row.stop
-        self.text = [row for row in self.rows if row.answers and row.state.request.head is None]
-        headed = (row for row in self.rows if row.state.request.head is not None)
+        self.text = [row for row in self.rows if row.answers and not row.state.request.in_one_pass]
+        headed = (row for row in self.rows if row.state.request.in_one_pass)
         self.head_rows = [row for row in headed if row.answers or len(row.read())]
         self.num_tokens = start
         self.token_ids = np.empty(start, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Task heads in one step: their logits over the hidden states they read, kept until a prompt is complete."""
+"""Answers in one pass: the logits of task heads and the states of embeddings, kept until a prompt is complete."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 import atmm
 from heads import Answer, TaskHead
@@ -21,22 +22,27 @@ from vlora.types import ErrorValue, FoundBox, HeadAnswer
 def read_heads(
     hidden: torch.Tensor, packed: ForwardBatch, pool: AdapterPool, config: Any
 ) -> tuple[dict[str, HeadAnswer], dict[str, ErrorValue]]:
-    """Read all heads of all adapters in one call, at least one.
+    """Read all heads of all adapters in one call, and the states for embeddings in another one.
 
-    A prompt may be computed in chunks. For a head over image tokens, each step reads the tokens that it computed.
+    A prompt may be computed in chunks. For several tokens of it, each step reads those that it computed.
 
     Returns:
         By request id: the answers of requests that reach the end of their prompt in this step, and the errors of
         requests that failed alone.
     """
     rows: dict[_Key, list[Row]] = {}
+    pooled: list[Row] = []
     for row in packed.head_rows:
         request = row.state.request
-        assert request.adapter is not None and request.head is not None
-        rows.setdefault((request.adapter, request.head), []).append(row)
+        if request.adapter is not None and request.head is not None:
+            rows.setdefault((request.adapter, request.head), []).append(row)
+        else:
+            pooled.append(row)
+    if pooled:
+        _add_states(hidden, pooled)
     heads = {key: pool.head(*key) for key in rows}
     read = {key: [_read_now(row) for row in members] for key, members in rows.items()}
-    for key, together in _logits(hidden, packed.inputs, heads, read).items():
+    for key, together in _logits(hidden, packed.inputs, heads, read).items() if rows else ():
         head = heads[key]
         parts = together.float().cpu().split([len(r.rows) for r in read[key]])
         for row, now, part in zip(rows[key], read[key], parts, strict=True):
@@ -44,14 +50,17 @@ def read_heads(
     answers: dict[str, HeadAnswer] = {}
     errors: dict[str, ErrorValue] = {}
     for row in filter(lambda row: row.answers, packed.head_rows):
-        request = row.state.request
-        assert request.adapter is not None and request.head is not None and row.state.head_logits is not None
-        head = heads[request.adapter, request.head]
-        if torch.isfinite(row.state.head_logits).all():
-            answers[request.request_id] = _answer(row.state, head, config)
-        else:
-            error = StepFailed(f"head {request.head!r} returned values that are not finite for this input")
+        request, found = row.state.request, row.state.head_logits
+        assert found is not None
+        if not torch.isfinite(found).all():
+            what = "the model" if request.head is None else f"head {request.head!r}"
+            error = StepFailed(f"{what} returned values that are not finite for this input")
             errors[request.request_id] = ErrorValue.of(error)
+        elif request.adapter is not None and request.head is not None:
+            answers[request.request_id] = _answer(row.state, heads[request.adapter, request.head], config)
+        else:
+            own: dict[str, Any] = {"task": "embedding", "label": "", "confidence": 1.0, "labels": ()}
+            answers[request.request_id] = HeadAnswer(**own, values=tuple(F.normalize(found[0], dim=0).tolist()))
     return answers, errors
 
 
@@ -72,6 +81,16 @@ def _logits(
     )
     of_inputs = {key: heads[key].logits(inputs.index_select(0, rows[key])) for key in heads if key not in of_states}
     return dict(zip(of_states, found, strict=True)) | of_inputs
+
+
+def _add_states(hidden: torch.Tensor, rows: Sequence[Row]) -> None:
+    """Add the states that embeddings read in this step. After a preemption, a sum starts again with its first token."""
+    spans = [row.read() for row in rows]  # each is contiguous
+    sums = torch.stack([hidden[span[0] : span[-1] + 1].float().sum(0) for span in spans]).cpu()
+    for row, found in zip(rows, sums, strict=True):
+        before = row.state.head_logits
+        starts = before is None or row.first <= row.state.head_tokens[0]
+        row.state.head_logits = found[None] if starts else before + found
 
 
 class _ReadNow(NamedTuple):

@@ -62,8 +62,9 @@ class RequestState:
     """A request's tokens, embeddings and intermediate results.
 
     tokens: prompt and answer so far. positions, visual: set once the request is prepared. head_logits: [tokens,
-    outputs] on the host for the tokens that the request's head reads, filled as they are computed; None before the
-    first. features: embeddings by index in `Request.vision`, kept until all of them are in `visual`.
+    outputs] on the host for the tokens that the request's head reads, filled as they are computed; for an embedding
+    [1, hidden], the sum of the states read so far; None before the first. features: embeddings by index in
+    `Request.vision`, kept until all of them are in `visual`.
 
     Args:
         vision_key: Key of the adapter that applies to the vision side, or None.
@@ -101,9 +102,11 @@ class RequestState:
 
     @functools.cached_property
     def head_tokens(self) -> np.ndarray:
-        """Indices in the prompt of the tokens that the request's head reads, in order; none without a head."""
-        if self.request.head is None:
+        """Indices in the prompt of the tokens that its head or embedding reads, in order; none for a text."""
+        if not self.request.in_one_pass:
             return np.empty(0, dtype=np.int64)
+        if self.request.pooling == "mean":
+            return np.arange(len(self.request.prompt_ids))
         if self.request.read_from is None:
             return np.array([len(self.request.prompt_ids) - 1])
         return self.visual_tokens

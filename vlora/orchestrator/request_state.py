@@ -96,7 +96,7 @@ class TrackedRequest:
         self.request = request
         self.request_id = request.request_id
         self.adapter = request.adapter
-        self.is_head = request.head is not None
+        self.is_head = request.in_one_pass
         self.held = False
         self.images: list[Image] = []
         self.priority = request.priority

@@ -41,7 +41,7 @@ class FoundBox(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeadAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of a task head.
+    """The answer of a task head, or an embedding.
 
     label: the answer in a few words, for every task. confidence: estimated probability that it is right, 0 to 1.
     labels: the head's labels, which may differ in another version of the adapter. The other fields depend on the task:
@@ -50,7 +50,8 @@ class HeadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     * counting: count, and the probabilities of 0, 1, 2, ... in scores;
     * multi_label: chosen, the ids of all labels that apply, and every label's own probability in scores;
     * regression: values, one per label, and the standard deviation of each value's error in deviations;
-    * detection: boxes, in order of decreasing score.
+    * detection: boxes, in order of decreasing score;
+    * embedding: values, the pooled state with length 1; it has no label.
     """
 
     task: str

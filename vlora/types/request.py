@@ -26,7 +26,12 @@ MAX_PENALTY = 2.0  # OpenAI's range of frequency_penalty and presence_penalty
 MAX_LOGIT_BIAS = 100.0  # OpenAI's range
 MAX_BIASED_TOKENS = 1024
 MAX_ITEMS = 4096  # of a list in a message; other limits are lower
+MAX_INPUTS = 1024  # of one call for embeddings or scores
 MAX_VISUALS = 256  # images and videos of a request, and frames of a video: their product bounds a message
+
+
+Pooling = Literal["last", "mean"]
+"""How the states of a prompt's tokens become its embedding: that of the last token, or the mean of all of them."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,6 +144,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     adapter: None uses the base model. Several adapters are composed: `a+b`, or `adapter_name` of weights.
     head: None generates text; otherwise the adapter's task head of that name answers in one pass.
+    pooling: the answer is the prompt's embedding, in one pass too.
     max_latency_s: bound on the whole request, or None. If it is missed, the request fails.
     max_ttft_s: bound on the first token, or on the head's answer, or None. A request that cannot meet a bound is
     rejected up front; an admitted request is answered even if its first token is late.
@@ -148,7 +154,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     answered: tokens of the answer that another engine has computed; this one returns the later ones. Set the seed too.
     adapter_version: content hash that the adapter must have; None allows any.
     read_from: index of the first prompt token with a hidden state that is read. KV from there on is not reused. The
-    engine sets it for heads that read image tokens; None is the last token.
+    engine sets it for heads that read image tokens, and for the mean of all; None is the last token.
     adapter_from: index of the first token that the adapter applies to; the base model computes those before it. The
     engine sets it for activated adapters (aLoRA).
     """
@@ -158,6 +164,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     vision: tuple[VisionInput, ...] = ()
     adapter: str | None = None
     head: str | None = None
+    pooling: Pooling | None = None
     sampling: SamplingParams = SamplingParams()
     max_latency_s: float | None = None
     max_ttft_s: float | None = None
@@ -178,6 +185,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             if (bound := getattr(self, field)) is not None and not bound > 0:
                 raise BadRequest(f"{field} is {bound}; it must be above 0")
         check_priority(self.priority)
+
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether the pass over the prompt gives the whole answer: a head's, or an embedding."""
+        return self.head is not None or self.pooling is not None
 
 
 def seed_of(request_id: str, params: SamplingParams) -> int:

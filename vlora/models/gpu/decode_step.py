@@ -246,4 +246,4 @@ def _decodes(row: Row) -> bool:
     """Whether a row is a single token with an embedding of the model's table, from which a token is sampled."""
     visual = row.state.visual
     is_text = visual is None or row.first >= len(visual.before) - 1
-    return row.stop - row.start == 1 and row.answers and row.state.request.head is None and is_text
+    return row.stop - row.start == 1 and row.answers and not row.state.request.in_one_pass and is_text
