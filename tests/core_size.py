@@ -44,12 +44,12 @@ class Budget(NamedTuple):
 
 
 BUDGETS = (
-    Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_296, 2_200),
-    Budget("vlora/client", 1_740, 900),
-    Budget("vlora/server", 8_572, 4_900),
+    Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_311, 2_200),
+    Budget("vlora/client", 1_844, 900),
+    Budget("vlora/server", 8_894, 4_900),
     Budget("vlora/engine vlora/parallel", 6_760, 4_900),
     Budget("vlora/orchestrator vlora/routing", 5_480, 4_000),
-    Budget("vlora/memory vlora/lora vlora/models", 11_530, 8_300),
+    Budget("vlora/memory vlora/lora vlora/models", 11_558, 8_300),
     Budget("vlora/cluster", 6_239, 3_700),
     Budget("vlora/wire", 880, 1_000),
     Budget("vlora/split", 2_580, 1_600),

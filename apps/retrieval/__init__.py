@@ -13,19 +13,17 @@
 
 from apps.retrieval.contact_sheet import check_sheet, clock, write_sheet
 from apps.retrieval.indexing import IndexCounts, IndexedClip, describing_adapters, make_settings, update_index
-from apps.retrieval.ranking import NUM_CANDIDATES, QUESTION, Hit, ask_for, clips_inside, search, vqa_score
+from apps.retrieval.ranking import NUM_CANDIDATES, Hit, clips_inside, search
 from apps.retrieval.store import IndexSettings, RetrievalIndex, Statement, check_settings
 
 __all__ = [
     "NUM_CANDIDATES",
-    "QUESTION",
     "Hit",
     "IndexCounts",
     "IndexSettings",
     "IndexedClip",
     "RetrievalIndex",
     "Statement",
-    "ask_for",
     "check_settings",
     "check_sheet",
     "clips_inside",
@@ -34,6 +32,5 @@ __all__ = [
     "make_settings",
     "search",
     "update_index",
-    "vqa_score",
     "write_sheet",
 ]

@@ -22,12 +22,10 @@ from apps.retrieval.indexing import check_model, check_versions
 from apps.retrieval.store import RetrievalIndex, Statement, StoredClip
 from apps.video_analytics.asked import by_name, find_groups, heads_of
 from apps.video_analytics.sampling import spread
-from vlora.client import Answer, Client
-from vlora.errors import BadConfig, BadRequest
-from vlora.types import MAX_LOGPROBS
+from vlora.client import Client
+from vlora.client.inputs import PICTURE_QUESTION, question_about
+from vlora.errors import BadConfig
 
-QUESTION = "Is there {}?"
-"""Asked about each candidate, with the query in the place of the braces."""
 NUM_CANDIDATES = 100
 
 _TO_TWELVE = "zero one two three four five six seven eight nine ten eleven twelve"
@@ -165,7 +163,7 @@ def search(
     query: str,
     *,
     adapter: str | None = None,
-    question: str = QUESTION,
+    question: str = PICTURE_QUESTION,
     num_frames: int | None = None,
     num_candidates: int = NUM_CANDIDATES,
     inside: Sequence[str | Path] = (),
@@ -193,7 +191,7 @@ def search(
         BadConfig: the index was made with another model or another version of an adapter, or contains no clip.
         UnknownAdapter: the server does not have the adapter.
     """
-    asked = ask_for(query, question)
+    asked = question_about(query, question)
     check_model(client, index)
     if adapter is not None:
         find_groups(client, [adapter], [], [asked])
@@ -284,29 +282,12 @@ def _log_odds(probability: np.ndarray, doubt: np.ndarray) -> np.ndarray:
     return odds
 
 
-def ask_for(query: str, question: str) -> str:
-    """The question about a query. Raises BadRequest."""
-    if not query.strip():
-        raise BadRequest("the query is empty; write what to look for, such as 'a white car turning left'")
-    if question.count("{}") != 1:
-        raise BadRequest(f"the question is {question!r}; write {{}} once, in the place of the query")
-    return question.replace("{}", " ".join(query.split()))
-
-
 def select_candidates(clips: Sequence[StoredClip], scores: Mapping[int, float], most: int) -> list[StoredClip]:
     """At most `most` clips: those with a score, best first, then others evenly over all files."""
     found = sorted((clip for clip in clips if clip.id in scores), key=lambda clip: -scores[clip.id])[:most]
     others = [clip for clip in clips if clip.id not in scores]
     free = min(most - len(found), len(others))
     return found + ([others[place] for place in sorted(set(spread(free, len(others))))] if free else [])
-
-
-def vqa_score(answer: Answer) -> float:
-    """P("yes") of the first token, over its spellings among the most likely tokens; 0 if none of them is a "yes"."""
-    if not answer.logprobs:
-        return 0.0
-    top = answer.logprobs[0].top
-    return min(1.0, math.fsum(math.exp(logprob) for token, logprob in top if token.strip().lower() == "yes"))
 
 
 def _scores(
@@ -325,11 +306,8 @@ def _scores(
             if stored := index.frames(clip.id):  # else an update has removed the clip meanwhile
                 yield clip, [stored[place] for place in spread(min(num_frames, len(stored)), len(stored))]
 
-    def score(read: tuple[StoredClip, list[bytes]]) -> float:
-        answer = client.generate(asked, read[1], adapter, max_tokens=1, min_tokens=1, logprobs=MAX_LOGPROBS)
-        return vqa_score(answer)
-
-    return ((clip, probability) for (clip, _), probability in in_order(score, readable()))
+    found = in_order(lambda read: client.score(asked, [read[1]], adapter)[0], readable())
+    return ((clip, probability) for (clip, _), probability in found)
 
 
 def _frames_read(client: Client, adapter: str | None, most: int) -> int:

@@ -17,13 +17,13 @@ import pytest
 import scipy.special
 from sklearn.metrics import average_precision_score
 
-from apps.retrieval import RetrievalIndex, ask_for, clock, make_settings, search, update_index, vqa_score, write_sheet
+from apps.retrieval import RetrievalIndex, clock, make_settings, search, update_index, write_sheet
 from apps.retrieval.indexing import statements_of_head
 from apps.retrieval.media import Clip, Fingerprint, Media, find_media
 from apps.retrieval.ranking import NO_EVIDENCE, Hit, Match, combine, find_evidence, select_candidates
 from apps.retrieval.store import FORMAT_VERSION, Statement, StoredClip
 from benchmarks.recall import SIGNALS, Query, Ranking, expected_by_chance, goals_of, measure_recall, ranked, summary
-from tests.apps.scripted import SHADES, ScriptedClient, answer_of, box_of, head_result, refuse_to_list
+from tests.apps.scripted import SHADES, ScriptedClient, box_of, head_result, refuse_to_list
 from tests.server.running import png
 from tests.video_files import write_video
 from vlora.client import Client
@@ -468,7 +468,7 @@ def test_queries_that_cannot_be_ranked_are_errors(here: Indexed, videos: Path) -
         here.search("dim")
     here.update(videos)
     with pytest.raises(BadRequest, match=r"write \{\} once"):
-        ask_for("x", "is there?")
+        here.search("x", question="is there?")
     wrong: tuple[tuple[dict[str, Any], type[VLoraError], str], ...] = (
         ({"query": " \n"}, BadRequest, "the query is empty"),
         ({"adapter": "zzz"}, UnknownAdapter, "'zzz'"),
@@ -480,11 +480,7 @@ def test_queries_that_cannot_be_ranked_are_errors(here: Indexed, videos: Path) -
             here.search(**{"query": "dim", **options})
 
 
-def test_the_score_is_the_probability_of_yes_and_head_answers_become_words() -> None:
-    assert vqa_score(answer_of("Yes", ("Yes", 0.5), ("yes", 0.25), ("No", 0.125))) == pytest.approx(0.75)
-    assert (
-        repr(vqa_score(answer_of("no", ("no", 0.9), ("yesterday", 0.05)))) == "0.0" == repr(vqa_score(answer_of("no")))
-    )
+def test_answers_of_heads_become_words() -> None:
     boxes = (box_of("car", 0.9), box_of("bus", 0.4), box_of("car", 0.3))
     said: tuple[tuple[str, dict[str, Any], list[tuple[str, float]]], ...] = (
         ("detection", {"boxes": boxes}, [("car", 0.9), ("bus", 0.4)]),

@@ -25,7 +25,7 @@ from vlora.engine.model_check import ModelCheck, check_model
 from vlora.errors import VLoraError
 from vlora.models import InputProcessor, stored_groups
 from vlora.models.vision.images import Clip
-from vlora.server.http.chat_request import ChatRequest
+from vlora.server.http.chat_request import ChatRequest, conversation_of
 from vlora.server.http.tools import as_messages
 from vlora.types import Mode, Request, SamplingParams
 
@@ -102,7 +102,7 @@ class Served:
         """`EQUAL`, `refused: ...` with the reason, or the difference."""
         adapted = kind in ("adapter", "head")
         body = ChatRequest.model_validate({"model": "m", **BODIES["picture" if adapted else kind]})
-        messages, _ = body.conversation()
+        messages, _ = conversation_of(body.messages)
         tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in body.offered]
         visuals = _visuals(kind, self.name)
         if tools and self.processor.takes_tools != self.oracle.takes_tools:

@@ -99,6 +99,12 @@ def head_answer(task: str, vision: Sequence[VisionInput]) -> HeadAnswer:
             return msgspec.structs.replace(answer, label_id=best, scores=scores)
 
 
+def embedding_of(request: Request) -> HeadAnswer:
+    """The numbers of tokens and of images, and 1 for the mean of all tokens."""
+    values = (float(len(request.prompt_ids)), float(len(request.vision)), float(request.pooling == "mean"))
+    return HeadAnswer(task="embedding", label="", confidence=1.0, labels=(), values=values)
+
+
 class Processed(NamedTuple):
     vision: tuple[VisionInput, ...]
     shown: tuple[Region, ...]
@@ -116,6 +122,7 @@ class ByteProcessor:
     takes_tools = False
     special_tokens = ("<|image_pad|>",)
     num_processed = 0
+    config = SimpleNamespace(text_config=SimpleNamespace(hidden_size=3, vocab_size=258))
 
     def ask(self, question: str, kinds: Sequence[str]) -> str:
         return "\0" * len(kinds) + question
@@ -123,8 +130,8 @@ class ByteProcessor:
     def as_text(self, text: str) -> str:
         return text
 
-    def template(self, messages: Sequence[dict[str, Any]]) -> str:
-        parts = []
+    def template(self, messages: Sequence[dict[str, Any]], tools: Any = (), begins_answer: bool = True) -> str:
+        parts = [] if begins_answer else ["\n"]
         for message in messages:
             content = message["content"]
             parts += [content] if isinstance(content, str) else [part.get("text", "\0") for part in content]
@@ -137,7 +144,7 @@ class ByteProcessor:
         shown = tuple(Region(0, 0, image.width, image.height) for image in images)
         return Processed(tuple(self._vision(image) for image in images), shown)
 
-    def encode_processed(self, prompt: str, images: Processed) -> Encoded:
+    def encode_processed(self, prompt: str, images: Processed, special: bool = True) -> Encoded:
         num_images = len(images.vision)
         if prompt.count("\0") != num_images:
             raise BadRequest(f"the prompt has {prompt.count(chr(0))} image markers but {num_images} images were sent")
@@ -146,7 +153,9 @@ class ByteProcessor:
     def as_given(self, token_ids: Sequence[int]) -> Encoded:
         return Encoded(tuple(token_ids), (), ())
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
+        if special:
+            return "".join(map(self.token_text, token_ids))
         return bytes(token for token in token_ids if token < 256).decode(errors="replace")
 
     def token_text(self, token_id: int) -> str:
@@ -257,7 +266,7 @@ class ScriptedEngine:
 
     def add(self, request: Request) -> None:
         text = bytes(token for token in request.prompt_ids if token < 256).decode()
-        answer = 0 if request.head else request.sampling.max_tokens
+        answer = 0 if request.in_one_pass else request.sampling.max_tokens
         if len(request.prompt_ids) + answer > self.limits.max_context:
             raise PromptTooLong(
                 f"the prompt has {len(request.prompt_ids)} tokens and up to {answer} output tokens are requested, "
@@ -304,6 +313,8 @@ class ScriptedEngine:
                 summaries = {summary.name: summary for summary in self._adapters[request.adapter].heads}
                 answer = head_answer(summaries[request.head].task, request.vision)
                 outputs.append(self._end(request_id, "head", head=answer))
+            elif request.pooling is not None and "never" not in text:
+                outputs.append(self._end(request_id, "head", head=embedding_of(request)))
             elif "forever" in text or script:
                 token = script.pop(0) if script else ord("x")
                 self.sampled[request_id] += 1
@@ -392,6 +403,7 @@ class ScriptedEngine:
             free_blocks=10,
             total_blocks=10,
             arena_basis="arena_bytes",
+            max_context=self.limits.max_context,
             cpu_kernels="plain torch",
             **none,  # type: ignore[arg-type]
         )

@@ -11,6 +11,7 @@ import jsonschema
 import openai
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from transformers import AutoModelForImageTextToText
@@ -39,14 +40,20 @@ def processor() -> InputProcessor:
 
 
 @pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory, processor: InputProcessor) -> Iterator[Api]:
-    folder = tmp_path_factory.mktemp("openai")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
+    """The model with its adapter, and the adapter's folder."""
     base = AutoModelForImageTextToText.from_pretrained(checkpoint_path(), dtype=torch.float32)
     config = LoraConfig(r=8, lora_alpha=64, target_modules=LINEARS, init_lora_weights=False)
     torch.manual_seed(0)
-    get_peft_model(base, config).save_pretrained(str(folder))
+    made = get_peft_model(base, config).eval()
+    made.save_pretrained(folder := str(tmp_path_factory.mktemp("openai")))
+    return made, folder
+
+
+@pytest.fixture(scope="module")
+def api(adapted: tuple[Any, str], processor: InputProcessor, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     engine = LocalEngine(EngineConfig(model=str(checkpoint_path()), dtype="float32", arena_bytes=128 * 2**20))
-    engine.engine.load_adapter("streets", str(folder))
+    engine.engine.load_adapter("streets", adapted[1])
     tokens = (Token(name="user", secret=TOKEN), Token(name="ops", secret=ADMIN, admin=True))
     files = str(tmp_path_factory.mktemp("files"))
     with running_api(engine, processor, "embedded", tokens=tokens, file_folder=files) as made:
@@ -71,10 +78,12 @@ def ask(client: openai.OpenAI, *colors: int, model: str = "embedded", **fields: 
 
 
 @torch.no_grad()
-def plain_logits(model: Any, processor: InputProcessor, colors: tuple[int, ...], num_tokens: int) -> torch.Tensor:
+def plain_logits(
+    model: Any, processor: InputProcessor, colors: tuple[int, ...], num_tokens: int, question: str = QUESTION
+) -> torch.Tensor:
     """[num_tokens, vocab] of greedy decoding by transformers alone."""
     images = [Image.new("RGB", (96, 96), (color,) * 3) for color in colors]
-    prompt = processor.encode(processor.chat(QUESTION, len(images)), images)
+    prompt = processor.encode(processor.chat(question, len(images)), images)
     pixels = processor.image_processor(images, return_tensors="pt")["pixel_values"]
     ids = torch.tensor([prompt.prompt_ids])
     out = model.generate(
@@ -158,6 +167,66 @@ def test_text_is_continued_without_the_template(client: openai.OpenAI, model: An
     scores = [chunk.logprobs for chunk in chunks if chunk.logprobs and chunk.logprobs.tokens]
     assert "".join(token for each in scores for token in each.tokens or ()).strip() == answer.choices[0].text
     assert all(len(top) == 2 for each in scores for top in each.top_logprobs or ())
+
+
+@torch.no_grad()
+def embedded(model: Any, prompt: Any, image: Image.Image | None, processor: InputProcessor, pooling: str) -> Any:
+    """The pooled last states of plain transformers."""
+    ids = torch.tensor([prompt.prompt_ids])
+    pixels = None if image is None else processor.image_processor([image], return_tensors="pt")["pixel_values"]
+    found = model(input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True, pixel_values=pixels)
+    states = found.hidden_states[-1][0]
+    return pytest.approx(F.normalize(states[-1] if pooling == "last" else states.mean(0), dim=0).tolist(), abs=1e-5)
+
+
+def test_embeddings_are_the_last_states_of_plain_transformers(
+    api: Api, client: openai.OpenAI, model: Any, processor: InputProcessor, adapted: tuple[Any, str]
+) -> None:
+    texts, image = ["what is in the picture ?", "a red car"], Image.new("RGB", (96, 96), (200,) * 3)
+    prompts = [processor.encode(text) for text in texts]
+    ids: list[Any] = [list(each.prompt_ids) for each in prompts]
+    for name, its in (("embedded", model), ("streets", adapted[0])):
+        for pooling, fields in (
+            ("last", {"input": texts, "encoding_format": "float"}),
+            ("last", {"input": ids}),  # as base64
+            ("mean", {"input": texts, "extra_body": {"pooling": "mean"}}),
+        ):
+            answer = client.embeddings.create(model=name, **fields)
+            for one, prompt in zip(answer.data, prompts, strict=True):
+                assert one.embedding == embedded(its, prompt, None, processor, pooling)
+            assert answer.usage.prompt_tokens == sum(map(len, ids))
+    turn = {"role": "user", "content": [{"type": "image"}]}
+    want = embedded(
+        adapted[0], processor.encode(processor.template([turn], (), False), [image]), image, processor, "last"
+    )
+    body = {"model": "streets", "messages": [{"role": "user", "content": content(200)[1:]}]}
+    found: Any = client.post("/embeddings", body=body, cast_to=object)
+    with api._replace(token=TOKEN).client() as rpyc:
+        (values,) = rpyc.embed([[png(200, (96, 96))]], "streets")
+    assert found["data"][0]["embedding"] == want == list(values)
+
+
+def test_scores_and_token_ids_of_a_real_model(
+    api: Api, client: openai.OpenAI, model: Any, processor: InputProcessor
+) -> None:
+    part, asked, user = content(200)[1], "Is there a circle?", api._replace(token=TOKEN)
+    prompt = processor.encode(processor.chat(asked, 1), [Image.new("RGB", (96, 96), (200,) * 3)])
+    yes = plain_logits(model, processor, (200,), 1, asked)[0].softmax(-1)[processor.encode("yes").prompt_ids[-1]]
+    body = {"model": "embedded", "text_1": "a circle", "text_2": {"content": [part]}}
+    found: Any = client.post("/score", body=body, cast_to=object)
+    assert found["data"][0]["score"] == pytest.approx(float(yes), abs=1e-5) and 0.5 < yes < 0.55
+    with user.client() as rpyc:
+        assert rpyc.score(asked, [[png(200, (96, 96))]]) == (pytest.approx(float(yes), abs=1e-5),)
+        assert rpyc.tokenize(asked, [png(200, (96, 96))]) == prompt.prompt_ids
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": asked}]}]
+    assert tuple(user.call("POST", "/tokenize", {"messages": messages})[1]["tokens"]) == prompt.prompt_ids
+    ids = list(processor.encode("a car").prompt_ids)
+    plain = user.call("POST", "/tokenize", {"prompt": "a car", "add_special_tokens": False, "return_token_strs": True})[
+        1
+    ]
+    assert user.call("POST", "/tokenize", {"prompt": "a car"})[1]["tokens"] == ids and plain["count"] == len(ids)
+    assert plain["token_strs"] == [processor.token_text(token) for token in ids]
+    assert user.call("POST", "/detokenize", {"tokens": ids})[1] == {"prompt": processor.tokenizer.decode(ids)}
 
 
 def test_models_and_errors_are_those_of_the_openai_client(client: openai.OpenAI) -> None:

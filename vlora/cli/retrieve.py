@@ -214,9 +214,10 @@ def retrieve(
     clip. A file that cannot be read is reported, and the others are searched; the exit code is then 1. If it is
     the only one given, the command ends with its error.
     """
-    from apps.retrieval import ask_for, check_sheet, clips_inside, search, write_sheet
+    from apps.retrieval import check_sheet, clips_inside, search, write_sheet
+    from vlora.client.inputs import question_about
 
-    ask_for(query, question)
+    question_about(query, question)
     if sheet is not None:
         check_sheet(sheet)
     num_failed = 0

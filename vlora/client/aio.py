@@ -10,13 +10,25 @@ from typing import Any, Literal, Self
 from vlora import operations as op
 from vlora.client.calling import Caller, OnLoop
 from vlora.client.frame_stream import AsyncFrameStream
-from vlora.client.inputs import Adapter, Image, Visual, read_images, stream_heads, stream_questions, text_request
-from vlora.client.requests import AskHead, AskHeads, OpenFrames
+from vlora.client.inputs import (
+    Adapter,
+    Documents,
+    Image,
+    Visual,
+    read_documents,
+    read_images,
+    read_visual,
+    stream_heads,
+    stream_questions,
+    text_request,
+)
+from vlora.client.requests import AskHead, AskHeads, Detokenize, Embed, GetScores, OpenFrames, Tokenize
 from vlora.client.values import Answer, HeadOutcome, HeadResult, StreamOptions, TextQuestion
 from vlora.types import AdapterStatus, EngineStats, TrainingStatus
 from vlora.types.domain import Way
 from vlora.types.learning import Correction, LearningStatus
 from vlora.types.replicas import AdapterPlace, ClusterStatus
+from vlora.types.request import Pooling
 
 
 class AsyncClient(Caller):
@@ -119,6 +131,30 @@ class AsyncClient(Caller):
         pairs = tuple((adapter, head) for adapter, head in heads)
         levels: dict[str, Any] = {"max_latency_s": max_latency_s, "priority": priority}
         return await self._call(AskHeads(images=read_images(images), heads=pairs, **levels))
+
+    async def embed(
+        self, documents: Documents, adapter: str | None = None, *, pooling: Pooling = "last"
+    ) -> tuple[tuple[float, ...], ...]:
+        """The embedding of each document: the language model's last hidden state, pooled, with length 1.
+
+        Args:
+            documents: Texts, which are read without the chat template, and lists of pictures, as a user's turn.
+            adapter: The name of an adapter or of a domain, or a composition such as "a+b".
+            pooling: "last": the state of the last token; "mean": the mean of all tokens' states.
+        """
+        return await self._call(Embed(documents=read_documents(documents), adapter=adapter, pooling=pooling))
+
+    async def score(self, question: str, documents: Documents, adapter: str | None = None) -> tuple[float, ...]:
+        """The probability that "yes" is the answer to a question about each document, a text or a list of pictures."""
+        return await self._call(GetScores(question=question, documents=read_documents(documents), adapter=adapter))
+
+    async def tokenize(self, text: str, images: Sequence[Visual] = (), *, chat: bool = False) -> tuple[int, ...]:
+        """The token ids of a text; with `chat` or images, those of a question as `generate` sends it to the model."""
+        return await self._call(Tokenize(text=text, images=tuple(map(read_visual, images)), chat=chat))
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, with special tokens by name."""
+        return await self._call(Detokenize(tuple(tokens)))
 
     async def open_stream(
         self,

@@ -23,6 +23,13 @@ Visual = Image | Video[Image]
 FrameImage = Image | tuple[bytes, int, int] | Any
 """An image of a frame: an Image; or (RGB bytes, height, width); or an array of bytes [height, width, 3], RGB."""
 
+Documents = Sequence[str | Sequence[Visual]]
+"""Texts, and lists of pictures and videos (a path in such a list is a picture's)."""
+
+PICTURE_QUESTION = "Is there {}?"
+TEXT_QUESTION = "Is this about {}?"
+"""Asked about a document to score it, with the query in the place of the braces."""
+
 Adapter = str | Mapping[str, float]
 """The name of an adapter or a domain, a composition as text (`a+b`, `0.7*a+0.3*b`), or the weights of one by name."""
 
@@ -52,7 +59,23 @@ def read_images(images: Sequence[Image]) -> tuple[bytes, ...]:
     return tuple(_read(image) for image in images)
 
 
-def _read_visual(visual: Visual) -> bytes | Video[bytes]:
+def question_about(query: str, question: str) -> str:
+    """The question about a query. Raises BadRequest."""
+    if not query.strip():
+        raise BadRequest("the query is empty; write what to look for, such as 'a white car'", field="query")
+    if question.count("{}") != 1:
+        raise BadRequest(f"question is {question[:99]!r}; write {{}} once, in the query's place", field="question")
+    return question.replace("{}", " ".join(query.split()))
+
+
+def read_documents(documents: Documents) -> tuple[str | tuple[bytes | Video[bytes], ...], ...]:
+    """Raises BadImage, and BadRequest for a text or picture in place of a list of them."""
+    if isinstance(documents, str) or any(isinstance(one, bytes | os.PathLike) for one in documents):
+        raise BadRequest("a text or picture is in place of a list; pass a list of texts and of lists of pictures")
+    return tuple(one if isinstance(one, str) else tuple(map(read_visual, one)) for one in documents)
+
+
+def read_visual(visual: Visual) -> bytes | Video[bytes]:
     """Raises BadImage, and BadRequest for a video with wrong times."""
     if not isinstance(visual, Video):
         return _read(visual)
@@ -100,7 +123,7 @@ def text_request(
         sampling["stop"] = (sampling["stop"],)
     return Generate(
         question=question,
-        images=tuple(_read_visual(one) for one in images),
+        images=tuple(read_visual(one) for one in images),
         adapter=adapter_name(adapter) if isinstance(adapter, Mapping) else adapter,
         sampling=sampling_params(sampling),
         max_latency_s=max_latency_s,

@@ -9,11 +9,17 @@ import msgspec
 from vlora.client.values import Answer, FrameResults, HeadOutcome, HeadResult, Hello, StreamOptions
 from vlora.operations import Operation, OperatorCall, WaitS
 from vlora.types.domain import Way
-from vlora.types.request import MAX_ITEMS, MAX_VISUALS, SamplingParams
+from vlora.types.request import MAX_INPUTS, MAX_ITEMS, MAX_VISUALS, Pooling, SamplingParams
 from vlora.types.video import Video
 
 Images = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_VISUALS)]
 """Encoded images. A message has bounds on its values; the limits of a server are below them."""
+
+
+Visuals = Annotated[tuple[bytes | Video[bytes], ...], msgspec.Meta(max_length=MAX_VISUALS)]
+
+Documents = Annotated[tuple[str | Visuals, ...], msgspec.Meta(max_length=MAX_INPUTS)]
+"""Texts, and pictures and videos that are read together."""
 
 
 class Authenticate(Operation, frozen=True):
@@ -40,7 +46,7 @@ class Generate(CancellableCall, frozen=True, kw_only=True):
 
     result = Answer
     question: str
-    images: Annotated[tuple[bytes | Video[bytes], ...], msgspec.Meta(max_length=MAX_VISUALS)] = ()
+    images: Visuals = ()
     adapter: str | None = None
     sampling: SamplingParams = SamplingParams()
     max_latency_s: float | None = None
@@ -68,6 +74,40 @@ class AskHeads(CancellableCall, frozen=True, kw_only=True):
     heads: Annotated[tuple[tuple[str, str | None], ...], msgspec.Meta(max_length=MAX_ITEMS)]
     max_latency_s: float | None = None
     priority: int = 0
+
+
+class Embed(CancellableCall, frozen=True, kw_only=True):
+    """Returns an embedding for each: of texts without the chat template, or pictures and videos as a user's turn."""
+
+    result = tuple[tuple[float, ...], ...]
+    documents: Documents
+    adapter: str | None = None
+    pooling: Pooling = "last"
+
+
+class GetScores(CancellableCall, frozen=True, kw_only=True):
+    """Returns the probability of "yes" as the answer to a question about each."""
+
+    result = tuple[float, ...]
+    question: str
+    documents: Documents
+    adapter: str | None = None
+
+
+class Tokenize(CancellableCall, frozen=True, kw_only=True):
+    """The token ids of a text, or with `chat` or images those of a question as `Generate` sends it to the model."""
+
+    result = tuple[int, ...]
+    text: str
+    images: Visuals = ()
+    chat: bool = False
+
+
+class Detokenize(Operation, frozen=True):
+    """The text of token ids, with special tokens by name."""
+
+    result = str
+    tokens: tuple[int, ...]
 
 
 class OpenFrames(Operation, frozen=True):
@@ -109,4 +149,5 @@ class CloseFrames(Operation, frozen=True):
 
 
 FramesCall = OpenFrames | SendFrame | PullResults | EndFrames | CloseFrames
-ClientCall = Authenticate | Cancel | Generate | AskHead | AskHeads | FramesCall | OperatorCall
+InputCall = Embed | GetScores | Tokenize | Detokenize
+ClientCall = Authenticate | Cancel | Generate | AskHead | AskHeads | InputCall | FramesCall | OperatorCall

@@ -11,11 +11,11 @@ import msgspec
 
 from vlora.types import AdapterStatus, EngineStats
 
-_LARGEST = frozenset({"highest_credit_s", "num_adapters"})
+_LARGEST = frozenset({"highest_credit_s", "max_context", "num_adapters"})
 
 
 def merged_stats(stats: Sequence[EngineStats], *, num_waiting: int = 0) -> EngineStats:
-    """Sums of counters and of memory, the largest credit, and descriptions of the first engine."""
+    """Sums of counters and of memory, the largest credit and context, and descriptions of the first engine."""
     merged: dict[str, Any] = {}
     for field in EngineStats.__struct_fields__:
         values = [getattr(each, field) for each in stats]

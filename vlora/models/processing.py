@@ -129,18 +129,22 @@ class InputProcessor:
 
     @functools.cached_property
     def takes_tools(self) -> bool:
+        """Whether the chat template supports tools, tool calls and their results."""
         turn = {"role": "user", "content": [{"type": "text", "text": "question"}]}
         try:
             return _PROBE in self.template([turn], [_PROBE_TOOL])
         except (BadConfig, BadRequest):
             return False
 
-    def template(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def template(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), begins_answer: bool = True
+    ) -> str:
         """Apply the chat template to a whole conversation. Markers of images and videos in its texts stay text.
 
         Args:
             messages: Messages with content entries {"type": "image"}, {"type": "video"} or {"type": "text", ...}.
             tools: Tools in the format of OpenAI's API, for a template that `takes_tools`.
+            begins_answer: Whether the assistant's turn begins after them.
 
         Raises:
             BadRequest: The template rejects the messages.
@@ -150,7 +154,8 @@ class InputProcessor:
         try:
             turns: Any = self.as_text(list(messages))
             declared: Any = self.as_text(list(tools)) or None
-            return str(self.tokenizer.apply_chat_template(turns, declared, tokenize=False, add_generation_prompt=True))
+            asked: dict[str, Any] = {"tokenize": False, "add_generation_prompt": begins_answer}
+            return str(self.tokenizer.apply_chat_template(turns, declared, **asked))
         except Exception as error:  # jinja raises its own classes, and templates raise through it
             raise BadRequest(f"the model's chat template rejects these messages: {error}") from error
 
@@ -253,8 +258,8 @@ class InputProcessor:
         shown = tuple(shown_region(self.image_processor, image.width, image.height) for image in stills)
         return ProcessedImages(tuple(item for item, _ in pairs), tuple(text for _, text in pairs), shown)
 
-    def encode_processed(self, prompt: str, images: ProcessedImages) -> EncodedPrompt:
-        """As `encode`, for images and videos that are processed already."""
+    def encode_processed(self, prompt: str, images: ProcessedImages, special: bool = True) -> EncodedPrompt:
+        """As `encode`, for images and videos that are processed already. special: whether to add <bos> and the like."""
         kinds, pieces = self._split(prompt, Counter(item.kind for item in images.vision))
         pairs = list(zip(images.vision, images.placeholders, strict=True))
         following = {kind: iter([pair for pair in pairs if pair[0].kind == kind]) for kind in set(kinds)}
@@ -264,14 +269,15 @@ class InputProcessor:
             item, placeholders = next(following[kind])
             vision.append(item)
             text += placeholders + piece
-        return EncodedPrompt(tuple(self._ids(text)), tuple(vision), images.shown)
+        return EncodedPrompt(tuple(self._ids(text, special)), tuple(vision), images.shown)
 
     def as_given(self, token_ids: Sequence[int]) -> EncodedPrompt:
         """A prompt given as token ids, without images."""
         return EncodedPrompt(tuple(token_ids), ())
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
+        """special: whether the text names special tokens."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special))
 
     def token_text(self, token_id: int) -> str:
         """The text of one token. Special tokens are shown by name, partial characters as the replacement character."""
@@ -297,11 +303,11 @@ class InputProcessor:
     def _special_ids(self) -> frozenset[int]:
         return frozenset(token_id for token_id, one in self.tokenizer.added_tokens_decoder.items() if one.special)
 
-    def _ids(self, text: str) -> Sequence[int]:
+    def _ids(self, text: str, special: bool = True) -> Sequence[int]:
         """The token ids of a text whose typed markers are enclosed by `as_text`."""
         # Templates include the beginning-of-text token; the tokenizer would add a second one.
         bos = self.tokenizer.bos_token
-        special = not (bos is not None and text.startswith(bos))
+        special = special and not (bos is not None and text.startswith(bos))
         if _TYPED not in text:
             return self._tokenize(text, special)
         first, *rest = self._typed_markers.split(text)

@@ -1,4 +1,4 @@
-"""The execution of prepared requests by the engine: text as it is decoded, and the results of heads."""
+"""The execution of prepared requests by the engine: text as it is decoded, the results of heads, and embeddings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vlora.server.detokenizer import AnswerText, Piece
 from vlora.server.metrics import Metrics
 from vlora.server.prompts import Images, PromptEncoder
 from vlora.server.security.public_errors import named
-from vlora.types import FoundBox, HeadAnswer, HeadSummary, Request, RequestOutput
+from vlora.types import FoundBox, HeadAnswer, HeadSummary, Request, RequestOutput, Timings
 from vlora.types.domain import DomainSummary
 
 if TYPE_CHECKING:
@@ -69,21 +69,25 @@ class Execution:
             tenant=tenant,
             **levels,
         )
+        answer, timings = await self.in_one_pass(request, clock)
+        return HeadResult(
+            **msgspec.structs.asdict(in_pixels(answer, encoded.shown)),
+            adapter=adapter,
+            head=head.name,
+            timings=timings,
+            total_s=clock.elapsed_s,
+        )
+
+    async def in_one_pass(self, request: Request, clock: RequestClock) -> tuple[HeadAnswer, Timings]:
+        """The answer of a head, or an embedding. Raises the request's error."""
         async with contextlib.aclosing(self._outputs(request, clock)) as outputs:
             *_, output = [output async for output in outputs]
         if output.error is not None:
             raise named(output.error, request.adapter)
-        assert output.head is not None and output.timings is not None, "a head request ends with a head result"
-        result = HeadResult(
-            **msgspec.structs.asdict(in_pixels(output.head, encoded.shown)),
-            adapter=adapter,
-            head=head.name,
-            timings=output.timings,
-            total_s=clock.elapsed_s,
-        )
-        total_s, queue_s = result.total_s, output.timings.queue_s
+        assert output.head is not None and output.timings is not None, "a request in one pass ends with its answer"
+        total_s, queue_s = clock.elapsed_s, output.timings.queue_s
         self._metrics.answered(request, total_s=total_s, first_s=total_s, queue_s=queue_s, num_completion=0)
-        return result
+        return output.head, output.timings
 
     async def words(
         self, request: Request, clock: RequestClock, domain: DomainSummary | None = None, logprobs: bool = True

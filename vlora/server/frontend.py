@@ -47,7 +47,7 @@ from vlora.server.prompts import (
 from vlora.server.security.limits import ByteBudget
 from vlora.server.security.public_errors import to_vlora_error
 from vlora.server.streams.registry import StreamRegistry
-from vlora.types import EngineStats, ErrorValue, Request
+from vlora.types import EngineStats, ErrorValue, HeadAnswer, Request, SamplingParams, Timings
 from vlora.types.composition import BASE
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class FrontEnd:
         self._model = model
         self.engine = engine
         self._supervisor = supervisor
-        self._processor = processor
+        self.processor = processor
         self._encoder = PromptEncoder(processor, config)
         self.metrics = Metrics(model, importlib.metadata.version("vlora"))
         self.adapters = AdapterCatalog(engine, self.metrics, model, processor)
@@ -102,7 +102,7 @@ class FrontEnd:
         from vlora.learning.learning import Learning  # imports torch
         from vlora.server.served_learning import Collector, EngineModel
 
-        model = EngineModel(self.engine, self.adapters, self._encoder, self._processor, self.config)
+        model = EngineModel(self.engine, self.adapters, self._encoder, self.processor, self.config)
         self.learning = Learning(folder, entries, initial, model, clock=clock)
         self._collector = Collector(self.learning)
         self.adapters.learning = frozenset(self.learning.folders)
@@ -236,10 +236,27 @@ class FrontEnd:
 
         return tuple(await asyncio.gather(*(outcome(*pair) for pair in heads)))
 
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the model's chat template supports tools, tool calls and their results."""
-        return self._processor.takes_tools
+    async def embed(
+        self, prompt: Prompt, images: Images, adapter: str | None, *, tenant: str | None = None, **fields: Any
+    ) -> tuple[HeadAnswer, Timings]:
+        """The embedding of a prompt; images need no question. fields: of `Request`. Raises as `generate`."""
+        with self._requests.admit(tenant) as clock:
+            name = None if adapter is None else (await self.adapters.resolve(adapter)).adapter
+            clock.adapter = name or BASE
+            if is_empty(prompt) and not images:
+                raise BadRequest("the input is empty; send a text or a picture", field="prompt")
+            check_text(prompt, SamplingParams(), self.config)
+            prompt_ids, vision, _ = await self._encoder.encode(prompt, images, clock)
+            own: dict[str, Any] = {"prompt_ids": prompt_ids, "vision": vision, "tenant": tenant, **fields}
+            request = Request(request_id=uuid.uuid4().hex, adapter=name, **own)
+            return await self._execution.in_one_pass(request, clock)
+
+    async def tokenize(self, prompt: Prompt, images: Images, tenant: str | None) -> tuple[int, ...]:
+        """The token ids of a prompt, with those of its images."""
+        with self._requests.admit(tenant) as clock:
+            clock.adapter = BASE
+            check_text(prompt, SamplingParams(), self.config)
+            return (await self._encoder.encode(prompt, images, clock)).prompt_ids
 
     # -- the engine's state -------------------------------------------------------------------------------------------
 

@@ -43,9 +43,10 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class PlainText(NamedTuple):
-    """A raw text prompt: no chat template, no images."""
+    """A raw text prompt: no chat template, no images. special: whether tokens such as <bos> are added."""
 
     text: str
+    special: bool = True
 
 
 class PromptTokens(NamedTuple):
@@ -55,10 +56,12 @@ class PromptTokens(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """Messages for a chat template that takes tools (`FrontEnd.takes_tools`). tools: in the form of OpenAI's API."""
+    """Messages for a chat template. tools: in OpenAI's form, for a template that takes them (`takes_tools`).
+    begins_answer: whether the assistant's turn begins after the messages."""
 
     messages: Messages
-    tools: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    begins_answer: bool = True
 
 
 Prompt = str | Messages | PlainText | PromptTokens | Conversation
@@ -102,7 +105,7 @@ def check_text(prompt: Prompt, sampling: SamplingParams, config: ServerConfig) -
 def is_empty(prompt: Prompt) -> bool:
     """Whether the prompt has no content. A plain text of blanks counts as content."""
     if isinstance(prompt, PlainText | PromptTokens):
-        return not any(prompt)
+        return not prompt[0]
     return not any(text.strip() for text in _texts(prompt))
 
 
@@ -314,11 +317,11 @@ class PromptEncoder:
             case PromptTokens():
                 return self._processor.as_given(prompt.token_ids)
             case PlainText():
-                return self._processor.encode_processed(self._processor.as_text(prompt.text), images)
+                return self._processor.encode_processed(self._processor.as_text(prompt.text), images, prompt.special)
             case str():
                 text = self._processor.ask(prompt, [item.kind for item in images.vision])
             case Conversation():
-                text = self._processor.template(prompt.messages, prompt.tools)
+                text = self._processor.template(*prompt)
             case _:
                 text = self._processor.template(prompt)
         return self._processor.encode_processed(text, images)

@@ -78,7 +78,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_encoded_patches, encode_s: work of the vision tower (see `VisionInput.num_patches`), and its duration.
     num_adapter_loads: adapter loads to the device. num_load_waits, load_wait_s: steps in which every request waited for
     an adapter to be read or loaded, and the total wait. num_threads: threads that compute a step, on each rank.
-    arena_basis: how arena_bytes was determined. atmm_table: the table that selects kernels; empty without an engine.
+    max_context: tokens of a request, prompt and answer together. arena_basis: how arena_bytes was determined.
+    atmm_table: the table that selects kernels; empty without an engine.
     num_base_clients to base_s: clients of the base model, and calls, rows and time of its products for them.
     cpu_kernels: "compiled", or "plain torch" without a working C++ compiler; empty on a GPU.
     """
@@ -121,6 +122,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_adapter_hits: int = 0
     num_adapter_misses: int = 0
     highest_credit_s: float = 0.0
+    max_context: int = 0
     arena_basis: str = ""
     atmm_table: str = ""
     cpu_kernels: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -137,29 +138,30 @@ class ChatRequest(SamplingFields):
         """The tools that the answer may call."""
         return [] if self.tool_choice == "none" else self.tools
 
-    def conversation(self) -> tuple[list[dict[str, Any]], list[str | Video[str]]]:
-        """Messages for chat templates, and the URLs of images and of videos' frames in order. Raises BadRequest for
-        invalid tool calls."""
-        images: list[str | Video[str]] = []
-        plain: list[dict[str, Any]] = []
-        for message in self.messages:
-            text = message.content
-            content: list[dict[str, str]] = []
-            for part in [TextPart(type="text", text=text)] if isinstance(text, str) else text:
-                if isinstance(part, TextPart):
-                    content.append({"type": "text", "text": part.text})
-                elif isinstance(part, VideoPart):
-                    images.append(part.as_value())
-                    content.append({"type": "video"})
-                else:
-                    images.append(part.image_url.url)
-                    content.append({"type": "image"})
-            # Chat templates use the older name of the developer role.
-            turn: dict[str, Any] = {
-                "role": "system" if message.role == "developer" else message.role,
-                "content": content if message.content else [],
-            }
-            if message.tool_calls:
-                turn["tool_calls"] = [call.as_value() for call in message.tool_calls]
-            plain.append(turn)
-        return plain, images
+
+def conversation_of(messages: Sequence[ChatMessage]) -> tuple[list[dict[str, Any]], list[str | Video[str]]]:
+    """Messages for chat templates, and the URLs of images and of videos' frames in order. Raises BadRequest for invalid
+    tool calls."""
+    images: list[str | Video[str]] = []
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        text = message.content
+        content: list[dict[str, str]] = []
+        for part in [TextPart(type="text", text=text)] if isinstance(text, str) else text:
+            if isinstance(part, TextPart):
+                content.append({"type": "text", "text": part.text})
+            elif isinstance(part, VideoPart):
+                images.append(part.as_value())
+                content.append({"type": "video"})
+            else:
+                images.append(part.image_url.url)
+                content.append({"type": "image"})
+        # Chat templates use the older name of the developer role.
+        turn: dict[str, Any] = {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": content if message.content else [],
+        }
+        if message.tool_calls:
+            turn["tool_calls"] = [call.as_value() for call in message.tool_calls]
+        plain.append(turn)
+    return plain, images

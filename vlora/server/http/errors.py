@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -91,6 +92,26 @@ async def _on_disconnect(_: Request, __: ClientDisconnect) -> Response:
 
 async def _on_internal_error(_: Request, error: Exception) -> Response:
     return error_response(VLoraError(f"internal server error ({type(error).__name__}); see the server log"))
+
+
+async def unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
+    """Await the work. When the client disconnects first, cancel the work and raise Aborted."""
+    working = asyncio.ensure_future(work)
+    disconnecting = asyncio.create_task(_wait_disconnected(request))
+    try:
+        await asyncio.wait({working, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Aborted("the client disconnected")
+        return working.result()
+    finally:
+        disconnecting.cancel()
+        working.cancel()
+        await asyncio.wait({working, disconnecting})
+
+
+async def _wait_disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _why(request: Request, error: HTTPException) -> str:

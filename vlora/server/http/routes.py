@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -21,7 +20,7 @@ from starlette.types import ASGIApp
 
 from vlora.client.values import Answer, HeadOutcome
 from vlora.config import Token
-from vlora.errors import Aborted, BadRequest, UnknownAdapter, VLoraError, listed
+from vlora.errors import BadRequest, UnknownAdapter, VLoraError, listed
 from vlora.server.batches.routes import FileRoutes
 from vlora.server.batches.runner import BatchRunner
 from vlora.server.batches.store import FileStore
@@ -29,9 +28,10 @@ from vlora.server.console.routes import ConsoleRoutes
 from vlora.server.detokenizer import Piece
 from vlora.server.execution import interleave
 from vlora.server.frontend import FrontEnd
-from vlora.server.http.chat_request import MAX_PARTS, ChatRequest
+from vlora.server.http.chat_request import MAX_PARTS, ChatRequest, conversation_of
 from vlora.server.http.chat_response import ChatResponseBuilder, event, head_json
-from vlora.server.http.errors import ErrorBody, add_error_handlers, error_body
+from vlora.server.http.embedding_routes import EmbeddingRoutes
+from vlora.server.http.errors import ErrorBody, add_error_handlers, error_body, unless_disconnected
 from vlora.server.http.middleware import with_checks
 from vlora.server.http.operator_routes import add_operator_routes
 from vlora.server.http.responses import ResponsesBuilder, ResponsesRequest
@@ -43,8 +43,6 @@ from vlora.server.security.access import Access, caller_of, tenant
 from vlora.server.security.public_errors import error_for, shown_to
 from vlora.types import SamplingParams
 from vlora.types.video import Video
-
-T = TypeVar("T")
 
 _SHOWN = 128  # characters of an unknown name
 _OPENAI_NAMES = {"prompt": "messages", "adapter": "model"}
@@ -99,6 +97,7 @@ def make_app(
     add_error_handlers(app)
     ModelRoutes(front_end, model).add_to(app)  # first, because routes are matched in order
     CompletionRoutes(front_end, model).add_to(app)
+    EmbeddingRoutes(front_end, model).add_to(app)
     HealthRoutes(front_end, model, rpyc_listens).add_to(app)
     add_operator_routes(app, front_end)
     checked = with_checks(app, access, front_end.metrics, front_end.message_budget, front_end.config)
@@ -274,7 +273,7 @@ class CompletionRoutes:
             priority=body.priority,
             tenant=tenant(request),
         )
-        return head_json(await _unless_disconnected(request, answering))
+        return head_json(await unless_disconnected(request, answering))
 
     async def ask_heads(self, body: HeadsRequest, request: Request) -> dict[str, Any]:
         """Run several task heads over the same images. `data` has the answer or the error of each, in order."""
@@ -285,17 +284,17 @@ class CompletionRoutes:
             priority=body.priority,
             tenant=tenant(request),
         )
-        outcomes = await _unless_disconnected(request, answering)
+        outcomes = await unless_disconnected(request, answering)
         shown = shown_to(outcomes, caller_of(request))
         return {"object": "list", "data": [_outcome_json(outcome) for outcome in shown]}
 
     def _read_prompt(self, body: ChatRequest) -> tuple[Prompt, list[str | Video[str]]]:
         """The conversation with its tools, and the URLs of images and of videos' frames."""
-        messages, images = body.conversation()
+        messages, images = conversation_of(body.messages)
         if not body.offered and not any(message.role == "tool" or message.tool_calls for message in body.messages):
             return messages, images
         declared = [tool.model_dump(exclude={"function": {"strict"}}) for tool in body.offered]
-        if self._front_end.takes_tools:
+        if self._front_end.processor.takes_tools:
             return Conversation(messages, declared), images
         return as_messages(messages, declared), images
 
@@ -336,12 +335,12 @@ async def _respond(
 ) -> Response:
     if body.stream:
         # Await the first part here, so that an invalid request gets an error status.
-        first = await _unless_disconnected(request, anext(parts))
+        first = await unless_disconnected(request, anext(parts))
         usage, caller = body.stream_options.include_usage, caller_of(request)
         events = _events(builder, num_choices, first, parts, include_usage=usage, caller=caller)
         return StreamingResponse(events, media_type="text/event-stream")
     async with contextlib.aclosing(parts):
-        answers = await _unless_disconnected(request, _whole(parts, num_choices))
+        answers = await unless_disconnected(request, _whole(parts, num_choices))
     return JSONResponse(builder.whole(answers))
 
 
@@ -360,26 +359,6 @@ async def _whole(parts: Parts, num_choices: int) -> list[Answer]:
         if isinstance(part, Answer):
             answers[choice] = part
     return [answer for answer in answers if answer is not None]
-
-
-async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """Await the work. When the client disconnects first, cancel the work and raise Aborted."""
-    working = asyncio.ensure_future(work)
-    disconnecting = asyncio.create_task(_wait_disconnected(request))
-    try:
-        await asyncio.wait({working, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Aborted("the client disconnected")
-        return working.result()
-    finally:
-        disconnecting.cancel()
-        working.cancel()
-        await asyncio.wait({working, disconnecting})
-
-
-async def _wait_disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _events(

@@ -110,15 +110,10 @@ _MODEL_SCHEMA = {
 }
 
 
-class RequestFields(ServiceLevelFields):
-    """A request for text. model: the base model's name, an adapter's or a composition's. max_ttft_s: bound on the time
-    to first token, in seconds."""
+class ModelFields(ServiceLevelFields):
+    """model: the base model's name, an adapter's or a composition's."""
 
     model: Annotated[str, BeforeValidator(_model_name), WithJsonSchema(_MODEL_SCHEMA)]
-    temperature: float = 0.0
-    top_p: float = 1.0
-    stream: bool = False
-    max_ttft_s: float | None = Field(None, gt=0)
 
     @classmethod
     def has_no_effect(cls, name: str, value: Any) -> bool:
@@ -127,6 +122,15 @@ class RequestFields(ServiceLevelFields):
         if name in _INSTEAD and name not in cls.model_fields:
             raise BadRequest(f"{name}: this field is not supported; {_INSTEAD[name]}", field=name)
         return False
+
+
+class RequestFields(ModelFields):
+    """A request for text. max_ttft_s: bound on the time to first token, in seconds."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    stream: bool = False
+    max_ttft_s: float | None = Field(None, gt=0)
 
 
 class SamplingFields(RequestFields):

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import Field, PlainValidator, ValidationInfo, WithJsonSchema
 
 from vlora.client.values import Answer, TokenLogprob
 from vlora.errors import BadRequest
@@ -15,18 +15,21 @@ from vlora.server.http.chat_response import RunningCounts, event, finite, usage
 from vlora.server.http.sampling_fields import SamplingFields
 from vlora.server.prompts import PlainText, PromptTokens
 from vlora.types import MAX_LOGPROBS, SamplingParams
+from vlora.types.request import MAX_INPUTS
 
 MAX_PROMPTS = 64
+_MOST = {"prompt": MAX_PROMPTS, "input": MAX_INPUTS}  # by field
 DEFAULT_TOKENS = 16  # as in OpenAI's API
 
 
-def _read_prompts(value: Any) -> list[PlainText | PromptTokens]:
+def _read_prompts(value: Any, info: ValidationInfo) -> list[PlainText | PromptTokens]:
     """Parse the prompt. Raises BadRequest when it is neither texts nor token ids."""
+    field = info.field_name or "prompt"
     prompts = value if isinstance(value, list) else [value]
     if prompts and prompts is value and all(_is_token(each) for each in prompts):
         return [PromptTokens(tuple(prompts))]
-    if not 0 < len(prompts) <= MAX_PROMPTS:
-        raise BadRequest(f"prompt has {len(prompts)} entries; send 1 to {MAX_PROMPTS}", field="prompt")
+    if not 0 < len(prompts) <= _MOST[field]:
+        raise BadRequest(f"{field} has {len(prompts)} entries; send 1 to {_MOST[field]}", field=field)
     found: list[PlainText | PromptTokens] = []
     for each in prompts:
         if isinstance(each, str):
@@ -35,9 +38,9 @@ def _read_prompts(value: Any) -> list[PlainText | PromptTokens]:
             found.append(PromptTokens(tuple(each)))
         else:
             raise BadRequest(
-                f"prompt has {_describe(each)}; send a text, a list of texts, token ids, or a list of lists of token "
+                f"{field} has {_describe(each)}; send a text, a list of texts, token ids, or a list of lists of token "
                 "ids",
-                field="prompt",
+                field=field,
             )
     return found
 
@@ -60,6 +63,7 @@ _PROMPT_SCHEMA: dict[str, Any] = {
         {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": _TOKENS},
     ]
 }
+Prompts = Annotated[list[PlainText | PromptTokens], PlainValidator(_read_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
 
 
 class CompletionRequest(SamplingFields):
@@ -68,7 +72,7 @@ class CompletionRequest(SamplingFields):
 
     WITHOUT_EFFECT: ClassVar = {"suffix": ("",), "best_of": (1,)}
 
-    prompt: Annotated[list[PlainText | PromptTokens], PlainValidator(_read_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+    prompt: Prompts
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
 

@@ -25,6 +25,7 @@ from vlora.client.requests import (
     CloseFrames,
     EndFrames,
     Generate,
+    InputCall,
     OpenFrames,
     PullResults,
     SendFrame,
@@ -33,6 +34,7 @@ from vlora.client.values import PROTOCOL_VERSION, Answer, Hello, Reply, StreamPa
 from vlora.config import Token
 from vlora.errors import Aborted, BadRequest, DeadlineMissed, Disconnected, UnknownStream, VLoraError
 from vlora.operations import Operation
+from vlora.server.embeddings import perform_input_call
 from vlora.server.frontend import FrontEnd
 from vlora.server.images import RawImage
 from vlora.server.operations import perform
@@ -178,6 +180,8 @@ class VLoraService(rpyc.Service):
                 with contextlib.suppress(UnknownStream):
                     self._frames(stream_id, caller)
                     streams.discard(stream_id)
+            case _ if isinstance(call, InputCall):
+                return await perform_input_call(self._front_end, call, tenant)
             case _:
                 return await perform(self._front_end, call, caller)
 
