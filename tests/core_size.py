@@ -45,7 +45,7 @@ class Budget(NamedTuple):
 
 BUDGETS = (
     Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_311, 2_200),
-    Budget("vlora/client", 1_844, 900),
+    Budget("vlora/client", 1_845, 900),
     Budget("vlora/server", 8_894, 4_900),
     Budget("vlora/engine vlora/parallel", 6_760, 4_900),
     Budget("vlora/orchestrator vlora/routing", 5_480, 4_000),
@@ -55,12 +55,12 @@ BUDGETS = (
     Budget("vlora/split", 2_580, 1_600),
     Budget("vlora/training vlora/learning fusion/training", 7_230, 4_500),
     Budget("vlora/simulator", 2_250, 1_500),
-    Budget("vlora/cli", 3_510, 2_600),
+    Budget("vlora/cli", 3_511, 2_600),
     Budget("vlora/bench", 4_280, 2_500),
     Budget("benchmarks", 8_270, 6_500),
     Budget("fusion", 9_890, 6_200),
     Budget("tools", 910, 800),
-    Budget("atmm apps heads", 12_866, 10_500),
+    Budget("atmm apps heads", 12_967, 10_500),
 )
 """Each file counts for the longest folder that it is in."""
 

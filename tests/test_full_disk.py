@@ -26,7 +26,7 @@ from apps.retrieval.ranking import Hit
 from apps.retrieval.store import IndexSettings, RetrievalIndex
 from apps.video_analytics import Chunk, ChunkResult
 from apps.video_analytics.annotate import AnnotatedVideo
-from apps.video_analytics.result_files import ResultRows
+from apps.video_analytics.result_files import COLUMNS, Rows
 from atmm.tuning import tables
 from atmm.tuning.buckets import Bucket, Evenness
 from fusion.folder import replace_results
@@ -122,7 +122,7 @@ WRITERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "score": (score, r"[0-9a-f]{24}/[0-9a-f]{24}\.json"),
     "packing": (lambda folder: Checkpoint(folder, resume=True).keep_packing(LONG), r"packing\.json"),
     "results": (results, r"results\.unfinished"),
-    "rows": (lambda folder: ResultRows(folder / "rows").add(RESULT), r"rows\.jsonl"),
+    "rows": (lambda folder: Rows(f"{folder}/rows", COLUMNS).add_lines([RESULT]), r"rows\.jsonl"),
     "answers": (answers, r"answers\.jsonl"),
     "index": (lambda folder: RetrievalIndex(folder / "clips.sqlite", SETTINGS).close(), r"clips\.sqlite"),
     "state": (state, r"adapters\.json"),

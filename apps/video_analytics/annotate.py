@@ -1,11 +1,15 @@
-"""Draws a chunk's answer on its pictures, into a video for browsers."""
+"""Draws a chunk's answer on its pictures, into a video for browsers, and writes clips of events."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,11 +17,12 @@ import numpy as np
 
 from apps.video_analytics.answers import ChunkResult
 from apps.video_analytics.sampling import SHOWN_FPS, Chunk
-from vlora.errors import BadImage
+from vlora.errors import BadImage, VLoraError
 from vlora.opencv import cv2, quiet
-from vlora.run_folder import NotWritten
+from vlora.run_folder import UNFINISHED, NotWritten, whole, writing
 
 if TYPE_CHECKING:
+    from apps.video_analytics.plan.schema import ClipPlan
     from apps.video_analytics.tracking import TrackedFrame
 
 _WIDTH = 480  # small videos are enlarged, so that text is readable
@@ -27,6 +32,7 @@ _SUFFIX, _CODEC = ".webm", "VP80"  # OpenCV's own build writes this format and e
 LONGEST_S = 60.0  # for which a picture is repeated, of a camera that was lost
 
 _COLOUR = (80, 220, 255)
+_MOST_CLIPS = 8  # of a camera that wait for their last picture
 
 
 class AnnotatedVideo:
@@ -57,19 +63,19 @@ class AnnotatedVideo:
             BadImage: the file cannot be written.
         """
         for place, encoded in enumerate(chunk.shown):
-            picture = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR)
-            assert picture is not None, "pictures of a chunk are JPEGs made here"
             boxes = _tracked_boxes(frames[place]) if frames else _boxes(result)
-            drawn = _draw_result(picture, chunk, result, boxes)
-            time_s = chunk.start_s + chunk.shown_s[place]
-            if self._writer is None:
-                self._open(drawn, time_s, len(chunk.shown) / chunk.seconds)
-            self._write_until(time_s)
-            self._last = drawn if drawn.shape[1::-1] == self._size else cv2.resize(drawn, self._size)
+            drawn = _draw_result(_decoded(encoded), chunk, result, boxes)
+            self.add_picture(drawn, chunk.start_s + chunk.shown_s[place], len(chunk.shown) / chunk.seconds)
         if not shutil.disk_usage(self.path.parent).free:  # the writer drops what a full disk does not take
             raise NotWritten(f"cannot write {str(self.path)!r}: {os.strerror(errno.ENOSPC)}")
-        if chunk.shown:
-            self._end_s = time_s + chunk.seconds / len(chunk.shown)
+
+    def add_picture(self, picture: cv2.typing.MatLike, time_s: float, rate: float) -> None:
+        """rate: pictures per second. Raises BadImage if the file cannot be written."""
+        if self._writer is None:
+            self._open(picture, time_s, rate)
+        self._write_until(time_s)
+        self._last = picture if picture.shape[1::-1] == self._size else cv2.resize(picture, self._size)
+        self._end_s = time_s + 1 / rate
 
     def close(self) -> None:
         if self._writer is not None:
@@ -93,6 +99,85 @@ class AnnotatedVideo:
             self._writer = cv2.VideoWriter(str(self.path), cv2.VideoWriter.fourcc(*_CODEC), self._rate, self._size)
         if not self._writer.isOpened():
             raise BadImage(f"cannot write video {str(self.path)!r}")
+
+
+class EventClips:
+    """Keeps the last pictures of a camera, and writes clips of its events. Used from several threads."""
+
+    def __init__(self, plan: ClipPlan, folder: Path, say: Callable[[str], None]) -> None:
+        """folder: of the events, whose oldest files are deleted. say: called with why a clip is not written."""
+        self._plan, self._folder, self._say = plan, folder, say
+        self._pictures: deque[tuple[float, bytes]] = deque()
+        self._size = 0
+        self._open: dict[str, tuple[float, float]] = {}  # first and last time of clips by name
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="clips")
+
+    def add(self, chunk: Chunk) -> None:
+        """Keep the pictures of a chunk; those of times that others had are left out."""
+        with self._lock:
+            for since_s, encoded in zip(chunk.shown_s, chunk.shown, strict=True):
+                time_s = chunk.start_s + since_s
+                if self._pictures and time_s <= self._pictures[-1][0]:
+                    continue
+                self._finish([name for name, (_, last_s) in self._open.items() if last_s < time_s])
+                self._pictures.append((time_s, encoded))
+                self._size += len(encoded)
+                while self._size > self._plan.buffer_mib * 2**20:
+                    # A clip that does not fit ends early: its beginning and the event are in it.
+                    first_s = self._pictures[0][0]
+                    self._finish([name for name, times in self._open.items() if times[0] <= first_s])
+                    self._size -= len(self._pictures.popleft()[1])
+
+    def begin(self, name: str, time_s: float) -> bool:
+        """Write a clip around a time, when its last picture has come. Returns whether there will be one."""
+        with self._lock:
+            if not self._pictures or self._pictures[0][0] > time_s or len(self._open) >= _MOST_CLIPS:
+                return False
+            self._open[name] = time_s - self._plan.before_s, time_s + self._plan.after_s
+            return True
+
+    def close(self) -> None:
+        """Write the clips that are not complete."""
+        with self._lock:
+            self._finish([*self._open])
+        self._threads.shutdown()
+
+    def _finish(self, names: Sequence[str]) -> None:
+        for name in names:
+            first_s, last_s = self._open.pop(name)
+            pictures = [each for each in self._pictures if first_s <= each[0] <= last_s]
+            self._threads.submit(self._write, self._folder / name, pictures)
+
+    def _write(self, path: Path, pictures: Sequence[tuple[float, bytes]]) -> None:
+        try:
+            with writing(path), whole(path, durable=False) as part:
+                video = AnnotatedVideo(part)
+                for time_s, encoded in pictures:
+                    picture = _decoded(encoded)
+                    height, width = (side // 2 * 2 for side in picture.shape[:2])  # as the codec requires
+                    video.add_picture(picture[:height, :width], time_s, SHOWN_FPS)
+                video.close()
+            held = 0
+            files = [each for each in self._folder.iterdir() if not each.name.startswith(UNFINISHED)]
+            for each in sorted(files, key=lambda file: -file.stat().st_mtime):
+                held += each.stat().st_size
+                if held > self._plan.max_mib * 2**20 or time.time() - each.stat().st_mtime > self._plan.days * 86400:
+                    each.unlink()
+        except (VLoraError, OSError) as error:
+            self._say(f"clip {path.name} is not written: {error}")
+
+
+def snapshot(picture: bytes, chunk: Chunk, result: ChunkResult, frame: TrackedFrame | None) -> bytes:
+    """A JPEG of the picture of an event with its boxes. frame: tracked objects, drawn instead of the answer's boxes."""
+    boxes = _boxes(result) if frame is None else _tracked_boxes(frame)
+    return cv2.imencode(".jpg", _draw_result(_decoded(picture), chunk, result, boxes))[1].tobytes()
+
+
+def _decoded(encoded: bytes) -> cv2.typing.MatLike:
+    picture = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR)
+    assert picture is not None, "pictures of a chunk are JPEGs made here"
+    return picture
 
 
 _Named = tuple[tuple[float, float, float, float], str]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -43,20 +43,21 @@ class ResultFiles:
             BadConfig: the files cannot be written.
         """
         self._video = AnnotatedVideo(Path(f"{base}.webm"))
-        self._rows = ResultRows(base)
-        self._tracks = TrackRows(base) if tracked else None
+        self._rows = Rows(f"{base}", COLUMNS)
+        self._tracks = Rows(f"{base}.tracks", TRACK_COLUMNS) if tracked else None
 
     def add(self, clip: Chunk, result: ChunkResult, frames: Sequence[TrackedFrame] = ()) -> None:
         """frames: the tracked objects in each picture of the clip."""
-        self._rows.add(result)
+        self._rows.add_lines([result])
+        self._rows.add_rows([result])
         self._video.add(clip, result, frames)
         if self._tracks is not None:
-            self._tracks.add_frames(frames)
+            self._tracks.add_lines(frames)
 
     def add_tracks(self, tracks: Sequence[Track]) -> None:
         """Objects that are no longer followed."""
         if self._tracks is not None:
-            self._tracks.add_tracks(tracks)
+            self._tracks.add_rows(tracks)
 
     def __enter__(self) -> Self:
         return self
@@ -65,43 +66,24 @@ class ResultFiles:
         self._video.close()
 
 
-class ResultRows:
-    """NAME.jsonl and NAME.csv. Every result is flushed to the disk immediately, so that it survives the process.
-
-    Raises BadConfig if they cannot be written.
+class Rows:
+    """BASE.jsonl, and BASE.csv with these columns. Every result is flushed to the disk immediately, so that it survives
+    the process. Raises BadConfig if they cannot be written.
     """
 
-    def __init__(self, base: Path) -> None:
-        self._jsonl, self._csv = Path(f"{base}.jsonl"), Path(f"{base}.csv")
-        with writing(self._jsonl):
-            self._jsonl.write_text("")
-        with writing(self._csv):
-            self._csv.write_text(",".join(COLUMNS) + "\r\n")
+    def __init__(self, base: str, columns: Sequence[str]) -> None:
+        self._jsonl, self._csv, self._columns = Path(f"{base}.jsonl"), Path(f"{base}.csv"), columns
+        for path, content in ((self._jsonl, ""), (self._csv, ",".join(columns) + "\r\n")):
+            with writing(path):
+                path.write_text(content, newline="")
 
-    def add(self, result: ChunkResult) -> None:
+    def add_lines(self, values: Iterable[object]) -> None:
         with writing(self._jsonl), self._jsonl.open("ab") as lines:
-            lines.write(msgspec.json.encode(result) + b"\n")
+            lines.write(b"".join(msgspec.json.encode(value) + b"\n" for value in values))
+
+    def add_rows(self, values: Iterable[object]) -> None:
         with writing(self._csv), self._csv.open("a", encoding="utf-8", newline="") as table:
-            csv.writer(table).writerow(_cell(getattr(result, column)) for column in COLUMNS)
-
-
-class TrackRows:
-    """NAME.tracks.jsonl and NAME.tracks.csv, as `ResultRows`."""
-
-    def __init__(self, base: Path) -> None:
-        self._jsonl, self._csv = Path(f"{base}.tracks.jsonl"), Path(f"{base}.tracks.csv")
-        with writing(self._jsonl):
-            self._jsonl.write_text("")
-        with writing(self._csv):
-            self._csv.write_text(",".join(TRACK_COLUMNS) + "\r\n")
-
-    def add_frames(self, frames: Sequence[TrackedFrame]) -> None:
-        with writing(self._jsonl), self._jsonl.open("ab") as lines:
-            lines.write(b"".join(msgspec.json.encode(frame) + b"\n" for frame in frames))
-
-    def add_tracks(self, tracks: Sequence[Track]) -> None:
-        with writing(self._csv), self._csv.open("a", encoding="utf-8", newline="") as table:
-            csv.writer(table).writerows([_cell(getattr(each, name)) for name in TRACK_COLUMNS] for each in tracks)
+            csv.writer(table).writerows([_cell(getattr(value, name)) for name in self._columns] for value in values)
 
 
 def _cell(value: object) -> object:

@@ -8,7 +8,7 @@ import importlib.util
 import ipaddress
 import os
 import re
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 from pydantic import Field, field_validator, model_validator
@@ -31,9 +31,10 @@ class EventResult(msgspec.Struct, frozen=True, kw_only=True):
     """An event, with the answer to its question. As JSON, what sinks send without a template.
 
     id: unique; an event that is sent again keeps it. start_s: of the frame, from the beginning of the source. time:
-    UTC. label, confidence, count, track: of the answer or the object that made it happen. picture: file of the frame,
-    relative to the results' folder. text: None without a question, and after an error, which is then `problem`.
-    latency_s: from the event to the answer.
+    UTC. label, confidence, count, track: of the answer or the object that made it happen. picture, snapshot, clip: the
+    frame, the frame with boxes, and the time around it, which is complete later; files relative to the results' folder.
+    verified: None without a verification, and if it was not answered. text: None without a question, and after an
+    error, which is then `problem`. latency_s: from the event to the answer.
     """
 
     id: str
@@ -47,6 +48,9 @@ class EventResult(msgspec.Struct, frozen=True, kw_only=True):
     count: int | None = None
     track: int | None = None
     picture: str | None = None
+    snapshot: str | None = None
+    clip: str | None = None
+    verified: bool | None = None
     adapter: str | None = None
     question: str = ""
     text: Answer | None = None
@@ -181,16 +185,14 @@ class SinkPlan(PlanModel):
                 self.body(sample)
         return self
 
-    @property
-    def kind(self) -> Literal["webhook", "mqtt", "jsonl"]:
-        return "webhook" if self.webhook is not None else "mqtt" if self.mqtt is not None else "jsonl"
-
     def body(self, event: EventResult) -> bytes:
         """What is sent for an event. Raises ValueError if the template fails."""
         if self.template is None:
             return msgspec.json.encode(event)
         try:
-            text = _rendered(self.template, event)
+            text = _compiled(self.template).render(event=msgspec.to_builtins(event))
+            if len(text) > _MOST_CHARACTERS:
+                raise ValueError(f"it makes more than {_MOST_CHARACTERS} characters")
         except Exception as error:  # a template may raise any error, such as for 1 / 0
             why, line = " ".join(str(getattr(error, "message", error)).split()), getattr(error, "lineno", None)
             raise ValueError(f"`template` fails{f' in its line {line}' if line else ''}: {why}") from error
@@ -207,15 +209,6 @@ _SAMPLE = EventResult(
     id="0", source="camera", event="event", start_s=1.0, time=_NOON, head="adapter/head", label='"', confidence=0.9
 )
 _SAMPLES = (_SAMPLE, msgspec.structs.replace(_SAMPLE, track=1, count=2, picture="picture.jpg", problem='"'))
-
-
-def _rendered(template: str, event: EventResult) -> str:
-    text = ""
-    for part in _compiled(template).generate(event=msgspec.to_builtins(event)):
-        text += part
-        if len(text) > _MOST_CHARACTERS:
-            raise ValueError(f"it makes more than {_MOST_CHARACTERS} characters")
-    return text
 
 
 @functools.lru_cache(256)

@@ -32,8 +32,6 @@ _REPORT_S = 60.0  # between two reports of dropped events
 _QUEUE = "queue.sqlite"
 _SEND_S = 10.0  # for one message
 CONNECT_S = 5.0
-_KEEPALIVE_S = 30
-_LONGEST_RECONNECT_S = 60
 _REFUSING = (400, 413, 415, 422)  # statuses that concern the body; others may pass
 _ENCODED = "whsec_"
 
@@ -124,7 +122,7 @@ class _MqttSender:
         if plan.discovery is not None:
             self._retained += [_discovery(plan, *event, is_json) for event in sorted(events)]
         port = plan.port or (8883 if plan.tls else 1883)
-        self._problem = f"no acknowledgement from {plan.host}:{port}"
+        self._problem = f"no connection to {plan.host}:{port}"
         self._connected = threading.Event()
         self._client = client = paho.Client(paho.CallbackAPIVersion.VERSION2, f"vlora-{secrets.token_hex(8)}")
         if plan.user is not None:
@@ -137,8 +135,8 @@ class _MqttSender:
         client.will_set(self._status, b"offline", qos=1, retain=True)
         client.on_connect = self._on_connect
         client.on_disconnect = lambda *_: self._connected.clear()
-        client.reconnect_delay_set(1, _LONGEST_RECONNECT_S)
-        client.connect_async(plan.host, port, _KEEPALIVE_S)
+        client.reconnect_delay_set(1, 60)
+        client.connect_async(plan.host, port, keepalive=30)
         client.loop_start()
 
     def send(self, message: Message) -> None:
@@ -166,6 +164,7 @@ class _MqttSender:
             return
         for topic, body in self._retained:
             client.publish(topic, body, qos=1, retain=True)
+        self._problem = f"no acknowledgement from {self._plan.host}"
         self._connected.set()
 
 
@@ -174,23 +173,17 @@ def _discovery(plan: Mqtt, camera: str, event: str, is_json: bool) -> tuple[str,
     topic = f"{plan.topic}/{camera}/{event}"
     unique = topic.replace("/", "_")
     content = f"dict(value_json, event_type='{event}')" if is_json else f"{{'event_type': '{event}'}}"
-    message = {
-        "name": event,
-        "unique_id": unique,
-        "state_topic": topic,
-        "event_types": [event],
-        "value_template": f"{{{{ {content} | tojson }}}}",
-        "availability_topic": f"{plan.topic}/status",
-        "device": {"identifiers": [f"{plan.topic}/{camera}"], "name": camera, "manufacturer": "V-LoRA"},
-        "origin": {"name": "vlora"},
-    }
+    device = {"identifiers": [f"{plan.topic}/{camera}"], "name": camera, "manufacturer": "V-LoRA"}
+    message = {"name": event, "unique_id": unique, "device": device, "origin": {"name": "vlora"}}
+    message |= {"state_topic": topic, "availability_topic": f"{plan.topic}/status", "event_types": [event]}
+    message |= {"value_template": f"{{{{ {content} | tojson }}}}"}
     return f"{plan.discovery}/event/{unique}/config", msgspec.json.encode(message)
 
 
 class _JsonlSender:
-    def __init__(self, plan: Jsonl, path: Path) -> None:
+    def __init__(self, plan: Jsonl, folder: Path) -> None:
         self._most_bytes = plan.max_mib * 2**20
-        self._paths = [path, *(Path(f"{path}.{number}") for number in range(1, plan.keep + 1))]
+        self._paths = [folder / f"{plan.file}{(number and f'.{number}') or ''}" for number in range(plan.keep + 1)]
 
     def send(self, message: Message) -> None:
         path, line = self._paths[0], message.body + b"\n"
@@ -212,29 +205,12 @@ Sender = _WebhookSender | _MqttSender | _JsonlSender
 """`send` sends a message, and returns when it is acknowledged; it raises Unsent. Used from one thread."""
 
 
-def open_sender(name: str, plan: SinkPlan, folder: Path, events: Collection[tuple[str, str]]) -> Sender:
-    """The sender of a sink. Raises BadConfig if a secret is missing or cannot be used.
-
-    Args:
-        name: of the sink, for messages.
-        folder: of files.
-        events: those that will be sent, as pairs of camera and event.
-    """
-    if plan.webhook is not None:
-        return _WebhookSender(name, plan.webhook)
-    if plan.mqtt is not None:
-        return _MqttSender(name, plan.mqtt, events, plan.template is None)
-    assert plan.jsonl is not None
-    return _JsonlSender(plan.jsonl, folder / plan.jsonl.file)
-
-
 class SinkStatus(msgspec.Struct, kw_only=True):
     """waiting: events in the queue. dropped: for the bound of the queue; refused: by the receiver; both since the
     start, as `sent`. problem: why the oldest event could not be sent; None if nothing is wrong.
     """
 
     name: str
-    kind: str
     waiting: int = 0
     sent: int = 0
     dropped: int = 0
@@ -440,8 +416,15 @@ def open_sinks(
             for name, plan, its in found:
                 pairs = [(camera.name, event.name) for camera in its for event in camera.events]
                 events = frozenset(pair for pair in pairs if not plan.events or pair[1] in plan.events)
-                sender = unstarted.enter_context(contextlib.closing(open_sender(name, plan, folder, events)))
-                sinks.append(_Sink(plan, events, sender, SinkStatus(name=name, kind=plan.kind)))
+                if plan.webhook is not None:
+                    sender: Sender = _WebhookSender(name, plan.webhook)
+                elif plan.mqtt is not None:
+                    sender = _MqttSender(name, plan.mqtt, events, plan.template is None)
+                else:
+                    assert plan.jsonl is not None, "a sink is of one kind"
+                    sender = _JsonlSender(plan.jsonl, folder)
+                unstarted.callback(sender.close)
+                sinks.append(_Sink(plan, events, sender, SinkStatus(name=name)))
             unstarted.pop_all()
         running = Sinks(queue, sinks, say)
         scope.callback(running.close)

@@ -113,9 +113,10 @@ def _of_folder(folder: Path, say: Callable[[str], None]) -> list[Source]:
 
 
 def _is_result(path: Path) -> bool:
-    """Whether `vlora stream` wrote a video with its rows beside it, or a picture of an event."""
-    rows = path.with_suffix("") if path.suffix == ".webm" else path.parent
-    return (path.suffix == ".webm" or rows.suffix == ".events") and rows.with_name(f"{rows.name}.jsonl").exists()
+    """Whether `vlora stream` wrote a video with its rows beside it, or a picture or a clip of an event."""
+    is_event = path.parent.suffix == ".events"
+    rows = path.parent if is_event else path.with_suffix("")
+    return (path.suffix == ".webm" or is_event) and rows.with_name(f"{rows.name}.jsonl").exists()
 
 
 def _files(folder: Path) -> list[Path]:

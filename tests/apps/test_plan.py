@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,11 +14,12 @@ import cv2
 import numpy as np
 import pytest
 
-from apps.video_analytics import ChunkResult, ClipShape, read_clips
+from apps.video_analytics import Chunk, ChunkResult, ClipShape, read_clips
+from apps.video_analytics.annotate import EventClips
 from apps.video_analytics.plan.events import EventWatch, Happened, holds
 from apps.video_analytics.plan.plan_file import check_server, check_sources, read_plan
 from apps.video_analytics.plan.run_plan import PlanCounts, camera_groups, lines, run_plan, summarize
-from apps.video_analytics.plan.schema import Condition, EventPlan
+from apps.video_analytics.plan.schema import ClipPlan, Condition, EventPlan
 from apps.video_analytics.sink_plan import EventResult
 from apps.video_analytics.tracking import ObjectTracker
 from tests.apps.scripted import (
@@ -236,6 +238,77 @@ def test_a_plan_writes_answers_tracks_and_events(
     monkeypatch.setattr(client, "generate", refuse)
     counts, _, events = ran(client, plan(tmp_path, FULL))
     assert [each.problem for each in events] == ["the step failed"] * 2 and counts.answers["gate.cam-one"] == 12
+
+
+def test_events_are_sent_unless_an_answer_denies_them(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_video(tmp_path / "gate.mp4", shades(2))
+    base = EVENT + "{head: cam/one, label: bright}\n        verify: {question: 'say:Sun,', expect: EXPECT}\n"
+    base += "        ask: {question: 'say:moon'}\nout: results\nsinks: [{name: all, jsonl: {file: a.jsonl}}]"
+    sent = tmp_path / "results" / "sinks" / "a.jsonl"
+    for expect, verified, text, num_sent in (
+        ("sun", True, "moon", 1),
+        ("SUN.", True, "moon", 2),
+        ("su", False, None, 2),
+    ):
+        _, _, (event,) = ran(client, plan(tmp_path, base.replace("EXPECT", expect)))
+        assert (event.verified, event.text and event.text.text, event.problem) == (verified, text, None), expect
+        assert len(sent.read_text().splitlines()) == num_sent
+
+    def refuse(*_: object, **bounds: object) -> None:
+        raise StepFailed(f"no answer within {bounds['max_latency_s']:g} s")
+
+    monkeypatch.setattr(client, "generate", refuse)
+    _, _, (event,) = ran(client, plan(tmp_path, base.replace("EXPECT", "sun")))
+    assert (event.verified, event.problem) == (None, "no answer within 10 s")
+    assert json.loads(sent.read_text().splitlines()[-1])["id"] == event.id
+
+
+def test_clips_contain_the_time_of_their_events(client: Client, tmp_path: Path) -> None:
+    """By the number of each frame, which is written into its picture; beside a snapshot with boxes."""
+    writer = cv2.VideoWriter(str(tmp_path / "gate.mp4"), cv2.VideoWriter.fourcc(*"mp4v"), 10, (64, 48))
+    for number in range(90):
+        picture = np.full((48, 64, 3), 20 if number // 10 % 3 else 230, np.uint8)
+        for bit in range(8):
+            picture[:8, 8 * bit : 8 * bit + 8] = 255 * (number >> bit & 1)
+        writer.write(picture)
+    writer.release()
+    text = EVENT + "{head: cam/one, label: bright}\n    clips: {before_s: 1, after_s: 1.5}\nout: results"
+    _, _, events = ran(client, plan(tmp_path, text))
+    assert [event.start_s for event in events] == [0, 3, 6]
+    for event in events:
+        numbers = []
+        capture = cv2.VideoCapture(str(tmp_path / "results" / str(event.clip)))
+        while (read := capture.read())[0]:
+            numbers.append(sum((read[1][4, 8 * bit + 4].mean() > 127) << bit for bit in range(8)))
+        at = 10 * int(event.start_s)
+        assert at in numbers and numbers == sorted(numbers)
+        assert numbers[0] == max(0, at - 10) and numbers[-1] == at + 15
+        drawn = cv2.imread(str(tmp_path / "results" / str(event.snapshot)))
+        assert drawn is not None and drawn.shape[1] >= 480 and drawn[-48:].max() > 200, "the label is below"
+
+
+def test_clips_are_bounded_in_memory_and_on_disk(tmp_path: Path) -> None:
+    jpeg = cv2.imencode(".jpg", np.zeros((48, 64, 3), np.uint8))[1].tobytes()
+    said: list[str] = []
+    bounds = ClipPlan(before_s=1, after_s=9, buffer_mib=30 * len(jpeg) / 2**20, max_mib=0.01, days=1)
+    (tmp_path / "old.jpg").write_bytes(jpeg)
+    os.utime(tmp_path / "old.jpg", (1, 1))
+    clips = EventClips(bounds, tmp_path, said.append)
+    seconds = [Chunk(place, place, (), (jpeg,) * 10, 64, 1.0, tuple(np.arange(10) / 10)) for place in range(30)]
+    for chunk in seconds[:5]:
+        clips.add(chunk)
+        clips.add(chunk)  # of another task
+    assert clips.begin("first.webm", 3.0) and not clips.begin("gone.webm", 1.5), "its picture is not kept any more"
+    for chunk in seconds[5:]:
+        clips.add(chunk)
+    assert [clips.begin(f"{number}.webm", 28.0) for number in range(9)] == [True] * 8 + [False]
+    clips.close()
+    capture = cv2.VideoCapture(str(tmp_path / "0.webm"))
+    assert capture.get(cv2.CAP_PROP_FRAME_COUNT) == 30 and not (tmp_path / "old.jpg").exists()
+    held = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert 0 < sum(held) <= 0.01 * 2**20 and len(held) < 9 and said == []
 
 
 def test_a_flood_of_events_is_recorded_without_questions(

@@ -194,5 +194,5 @@ def test_the_plan_of_cameras_asks_what_its_server_has() -> None:
     parking = adapter_status("parking", "", ("lots", "counting", ("free",), 1))
     statuses = [adapter_status("traffic", "", cars, jam), parking]
     check_server(file, statuses)
-    with pytest.raises(BadPlan, match=r"analytics\.yaml, line 30, field `cameras\[1\].tasks\[0\].head`: no adapter"):
+    with pytest.raises(BadPlan, match=r"analytics\.yaml, line 41, field `cameras\[1\].tasks\[0\].head`: no adapter"):
         check_server(file, statuses[:1])

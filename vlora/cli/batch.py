@@ -381,5 +381,6 @@ class _Printer:
                 return
             thing = f"{event.label} {event.track}" if event.track is not None else event.label
             text = event.problem or ("" if event.text is None else " ".join(event.text.text.split()))
+            text = "not verified" if event.verified is False else text
             answer = f": {text}" if text else ""
             click.echo(f"{event.source:<20} event {event.event:<18} {event.start_s:7.1f} s  {thing}{answer}")

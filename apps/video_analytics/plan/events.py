@@ -9,23 +9,25 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from apps.video_analytics.analysis import Analysis
+from apps.video_analytics.annotate import EventClips, snapshot
 from apps.video_analytics.answers import ChunkResult
-from apps.video_analytics.plan.schema import Condition, EventPlan, Point
+from apps.video_analytics.plan.schema import CameraPlan, Condition, EventPlan, EventQuestion, Point
 from apps.video_analytics.sampling import Chunk
 from apps.video_analytics.sink_plan import EventResult
 from apps.video_analytics.sinks import Sinks
 from apps.video_analytics.tracking import TrackedBox, TrackedFrame
-from vlora.client import Client, HeadResult
-from vlora.errors import VLoraError
+from vlora.client import Answer, Client, HeadResult
+from vlora.errors import BadConfig, VLoraError
 from vlora.opencv import cv2
 from vlora.run_folder import write_whole, writing
 
 _MOST_REMEMBERED = 1000  # objects for which an event does not happen again
+_VERIFY_S = 10.0  # bound on a verification: its event waits
 _MOST_PENDING = 8  # questions of a camera: a flood of events must not delay its clips or fill the memory
 
 
@@ -34,7 +36,8 @@ class Happened:
     """An event that happened.
 
     time_s: of the frame, from the beginning of the source. picture: the frame, JPEG; of an event of a tracked object at
-    most 640 pixels wide. label, confidence, count: of the answer or the object. track: number of the object.
+    most 640 pixels wide. label, confidence, count: of the answer or the object. track: number of the object. frame: of
+    the tracked object.
     """
 
     event: EventPlan
@@ -44,6 +47,7 @@ class Happened:
     confidence: float
     count: int | None = None
     track: int | None = None
+    frame: TrackedFrame | None = None
 
 
 class EventWatch:
@@ -86,7 +90,7 @@ class EventWatch:
                     self._centres[box.id] = centre = _centre(box, frame)
                     if box.id not in self._counted and _arrives(self.event.when, before.get(box.id), centre):
                         self._counted.add(box.id)
-                        yield Happened(self.event, frame.time_s, picture, box.label, box.score, track=box.id)
+                        yield Happened(self.event, frame.time_s, picture, box.label, box.score, None, box.id, frame)
         newest = max(self._counted, default=0)
         # Objects are numbered in the order of their first detection; the oldest are gone, unless they are in the frame.
         self._counted = {each for each in self._counted if each in self._centres or each > newest - _MOST_REMEMBERED}
@@ -152,15 +156,14 @@ class EventQuestions:
     def __init__(
         self,
         client: Client,
-        source: str,
-        out: Path | None,
+        camera: CameraPlan,
+        analysis: Analysis,
         sinks: Sinks,
         report: Callable[[EventResult], None],
     ) -> None:
         """
         Args:
-            source: name of the camera.
-            out: folder for SOURCE.events.jsonl, and for the pictures in SOURCE.events; None writes nothing.
+            analysis: its folder gets CAMERA.events.jsonl, and pictures and clips in CAMERA.events.
             sinks: receive each event after its answer.
             report: called with each event after it was sent.
 
@@ -168,27 +171,38 @@ class EventQuestions:
             BadConfig: the files cannot be written.
         """
         self.num_events = 0
-        self._client = client
-        self._source = source
+        self._client, self._source, self._out = client, camera.name, analysis.out if camera.events else None
         self._sinks, self._report = sinks, report
-        self._out = out
         self._lock = threading.Lock()
         self._num_pending = 0
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"events of {source}")
-        if out is not None:
-            self._rows = out / f"{source}.events.jsonl"
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"events of {camera.name}")
+        self._clips: EventClips | None = None
+        if self._out is None and camera.events and camera.clips is not None:
+            raise BadConfig(f"camera {camera.name}: clips need a folder; set `out` in the plan, or give --out")
+        if self._out is not None:
+            self._rows, folder = self._out / f"{camera.name}.events.jsonl", self._out / f"{camera.name}.events"
             with writing(self._rows):
                 self._rows.write_text("")
-                (out / f"{source}.events").mkdir(exist_ok=True)
+                folder.mkdir(exist_ok=True)
+            self._clips = None if camera.clips is None else EventClips(camera.clips, folder, analysis.print_line)
 
-    def add(self, happened: Happened) -> None:
+    def keep(self, chunk: Chunk) -> None:
+        """Keep the pictures of a chunk for clips. Called before `add`."""
+        if self._clips is not None:
+            self._clips.add(chunk)
+
+    def add(self, happened: Happened, chunk: Chunk, answered: ChunkResult) -> None:
         """Record an event. Its question is asked in another thread. Raises BadConfig if it cannot be written."""
-        event = happened.event
-        event_id = uuid.uuid4().hex
+        event, event_id, drawn, clip = happened.event, uuid.uuid4().hex, None, None
+        name = f"{event.name}-{event_id}"  # unlike those of earlier runs
+        if self._clips is not None:
+            drawn = snapshot(happened.picture, chunk, answered, happened.frame)
+            clip = f"{self._source}.events/{name}.webm" if self._clips.begin(f"{name}.webm", happened.time_s) else None
         with self._lock:
             self.num_events += 1
             room = self._num_pending < _MOST_PENDING
-            self._num_pending += event.ask is not None and room
+            asks = event.verify is not None or event.ask is not None
+            self._num_pending += asks and room
         result = EventResult(
             id=event_id,
             source=self._source,
@@ -200,11 +214,13 @@ class EventQuestions:
             confidence=happened.confidence,
             count=happened.count,
             track=happened.track,
-            picture=self._write_picture(event_id, happened),
+            picture=self._write_picture(f"{name}.jpg", happened.picture),
+            snapshot=self._write_picture(f"{name}.boxes.jpg", drawn),
+            clip=clip,
             adapter=None if event.ask is None else event.ask.adapter,
             question="" if event.ask is None else event.ask.question,
         )
-        if event.ask is None:
+        if not asks:
             self._record(result)
         elif room:
             self._threads.submit(self._ask, result, happened)
@@ -213,36 +229,48 @@ class EventQuestions:
             self._record(msgspec.structs.replace(result, problem=problem))
 
     def close(self) -> None:
-        """Wait for the answers to all questions."""
+        """Wait for the answers to all questions, and for clips."""
         self._threads.shutdown()
+        if self._clips is not None:
+            self._clips.close()
 
     def _ask(self, result: EventResult, happened: Happened) -> None:
-        ask, began = happened.event.ask, time.monotonic()
-        assert ask is not None
-        text, problem = None, None
+        event, began = happened.event, time.monotonic()
+        verified, text, problem = None, None, None
         try:
-            text = self._client.generate(ask.question, [happened.picture], ask.adapter, max_tokens=ask.max_tokens)
-        except VLoraError as error:
+            if event.verify is not None:
+                verified = event.verify.holds(self._answer(event.verify, happened, _VERIFY_S).text)
+            if event.ask is not None and verified is not False:
+                text = self._answer(event.ask, happened, None)
+        except VLoraError as error:  # an event that could not be verified is sent: a missed one is worse
             problem = str(error)
         with self._lock:
             self._num_pending -= 1
         latency_s = time.monotonic() - began
+        answered = {"verified": verified, "text": text, "problem": problem, "latency_s": latency_s}
+        result = msgspec.structs.replace(result, **answered)
         try:
-            self._record(msgspec.structs.replace(result, text=text, problem=problem, latency_s=latency_s))
+            self._record(result)
         except VLoraError as error:  # a full disk; the answer is still reported
-            self._report(msgspec.structs.replace(result, text=text, problem=str(error), latency_s=latency_s))
+            self._report(msgspec.structs.replace(result, problem=str(error)))
+
+    def _answer(self, asked: EventQuestion, happened: Happened, seconds: float | None) -> Answer:
+        return self._client.generate(
+            asked.question, [happened.picture], asked.adapter, max_tokens=asked.max_tokens, max_latency_s=seconds
+        )
 
     def _record(self, result: EventResult) -> None:
-        self._sinks.send(result)
+        if result.verified is not False:
+            self._sinks.send(result)
         if self._out is not None:
             with self._lock, writing(self._rows), self._rows.open("ab") as lines:
                 lines.write(msgspec.json.encode(result) + b"\n")
         self._report(result)
 
-    def _write_picture(self, event_id: str, happened: Happened) -> str | None:
-        if self._out is None:
+    def _write_picture(self, name: str, picture: bytes | None) -> str | None:
+        if self._out is None or picture is None:
             return None
-        name = f"{self._source}.events/{happened.event.name}-{event_id}.jpg"  # unlike those of earlier runs
+        name = f"{self._source}.events/{name}"
         with writing(self._out / name):
-            write_whole(self._out / name, happened.picture, durable=False)
+            write_whole(self._out / name, picture, durable=False)
         return name

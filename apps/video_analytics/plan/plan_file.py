@@ -67,8 +67,9 @@ def check_server(file: PlanFile, statuses: Sequence[AdapterStatus]) -> None:
                 _check_adapter(known, task.adapter, here.inside("tasks", number))
         for number, event in enumerate(camera.events):
             _check_condition(known, event.when, here.inside("events", number, "when"))
-            if event.ask is not None:
-                _check_adapter(known, event.ask.adapter, here.inside("events", number, "ask"))
+            for field, question in (("verify", event.verify), ("ask", event.ask)):
+                if question is not None:
+                    _check_adapter(known, question.adapter, here.inside("events", number, field))
     errors.raise_if_any()
 
 

@@ -110,6 +110,8 @@ def _task(camera: CameraPlan, task: TaskPlan) -> TaskSummary:
 
 def _event(event: EventPlan) -> str:
     text = f"event {event.name}: {_condition(event.when)}"
+    if event.verify is not None:
+        text = f'{text}; verified by "{event.verify.question}" of {event.verify.adapter or "the base model"}'
     if event.ask is None:
         return text
     return f'{text}; asks "{event.ask.question}" of {event.ask.adapter or "the base model"}'
@@ -194,8 +196,7 @@ class _Camera:
     def job(self, max_latency_s: float | None) -> Iterator[Job]:
         """The work on the camera; its last events are complete at the end of the block."""
         own = max_latency_s if self.plan.max_latency_s is None else self.plan.max_latency_s
-        out = self.analysis.out if self.plan.events else None
-        questions = EventQuestions(self.client, self.plan.name, out, self.sinks, self.on_event)
+        questions = EventQuestions(self.client, self.plan, self.analysis, self.sinks, self.on_event)
         try:
             yield Job(
                 self._source(),
@@ -262,9 +263,10 @@ class _Recorder:
                 self._files.add_tracks(self._tracker.ended)
         if self._tracker is not None:
             self._tracker.ended.clear()
+        self._questions.keep(clip)
         for watch in self._watches:
             for happened in watch.see(clip, result, frames):
-                self._questions.add(happened)
+                self._questions.add(happened, clip, result)
         return result
 
 

@@ -99,13 +99,38 @@ class EventQuestion(PlanModel):
     max_tokens: Whole = Field(64, ge=1, le=_MOST_TOKENS)
 
 
+class Verification(EventQuestion):
+    """A question whose answer must begin with the words of `expect`, in any case, for the event to be sent to sinks."""
+
+    expect: str = Field(pattern=r"\w")
+
+    def holds(self, answer: str) -> bool:
+        expected, words = (re.findall(r"\w+", text.casefold()) for text in (self.expect, answer))
+        return words[: len(expected)] == expected
+
+
 class EventPlan(PlanModel):
-    """An event. pause_s: after an event, further ones of the same name are ignored for this long."""
+    """An event. verify: asked before `ask`, which is asked of verified events only. pause_s: after an event, further
+    ones of the same name are ignored for this long.
+    """
 
     name: str = Field(max_length=60, pattern=NAME)
     when: Condition
+    verify: Verification | None = None
     ask: EventQuestion | None = None
     pause_s: Number = Field(0.0, ge=0)
+
+
+class ClipPlan(PlanModel):
+    """A clip and a snapshot of each event. before_s, after_s: of the clip, around the event. buffer_mib: pictures in
+    memory. max_mib, days: bounds on the folder CAMERA.events, whose oldest files are deleted.
+    """
+
+    before_s: Number = Field(5.0, ge=0, le=60)
+    after_s: Number = Field(5.0, ge=0, le=60)
+    buffer_mib: Number = Field(32.0, gt=0)
+    max_mib: Number = Field(1024.0, gt=0)
+    days: Number = Field(7.0, gt=0)
 
 
 class CameraPlan(PlanModel):
@@ -113,7 +138,7 @@ class CameraPlan(PlanModel):
 
     name: of its result files. source: a file or folder, relative to the plan's folder; a camera number; or a URL.
     rate: answers per second of tasks without their own; None for one per second. max_latency_s: bound on each answer.
-    sinks: of its events, beside those of the plan.
+    clips: None for events without. sinks: of its events, beside those of the plan.
     """
 
     name: str = Field(max_length=60, pattern=NAME)
@@ -122,6 +147,7 @@ class CameraPlan(PlanModel):
     max_latency_s: Number | None = Field(None, gt=0)
     tasks: tuple[TaskPlan, ...] = Field(min_length=1)
     events: tuple[EventPlan, ...] = ()
+    clips: ClipPlan | None = None
     sinks: tuple[SinkPlan, ...] = ()
 
     @field_validator("source", mode="before")
