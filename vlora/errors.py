@@ -1,37 +1,8 @@
-"""The hierarchy of errors that V-LoRA raises.
-
-::
-
-    VLoraError
-    |-- BadConfig            a setting, flag or model that is invalid
-    |   `-- UnsupportedModel     a model family that is not on the allow-list, with the reason
-    |-- BadPlan              a plan that cannot be run (file, line and field named)
-    |-- BadAdapter           an adapter that cannot be served, with the reason
-    |   `-- AdapterChanged       the adapter has other content than the answer so far was computed with
-    |-- BadRequest           the request is invalid
-    |   |-- BadImage             bytes that are not an image or a video, or a frame that cannot be decoded
-    |   |-- TooLarge             an image, a video or a body over the server's limits
-    |   |-- PromptTooLong        prompt and answer do not fit the model's context
-    |   |-- UnknownAdapter       no adapter of that name is registered
-    |   |-- UnknownHead          the adapter has no head of that name
-    |   |-- UnknownReplica       no replica has that name, or the server has one engine
-    |   |-- UnknownFile          the caller has no file or batch with that id; it may be deleted or expired
-    |   `-- UnknownStream        the caller has no open stream with that id; it may be closed or expired
-    |-- Unauthorized         the token is missing, wrong or expired
-    |-- Forbidden            the token is valid, but does not permit this call
-    |-- OverCapacity         the server is full; try again later
-    |-- DeadlineMissed       the answer was not ready within the request's latency bound
-    |   `-- DeadlineUnreachable  the bound cannot be met: rejected before anything is computed
-    |-- Aborted              the request was cancelled by its client or by an operator
-    |-- StepFailed           a batch failed inside the engine; only its own requests fail
-    |-- EngineDead           the engine process has died; the message contains the cause
-    `-- Disconnected         the server cannot be reached, or the connection broke before the answer
-
-Each class has a stable `code`, which is sent over the wire, and an `http_status`. `assert` is for internal errors only.
-"""
+"""The hierarchy of errors that V-LoRA raises. `assert` is for internal errors only."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import ClassVar
 
@@ -39,40 +10,42 @@ _NAMES_SHOWN = 20
 
 
 class VLoraError(Exception):
-    """Base class of all V-LoRA errors. `str(error)` states the problem, the value, and the remedy."""
+    """Base class of all V-LoRA errors. `str(error)` states the problem, the value, and the remedy.
+
+    code: the class's name in lower case, with underscores; it is sent over the wire. http_status: as its base's, or
+    given in the class statement.
+    """
 
     code: ClassVar[str] = "error"
     http_status: ClassVar[int] = 500
 
+    def __init_subclass__(cls, http_status: int | None = None) -> None:
+        cls.code = re.sub("(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+        cls.http_status = cls.http_status if http_status is None else http_status
+
 
 class BadConfig(VLoraError):
-    code = "bad_config"
+    """A setting, flag or model that is invalid."""
 
 
 class UnsupportedModel(BadConfig):
-    code = "unsupported_model"
+    """A model family that is not on the allow-list, with the reason."""
 
 
-class BadPlan(VLoraError):
-    code = "bad_plan"
-    http_status = 400
+class BadPlan(VLoraError, http_status=400):
+    """A plan that cannot be run (file, line and field named)."""
 
 
-class BadAdapter(VLoraError):
-    code = "bad_adapter"
-    http_status = 400
+class BadAdapter(VLoraError, http_status=400):
+    """An adapter that cannot be served, with the reason."""
 
 
-class AdapterChanged(BadAdapter):
-    code = "adapter_changed"
-    http_status = 409
+class AdapterChanged(BadAdapter, http_status=409):
+    """The adapter has other content than the answer so far was computed with."""
 
 
-class BadRequest(VLoraError):
+class BadRequest(VLoraError, http_status=400):
     """An invalid request. field: its invalid field, if there is one; not sent between processes."""
-
-    code = "bad_request"
-    http_status = 400
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
@@ -80,85 +53,71 @@ class BadRequest(VLoraError):
 
 
 class BadImage(BadRequest):
-    code = "bad_image"
+    """Bytes that are not an image or a video, or a frame that cannot be decoded."""
 
 
-class TooLarge(BadRequest):
-    code = "too_large"
-    http_status = 413
+class TooLarge(BadRequest, http_status=413):
+    """An image, a video or a body over the server's limits."""
 
 
 class PromptTooLong(BadRequest):
-    code = "prompt_too_long"
+    """Prompt and answer do not fit the model's context."""
 
 
-class UnknownAdapter(BadRequest):
-    code = "unknown_adapter"
-    http_status = 404
+class UnknownAdapter(BadRequest, http_status=404):
+    """No adapter of that name is registered."""
 
 
-class UnknownHead(BadRequest):
-    code = "unknown_head"
-    http_status = 404
+class UnknownHead(BadRequest, http_status=404):
+    """The adapter has no head of that name."""
 
 
-class UnknownReplica(BadRequest):
-    code = "unknown_replica"
-    http_status = 404
+class UnknownReplica(BadRequest, http_status=404):
+    """No replica has that name, or the server has one engine."""
 
 
-class UnknownFile(BadRequest):
-    code = "unknown_file"
-    http_status = 404
+class UnknownFile(BadRequest, http_status=404):
+    """The caller has no file or batch with that id; it may be deleted or expired."""
 
 
-class UnknownStream(BadRequest):
-    code = "unknown_stream"
-    http_status = 404
+class UnknownStream(BadRequest, http_status=404):
+    """The caller has no open stream with that id; it may be closed or expired."""
 
 
-class Unauthorized(VLoraError):
-    code = "unauthorized"
-    http_status = 401
+class Unauthorized(VLoraError, http_status=401):
+    """The token is missing, wrong or expired."""
 
 
-class Forbidden(VLoraError):
-    code = "forbidden"
-    http_status = 403
+class Forbidden(VLoraError, http_status=403):
+    """The token is valid, but does not permit this call."""
 
 
-class OverCapacity(VLoraError):
-    code = "over_capacity"
-    http_status = 429
+class OverCapacity(VLoraError, http_status=429):
+    """The server is full; try again later."""
 
 
-class DeadlineMissed(VLoraError):
-    code = "deadline_missed"
-    http_status = 504
+class DeadlineMissed(VLoraError, http_status=504):
+    """The answer was not ready within the request's latency bound."""
 
 
-class DeadlineUnreachable(DeadlineMissed):
-    code = "deadline_unreachable"
-    http_status = 503
+class DeadlineUnreachable(DeadlineMissed, http_status=503):
+    """The bound cannot be met: rejected before anything is computed."""
 
 
-class Aborted(VLoraError):
-    code = "aborted"
-    http_status = 499
+class Aborted(VLoraError, http_status=499):
+    """The request was cancelled by its client or by an operator."""
 
 
 class StepFailed(VLoraError):
-    code = "step_failed"
+    """A batch failed inside the engine; only its own requests fail."""
 
 
-class EngineDead(VLoraError):
-    code = "engine_dead"
-    http_status = 503
+class EngineDead(VLoraError, http_status=503):
+    """The engine process has died; the message contains the cause."""
 
 
-class Disconnected(VLoraError):
-    code = "disconnected"
-    http_status = 503
+class Disconnected(VLoraError, http_status=503):
+    """The server cannot be reached, or the connection broke before the answer."""
 
 
 def listed(names: Collection[str]) -> str:

@@ -22,11 +22,8 @@ _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _IN_A_MESSAGE = re.compile(r"\(os error (\d+)\)")  # of safetensors, which raises no OSError
 
 
-class NotWritten(VLoraError):
+class NotWritten(VLoraError, http_status=507):
     """A file cannot be written: its disk is full, or fails."""
-
-    code = "not_written"
-    http_status = 507
 
 
 @contextlib.contextmanager
