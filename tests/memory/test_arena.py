@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 from vlora.memory import huge_pages
 from vlora.memory.arena import PAGE_BYTES, Arena
-from vlora.memory.host_to_device import HostTransfer, Inline, make_transfer
+from vlora.memory.host_to_device import HostTransfer, Inline, RingTransfer, make_transfer
 from vlora.memory.huge_pages import empty, in_huge_pages
-from vlora.memory.ring_transfer import RingTransfer
 
 CPU = torch.device("cpu")
 SMAPS = Path("/proc/self/smaps")

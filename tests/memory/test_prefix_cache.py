@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from tests.example_counts import scaled
 from vlora.memory.adapter_cache import AdapterCache
-from vlora.memory.block_manager import BlockManager
+from vlora.memory.block_manager import BlockManager, WrittenBlocks
 from vlora.memory.page_allocator import PageAllocator
 from vlora.memory.prefix_cache import Key, PrefixCache, TokenChain
-from vlora.memory.written_blocks import WrittenBlocks
 from vlora.types import Request, VisionInput
 
 IMAGE, VIDEO = 90, 91

@@ -13,8 +13,8 @@ from tests.example_counts import scaled
 from tests.orchestrator.checked_replica import SMALL_COSTS, CheckedReplica, CheckedReplicaConfig, all_resident
 from tests.orchestrator.sample_requests import expected_tokens, make_request
 from tests.orchestrator.test_properties import assert_answered, every_policy, longest_over_bound
+from vlora.memory.block_manager import WrittenBlocks
 from vlora.memory.page_allocator import PageAllocator
-from vlora.memory.written_blocks import WrittenBlocks
 from vlora.orchestrator.admission.kv_admission import AnswerLengths, KvAdmission
 from vlora.orchestrator.request_state import TrackedRequest
 from vlora.types import Request

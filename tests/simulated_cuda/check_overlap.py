@@ -25,8 +25,8 @@ from vlora.config import EngineConfig
 from vlora.engine.engine import Engine
 from vlora.errors import StepFailed
 from vlora.memory.arena import PAGE_BYTES
+from vlora.memory.block_manager import WrittenBlocks
 from vlora.memory.host_to_device import Inline
-from vlora.memory.written_blocks import WrittenBlocks
 from vlora.models.loading import dummy_model
 from vlora.orchestrator.admission.kv_admission import AnswerLengths
 from vlora.simulator.machine import Clock

@@ -19,8 +19,7 @@ from vlora.engine.grammar_cache import GrammarCache, GrammarHook
 from vlora.engine.monitor import Monitor
 from vlora.engine.quantize import check_device, with_stored_format
 from vlora.engine.request_checks import RequestChecks
-from vlora.engine.steps_ahead import StepsAhead
-from vlora.engine.steps_in_order import StepsInOrder
+from vlora.engine.steps import StepsAhead, StepsInOrder
 from vlora.engine.tensor_parallel.coordinator import (
     TensorParallelCoordinator,
     TensorParallelRunner,
@@ -31,10 +30,9 @@ from vlora.errors import BadConfig
 from vlora.lora import AdapterRegistry
 from vlora.lora.registry import always_replicated
 from vlora.memory.adapter_cache import AdapterCache
-from vlora.memory.block_manager import BlockManager
+from vlora.memory.block_manager import BlockManager, WrittenBlocks
 from vlora.memory.page_allocator import PageAllocator
 from vlora.memory.prefix_cache import PrefixCache
-from vlora.memory.written_blocks import WrittenBlocks
 from vlora.models.grammar import GrammarCompiler
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import device_of, load_model, read_config

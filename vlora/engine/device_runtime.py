@@ -31,9 +31,8 @@ from vlora.lora.merge_shadow import ShadowSwitcher
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.memory.adapter_cache import AdapterCache, WorkerAdapterCache
 from vlora.memory.arena import Arena
-from vlora.memory.host_to_device import make_transfer
+from vlora.memory.host_to_device import SideStream, make_transfer
 from vlora.memory.huge_pages import empty
-from vlora.memory.ring_transfer import SideStream
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import device_of
 from vlora.models.runner import ModelRunner

@@ -17,7 +17,7 @@ from heads import TaskHead
 from vlora.lora import HostAdapter, HostFactors, SiteShape, aligned, carve
 from vlora.lora.adapted_linear import AdaptedLinear, Siblings
 from vlora.lora.own_layers import OwnLayer
-from vlora.lora.slab_layout import shared_inputs
+from vlora.lora.weight_slabs import shared_inputs
 from vlora.memory.adapter_cache import AdapterCache, WorkerAdapterCache
 from vlora.memory.arena import Arena, pages_for
 from vlora.memory.host_to_device import Transfer

@@ -23,7 +23,7 @@ from vlora.lora.peft_target import Part, TargetHeader
 if TYPE_CHECKING:
     from vlora.lora.base_weights import BaseWeights
     from vlora.lora.weight_slabs import WeightSlabs
-    from vlora.memory.ring_transfer import SideStream
+    from vlora.memory.host_to_device import SideStream
 
 
 class BaseLayers:

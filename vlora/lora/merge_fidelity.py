@@ -14,7 +14,7 @@ from vlora.lora.base_weights import BaseWeights
 from vlora.lora.layout import HostFactors
 from vlora.lora.merge import merge_runs
 from vlora.lora.weight_slabs import WeightSlabs
-from vlora.memory.ring_transfer import SideStream
+from vlora.memory.host_to_device import SideStream
 
 # Sampled values of W0 per batch. On a CPU a batch stays in the second-level cache. On a GPU there are few batches, and
 # the temporary float32 tensors of one take 300 MiB together, of the memory that is left for activations.

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 
 from vlora.lora.adapter_pool import AdapterPool
 from vlora.lora.merge import merge_layers, merge_runs
-from vlora.lora.slab_layout import held_weights
-from vlora.lora.weight_slabs import WeightSlabs
+from vlora.lora.weight_slabs import WeightSlabs, held_weights
 
 
 class ShadowSwitcher:

@@ -17,7 +17,7 @@ from atmm.matmul import linear
 from atmm.shrink_expand import Expand, ExpandPart, Shrink, ShrinkPart
 from atmm.strategies.shared_shrink import CachedInput
 from vlora.lora.adapted_linear import AdaptedLinear
-from vlora.lora.slab_layout import shared_inputs
+from vlora.lora.weight_slabs import shared_inputs
 from vlora.models.hf_model import HFModel
 from vlora.parallel import ProcessGroup, ShardPlan
 from vlora.parallel.adapter_sharding import FactorShape

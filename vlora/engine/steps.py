@@ -1,4 +1,5 @@
-"""Runs the steps of a GPU: the host schedules and launches a step while the device computes the one before.
+"""Runs the steps: in order, or ahead on a GPU: the host schedules and launches a step while the device computes the one
+before.
 
 The device runs everything in the order of one stream: a later step, a block that is moved, an adapter that is loaded
 into freed pages (`RingTransfer` waits for the steps launched before). The host learns the results of a step later: its
@@ -7,15 +8,48 @@ tokens, which answers end, errors, and times. docs/decisions/0055-steps-ahead-on
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Protocol
 
-from vlora.engine.steps_in_order import OnStep, failed
 from vlora.errors import StepFailed
-from vlora.memory.written_blocks import WrittenBlocks
+from vlora.memory.block_manager import WrittenBlocks
 from vlora.models.launched_step import LaunchedStep
 from vlora.models.runner import ModelRunner
 from vlora.orchestrator import Scheduler
-from vlora.types import Batch, Request, RequestOutput, StepResult
+from vlora.types import Batch, ErrorValue, Request, RequestOutput, StepResult
+
+OnStep = Callable[[Batch, StepResult], None]  # called before the scheduler records the result
+
+
+class Runner(Protocol):
+    """Runs a step, on one rank or several."""
+
+    def run(self, batch: Batch) -> StepResult:
+        """Raises StepFailed if all requests of the batch, and no others, are lost."""
+        ...
+
+
+class StepsInOrder:
+    """For a device that computes in the call itself, and for several ranks. `pending` as in `StepsAhead`."""
+
+    pending = False
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, on_step: OnStep) -> None:
+        self._runner, self._scheduler, self._on_step = runner, scheduler, on_step
+
+    def run(self, batch: Batch | None) -> tuple[RequestOutput, ...]:
+        assert batch is not None, "no step is pending"
+        try:
+            result = self._runner.run(batch)
+        except StepFailed as error:
+            result = failed(batch, error)
+        self._on_step(batch, result)
+        return self._scheduler.record(batch, result)
+
+
+def failed(batch: Batch, error: StepFailed) -> StepResult:
+    value = ErrorValue.of(error)
+    return StepResult(errors={item.request_id: value for item in batch.items})
 
 
 class StepsAhead:
