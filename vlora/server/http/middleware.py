@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import urllib.parse
 
@@ -9,7 +10,7 @@ from fastapi.security.utils import get_authorization_scheme_param
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlora.config import LOOPBACK_HOSTS, ServerConfig
+from vlora.config import LOOPBACK_HOSTS, ServerConfig, Token
 from vlora.errors import BadRequest, Forbidden, OverCapacity, TooLarge, VLoraError
 from vlora.server.console.files import CONSOLE_FILES
 from vlora.server.http.errors import error_response
@@ -31,63 +32,62 @@ MAX_FIELDS = 20_000  # allowance for the structure of a body, in addition to com
 
 
 def with_checks(app: ASGIApp, access: Access, metrics: Metrics, budget: ByteBudget, config: ServerConfig) -> ASGIApp:
-    app = _BoundedBody(app, budget, config.max_message_bytes, config.max_prompt_chars + MAX_FIELDS)
-    if access.required:
-        return _TokenCheck(app, access, metrics)
-    return _LoopbackCheck(app, metrics)
+    """The application behind checks of the caller, then of the body's size."""
+    check = functools.partial(_check_token, access) if access.required else _check_loopback
+    most = config.max_message_bytes
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        try:
+            check(scope)
+        except VLoraError as error:
+            metrics.count(error.code)
+            await error_response(error)(scope, receive, send)
+            return
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        if declared.isdigit() and int(declared) > most:
+            await error_response(_too_large(most))(scope, receive, send)
+            return
+        most_commas = math.inf if scope["path"] == FILE_PATHS else config.max_prompt_chars + MAX_FIELDS
+        body = _BodyReader(receive, budget, most, most_commas)
+        try:
+            await app(scope, body.receive, send)
+        finally:
+            budget.release(body.num_bytes)
+
+    return checked
 
 
-class _TokenCheck:
-    def __init__(self, app: ASGIApp, access: Access, metrics: Metrics) -> None:
-        self._app = app
-        self._access = access
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] in OPEN_PATHS:
-            scope.setdefault("state", {})["caller"] = ANYONE
-        elif scope["type"] == "http":
-            scheme, secret = get_authorization_scheme_param(Headers(scope=scope).get("authorization"))
-            try:
-                changes = scope["path"].startswith(ADMIN_PATHS) and scope["method"] not in ("GET", "HEAD")
-                token = secret if scheme.lower() == "bearer" else None
-                peer = (scope.get("client") or ("",))[0]
-                caller = self._access.check(token, admin=changes, peer=peer)
-                scope.setdefault("state", {})["caller"] = caller
-            except VLoraError as error:
-                self._metrics.count(error.code)
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+def _check_token(access: Access, scope: Scope) -> None:
+    """Raises VLoraError for a caller without a token that permits the call."""
+    caller: Token | None = ANYONE
+    if scope["path"] not in OPEN_PATHS:
+        scheme, secret = get_authorization_scheme_param(Headers(scope=scope).get("authorization"))
+        changes = scope["path"].startswith(ADMIN_PATHS) and scope["method"] not in ("GET", "HEAD")
+        token = secret if scheme.lower() == "bearer" else None
+        caller = access.check(token, admin=changes, peer=(scope.get("client") or ("",))[0])
+    scope.setdefault("state", {})["caller"] = caller
 
 
-class _LoopbackCheck:
-    """Checks Host and Origin on a server without tokens, which only its loopback address protects.
+def _check_loopback(scope: Scope) -> None:
+    """Check Host and Origin on a server without tokens, which only its loopback address protects.
 
-    Refuses requests from browser pages of other hosts (DNS rebinding); allows pages of this host.
+    Requests from browser pages of other hosts are refused (DNS rebinding), and pages of this host allowed.
+
+    Raises:
+        VLoraError: The request is for another host, or from a page of one.
     """
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            host, origin = headers.get("host", ""), headers.get("origin")
-            error: VLoraError | None = None
-            if "@" in host or not _on_loopback(f"//{host}"):
-                error = BadRequest(
-                    f"the request is for host {host[:100]!r}; without tokens this server accepts only "
-                    f"{', '.join(LOOPBACK_HOSTS)}: use one of these names, or start the server with --token-file"
-                )
-            elif origin is not None and not _on_loopback(origin):
-                error = Forbidden(f"requests from origin {origin[:100]!r} are refused: this server has no tokens")
-            if error is not None:
-                self._metrics.count(error.code)
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    headers = Headers(scope=scope)
+    host, origin = headers.get("host", ""), headers.get("origin")
+    if "@" in host or not _on_loopback(f"//{host}"):
+        raise BadRequest(
+            f"the request is for host {host[:100]!r}; without tokens this server accepts only "
+            f"{', '.join(LOOPBACK_HOSTS)}: use one of these names, or start the server with --token-file"
+        )
+    if origin is not None and not _on_loopback(origin):
+        raise Forbidden(f"requests from origin {origin[:100]!r} are refused: this server has no tokens")
 
 
 def _on_loopback(origin: str) -> bool:
@@ -97,36 +97,12 @@ def _on_loopback(origin: str) -> bool:
         return False
 
 
-class _BoundedBody:
-    """Refuses bodies that are too large, and bodies that would take too much memory once they are parsed.
-
-    max_commas: A JSON value takes one byte as text and tens of bytes in memory. Text and images have few commas.
-    """
-
-    def __init__(self, app: ASGIApp, budget: ByteBudget, max_bytes: int, max_commas: int) -> None:
-        self._app = app
-        self._budget = budget
-        self._max_bytes = max_bytes
-        self._max_commas = max_commas
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > self._max_bytes:
-            await error_response(_too_large(self._max_bytes))(scope, receive, send)
-            return
-        most_commas = math.inf if scope["path"] == FILE_PATHS else self._max_commas
-        body = _BodyReader(receive, self._budget, self._max_bytes, most_commas)
-        try:
-            await self._app(scope, body.receive, send)
-        finally:
-            self._budget.release(body.num_bytes)
-
-
 class _BodyReader:
-    """The body of one request. num_bytes: reserved in the budget. max_commas: infinite for a body that is no JSON."""
+    """The body of one request. num_bytes: reserved in the budget.
+
+    max_commas: A JSON value takes one byte as text and tens of bytes in memory. Text and images have few commas. It is
+    infinite for a body that is no JSON.
+    """
 
     def __init__(self, receive: Receive, budget: ByteBudget, max_bytes: int, max_commas: float) -> None:
         self.num_bytes = 0
