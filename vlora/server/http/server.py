@@ -145,11 +145,10 @@ class _TlsUvicorn(_Uvicorn):
         return BoundedProtocol(self.config, self.server_state, self.lifespan.state)
 
 
-class JoinedWrites(asyncio.Transport):
-    """Joins all writes of one event loop iteration: each write costs a system call and wakes the reader."""
+class JoinedWrites:
+    """A transport that joins all writes of one event loop iteration: each costs a system call and wakes the reader."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
-        super().__init__()
         self._transport = transport
         self._loop = asyncio.get_running_loop()
         self._parts: list[bytes] = []
@@ -163,10 +162,6 @@ class JoinedWrites(asyncio.Transport):
         self._num_bytes += len(data)
         if self._num_bytes > _MAX_JOINED_BYTES:
             self._write()
-
-    def can_write_eof(self) -> bool:
-        """Whether the transport can close its sending side alone."""
-        return self._transport.can_write_eof()
 
     def write_eof(self) -> None:
         """Flush, then close the transport's sending side."""
@@ -183,17 +178,8 @@ class JoinedWrites(asyncio.Transport):
         self._parts.clear()
         self._transport.abort()
 
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._transport.get_extra_info(name, default)
-
-    def pause_reading(self) -> None:
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        self._transport.resume_reading()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
     def _write(self) -> None:
         parts, self._parts, self._num_bytes = self._parts, [], 0
@@ -211,7 +197,7 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Join a header with its body, or with a stream's first event, in one write.
-        super().connection_made(JoinedWrites(cast(asyncio.Transport, transport)))
+        super().connection_made(cast(asyncio.Transport, JoinedWrites(cast(asyncio.Transport, transport))))
         self._set_read_timeout(HEADER_S)
         # An aborted connection stays in this set until the loop processes it.
         here = [each for each in self.connections if isinstance(each, BoundedProtocol) and not each.closing]
