@@ -20,8 +20,8 @@ from fusion.synthetic.sources import load_source
 from fusion.training.frozen_base import Domain, FrozenBase
 from fusion.training.trainer import LoraTrainer
 from vlora.config import EngineConfig
-from vlora.models import InputProcessor
 from vlora.models.loading import load_model
+from vlora.models.processing import InputProcessor
 
 
 def plan_of(domains: Mapping[str, tuple[str, str]], seed: int, steps: int, batch: int, **settings: Any) -> Plan:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from vlora.bench.dummy import unseen
 from vlora.bench.timed_engine import HEAD, TimedEngine
 from vlora.engine import Engine
-from vlora.simulator import Arrival
+from vlora.simulator.arrivals import Arrival
 from vlora.types import RequestOutput, Timings, VisionInput
 
 

@@ -24,8 +24,11 @@ from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal, Row
 from vlora.orchestrator import Costs
 from vlora.routing import RULES, Need, Report, Room, Router
-from vlora.simulator import Arrival, ClusterConfig, Measures, ReplicaConfig, replay
-from vlora.simulator.arrivals import adapter_name, power_law
+from vlora.simulator.arrivals import Arrival, adapter_name, power_law
+from vlora.simulator.cluster import ClusterConfig
+from vlora.simulator.measures import Measures
+from vlora.simulator.replica import ReplicaConfig
+from vlora.simulator.world import replay
 
 GPU = Costs(
     base_s=0.018,

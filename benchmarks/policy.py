@@ -27,8 +27,7 @@ from vlora.bench.timing import thread_counts, threads, threads_label, work_secon
 from vlora.config import EngineConfig
 from vlora.models.loading import device_of, dummy_model
 from vlora.orchestrator import POLICIES, WaitStats
-from vlora.simulator import Arrival
-from vlora.simulator.arrivals import adapter_name
+from vlora.simulator.arrivals import Arrival, adapter_name
 from vlora.simulator.workloads import Hottest, Video
 from vlora.types import VisionInput
 

@@ -35,7 +35,7 @@ from vlora.bench.timing import percentile
 from vlora.client import AsyncClient, AsyncFrameStream
 from vlora.engine.host_resources import default_threads
 from vlora.errors import VLoraError
-from vlora.models import InputProcessor
+from vlora.models.processing import InputProcessor
 
 Kind = Literal["ordinary", "activated"]
 

@@ -21,12 +21,12 @@ from vlora.bench.dummy import half_billion_config, language_shapes, write_adapte
 from vlora.bench.gpu import models
 from vlora.bench.gpu.context import Context, copy_speed, device_seconds, elapsed, repeats
 from vlora.bench.report import Goal
-from vlora.lora import AdapterRegistry
 from vlora.lora.adapter_pool import AdapterPool
 from vlora.lora.base_weights import CopiedBaseWeights
 from vlora.lora.merge import merge_runs
 from vlora.lora.merge_in_place import MAX_DRIFT, InPlaceSwitcher
 from vlora.lora.merge_shadow import ShadowSwitcher
+from vlora.lora.registry import AdapterRegistry
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.arena import PAGE_BYTES, Arena

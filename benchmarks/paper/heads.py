@@ -25,8 +25,8 @@ from vlora.bench.dummy import dummy_picture, half_billion_config, real_tower_con
 from vlora.bench.report import Row
 from vlora.bench.timed_engine import HEAD, TimedEngine
 from vlora.bench.timing import interleaved, median_ms, median_ratio
-from vlora.models import InputProcessor
 from vlora.models.loading import dummy_model
+from vlora.models.processing import InputProcessor
 
 _SIDE = 16  # patches per side of a frame; four patches make a token
 _QUESTION = 16  # tokens

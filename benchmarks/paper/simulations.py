@@ -26,9 +26,11 @@ from vlora.config import EngineConfig
 from vlora.lora.merge_shadow import ShadowSwitcher
 from vlora.models.loading import dummy_model
 from vlora.orchestrator import Costs
-from vlora.simulator import Arrival, ClusterConfig, ReplicaConfig, replay
-from vlora.simulator.arrivals import adapter_name, hottest, power_law
+from vlora.simulator.arrivals import Arrival, adapter_name, hottest, power_law
+from vlora.simulator.cluster import ClusterConfig
+from vlora.simulator.replica import ReplicaConfig
 from vlora.simulator.workloads import Gamma, Hottest, Video
+from vlora.simulator.world import replay
 
 SIMULATOR_COSTS = "machine-costs.json"
 """The file of costs for `vlora simulate`, in the folder of the measurements."""

@@ -24,9 +24,8 @@ from fusion.progress import Progress
 from heads.storage import write_tensors
 from vlora.adapter_files import CONFIG_FILE, DOMAINS_FILE, HEAD_FILES, WEIGHTS_FILE
 from vlora.errors import BadAdapter, BadConfig
-from vlora.lora import SiteShape
 from vlora.lora.peft_format import AdapterHeader, read_config, read_header
-from vlora.lora.peft_target import TargetHeader
+from vlora.lora.peft_target import SiteShape, TargetHeader
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import dummy_model
 from vlora.models.pretrained import from_pretrained

@@ -25,8 +25,8 @@ from vlora.adapter_files import WEIGHTS_FILE
 from vlora.config import EngineConfig
 from vlora.errors import BadAdapter, BadPlan
 from vlora.lora.peft_format import AdapterHeader
-from vlora.models import InputProcessor
 from vlora.models.loading import load_model
+from vlora.models.processing import InputProcessor
 
 _GENTLER = 1 / 3  # of the plan's learning rate, since distillation starts near the optimum
 _FAR = 0.1  # initial distance of hidden states; below it, the learning rate is reduced further

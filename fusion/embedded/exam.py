@@ -21,8 +21,8 @@ from fusion.training.frozen_base import Domain, FrozenBase
 from fusion.training.trainer import LoraTrainer
 from vlora.config import EngineConfig, Quantize
 from vlora.engine import LocalEngine
-from vlora.models import InputProcessor
 from vlora.models.loading import load_model
+from vlora.models.processing import InputProcessor
 from vlora.types import Request, SamplingParams
 
 STEPS, _TRAINED_AT_ONCE = (

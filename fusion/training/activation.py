@@ -10,7 +10,7 @@ from torch import nn
 
 from fusion.plan.schema import LoraPlan
 from vlora.errors import BadPlan
-from vlora.models import InputProcessor
+from vlora.models.processing import InputProcessor
 
 OFFSETS = "alora_offsets"
 """PEFT's name of the argument of LoRA layers: per row, the number of tokens at its end that the adapter applies to."""

@@ -16,7 +16,7 @@ from fusion.data.samples import Splits
 from fusion.plan.schema import Plan
 from fusion.progress import Progress
 from heads.storage import FORMAT
-from vlora.models import InputProcessor
+from vlora.models.processing import InputProcessor
 
 ALL = ""  # in place of a domain's name
 

@@ -28,12 +28,12 @@ from heads.answer import Window
 from vlora.config import EngineConfig, Quantize
 from vlora.errors import BadConfig, BadPlan, BadRequest
 from vlora.lora.peft_format import last_place
-from vlora.models import EncodedPrompt, InputProcessor, Region
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import load_model
-from vlora.models.processing import to_tensor
+from vlora.models.processing import EncodedPrompt, InputProcessor, to_tensor
 from vlora.models.stored_quantized import language_linears
 from vlora.models.vision.encoder import VisionEncoder, VisionTask
+from vlora.models.vision.images import Region
 from vlora.models.vision.token_grids import image_grids
 from vlora.types import VisionInput
 

@@ -22,8 +22,8 @@ from vlora.config import EngineConfig, Quantize
 from vlora.engine import LocalEngine
 from vlora.errors import BadConfig, OverCapacity
 from vlora.memory.arena import PAGE_BYTES
-from vlora.models import InputProcessor
 from vlora.models.loading import dummy_model, load_model, read_config
+from vlora.models.processing import InputProcessor
 
 ARENA = 24 * 2**20
 LINEARS = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"

@@ -299,7 +299,7 @@ def test_the_embedded_model_finds_what_a_query_names(vlora_command: Vlora, tmp_p
     from fusion.synthetic.streets import draw_street
     from vlora.config import EngineConfig
     from vlora.engine import LocalEngine
-    from vlora.models import InputProcessor
+    from vlora.models.processing import InputProcessor
 
     rng = np.random.default_rng(6)
     red_buses = set()

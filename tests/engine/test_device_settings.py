@@ -23,9 +23,10 @@ from vlora.config import EngineConfig
 from vlora.engine import LocalEngine, build, device_runtime
 from vlora.engine.device_runtime import DeviceRuntime, lay_out, use_device
 from vlora.engine.tensor_parallel import worker
-from vlora.lora import AdapterRegistry, merge_in_place
+from vlora.lora import merge_in_place
 from vlora.lora.merge_fidelity import MergeFidelity
 from vlora.lora.peft_format import SiteShape
+from vlora.lora.registry import AdapterRegistry
 from vlora.memory import host_to_device
 from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.arena import PAGE_BYTES

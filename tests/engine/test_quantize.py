@@ -21,7 +21,7 @@ from vlora.engine import LocalEngine, device_runtime
 from vlora.engine.device_runtime import lay_out
 from vlora.engine.quantize import FORMATS, check_device, format_of
 from vlora.errors import BadConfig
-from vlora.lora import HostAdapter
+from vlora.lora.host_adapter import HostAdapter
 from vlora.lora.merge_fidelity import MergeFidelity
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.memory.arena import PAGE_BYTES

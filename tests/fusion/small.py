@@ -25,8 +25,8 @@ from tools.embedded_model.model import model_config
 from tools.embedded_model.processor import build_processor
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
-from vlora.models import InputProcessor
 from vlora.models.loading import load_model
+from vlora.models.processing import InputProcessor
 from vlora.types import HeadAnswer, Request, RequestOutput
 
 COLORS = ("red", "green", "blue")

@@ -34,8 +34,7 @@ from tests.processors import image_processor, tokenizer
 from vlora.cli import main
 from vlora.errors import BadAdapter, BadPlan
 from vlora.lora.peft_format import AdapterHeader, read_config
-from vlora.models import InputProcessor
-from vlora.models.processing import to_tensor
+from vlora.models.processing import InputProcessor, to_tensor
 from vlora.plan_files.errors import PlanErrors, PlanText
 
 SIZES = ((40, 24), (20, 33), (64, 64))

@@ -32,9 +32,8 @@ from vlora.config import EngineConfig, Quantize
 from vlora.engine.local import LocalEngine
 from vlora.errors import BadConfig
 from vlora.memory.arena import PAGE_BYTES
-from vlora.models import InputProcessor
 from vlora.models.loading import load_model
-from vlora.models.processing import shown_region
+from vlora.models.processing import InputProcessor, shown_region
 from vlora.models.vision.encoder import VisionEncoder
 from vlora.server.execution import in_pixels
 from vlora.types import FoundBox, HeadAnswer

@@ -30,7 +30,7 @@ from tests.processes import until
 from tools.embedded_model.model import build_model
 from tools.embedded_model.processor import build_processor
 from vlora.errors import BadConfig, BadPlan
-from vlora.models import InputProcessor
+from vlora.models.processing import InputProcessor
 from vlora.run_folder import lock_folder, remove, whole
 
 PLAN = "domains:\n  - {name: a, source: /nowhere, question: q, threshold: 0.5}\n"

@@ -44,7 +44,7 @@ from tests.server.served import ROOT, served
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.errors import BadConfig, BadPlan
-from vlora.models import InputProcessor
+from vlora.models.processing import InputProcessor
 from vlora.run_folder import lock_folder
 from vlora.types import Request
 

@@ -46,7 +46,7 @@ from tests.fusion.small import (
     value_of,
 )
 from vlora.errors import BadImage, BadPlan
-from vlora.models import EncodedPrompt, InputProcessor
+from vlora.models.processing import EncodedPrompt, InputProcessor
 from vlora.models.vision.images import Clip
 from vlora.types import SamplingParams
 

@@ -23,7 +23,8 @@ from vlora.config import EngineConfig
 from vlora.engine import LocalEngine, quantize
 from vlora.engine.model_check import ModelCheck, check_model
 from vlora.errors import VLoraError
-from vlora.models import InputProcessor, stored_groups
+from vlora.models import stored_groups
+from vlora.models.processing import InputProcessor
 from vlora.models.vision.images import Clip
 from vlora.server.http.chat_request import ChatRequest, conversation_of
 from vlora.server.http.tools import as_messages

@@ -16,8 +16,8 @@ from tests.hub.checkpoints import SavedBy, make
 from tests.hub.law import EQUAL, Served
 from tests.hub.oracle import Oracle
 from vlora.errors import VLoraError
-from vlora.models import InputProcessor
 from vlora.models.loading import load_model
+from vlora.models.processing import InputProcessor
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from vlora.lora import HostAdapter, HostFactors, carve
-from vlora.lora.layout import FactorShape, run_bytes
+from vlora.lora.host_adapter import HostAdapter
+from vlora.lora.layout import FactorShape, HostFactors, carve, run_bytes
 
 
 def factors_of(adapter: HostAdapter) -> dict[str, HostFactors]:

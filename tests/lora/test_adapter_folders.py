@@ -28,9 +28,10 @@ from vlora.adapter_files import other_weights
 from vlora.cluster.adapter_sender import AdapterSender, ShippingLimits
 from vlora.errors import BadAdapter, BadPlan
 from vlora.learning.versions import VersionFolder
-from vlora.lora import AdapterRegistry, SiteShape
 from vlora.lora.dense_to_lora import convert
 from vlora.lora.peft_format import read_header
+from vlora.lora.peft_target import SiteShape
+from vlora.lora.registry import AdapterRegistry
 from vlora.models.hf_model import HFModel
 from vlora.training.adapter import LoraSettings, read_start
 

@@ -18,9 +18,10 @@ from tests.example_counts import scaled
 from tests.lora import made_adapters
 from tests.lora.made_adapters import factors_of
 from tests.queued_executor import QueuedExecutor
-from vlora.lora import HostAdapter, HostFactors
 from vlora.lora.adapted_linear import AdaptedLinear, LaneScope, adapt
 from vlora.lora.adapter_pool import AdapterPool
+from vlora.lora.host_adapter import HostAdapter
+from vlora.lora.layout import HostFactors
 from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.arena import Arena
 from vlora.memory.host_to_device import HostTransfer, Inline

@@ -10,9 +10,9 @@ import torch
 
 from tests.lora.made_adapters import adapter_of_run
 from vlora.errors import BadAdapter, BadRequest
-from vlora.lora import HostAdapter, carve
 from vlora.lora.composition import compose
-from vlora.lora.layout import run_bytes
+from vlora.lora.host_adapter import HostAdapter
+from vlora.lora.layout import carve, run_bytes
 from vlora.parallel.adapter_sharding import FactorShape
 from vlora.types import adapter_name, composed_of
 

@@ -17,11 +17,12 @@ from atmm.quantized import QuantizedWeight, WeightFormat, quantized_empty
 from tests.families import build_model
 from tests.oracle import Oracle
 from vlora.errors import BadAdapter
-from vlora.lora import HostFactors, SiteShape
 from vlora.lora.adapted_linear import LaneScope, adapt
+from vlora.lora.layout import HostFactors
 from vlora.lora.merge_fidelity import MergeFidelity
 from vlora.lora.output_changes import merge_rescaled, row_norms
 from vlora.lora.peft_format import read_header
+from vlora.lora.peft_target import SiteShape
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.models.hf_model import HFModel
 from vlora.parallel.layer_sharding import LinearShard, Span

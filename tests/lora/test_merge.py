@@ -17,10 +17,11 @@ from torch import nn
 import atmm
 from tests.example_counts import scaled
 from tests.lora.made_adapters import factors_of, host_adapter
-from vlora.lora import HostAdapter, HostFactors
 from vlora.lora.adapted_linear import LaneScope, adapt
 from vlora.lora.adapter_pool import AdapterPool
 from vlora.lora.base_weights import CopiedBaseWeights
+from vlora.lora.host_adapter import HostAdapter
+from vlora.lora.layout import HostFactors
 from vlora.lora.merge import ModeSwitcher, merge_runs
 from vlora.lora.merge_in_place import MAX_DRIFT, InPlaceSwitcher
 from vlora.lora.merge_shadow import ShadowSwitcher

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlora.lora import HostFactors
 from vlora.lora import merge_fidelity as module
 from vlora.lora.adapted_linear import LaneScope, adapt
 from vlora.lora.base_weights import CopiedBaseWeights
+from vlora.lora.layout import HostFactors
 from vlora.lora.merge_fidelity import MergeFidelity
 from vlora.lora.weight_slabs import WeightSlabs
 

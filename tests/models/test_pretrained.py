@@ -18,9 +18,9 @@ from fusion.embedded import checkpoint_path
 from tests.families import build_model
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
-from vlora.models import InputProcessor
 from vlora.models.loading import load_model, read_config
 from vlora.models.pretrained import from_pretrained
+from vlora.models.processing import InputProcessor
 from vlora.tune import shapes_of
 
 _OWN = "raise SystemExit('code was run without permission')"

@@ -10,9 +10,8 @@ from PIL import Image
 from tests.families import FAMILIES, IMAGE, VIDEO, build_model
 from tests.processors import image_processor, tokenizer
 from vlora.errors import BadConfig, BadRequest
-from vlora.models import InputProcessor
 from vlora.models.hf_model import HFModel
-from vlora.models.processing import to_tensor
+from vlora.models.processing import InputProcessor, to_tensor
 from vlora.types import TensorValue
 
 SIZES = ((40, 24), (20, 33), (64, 64), (17, 50))

@@ -14,7 +14,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from tests.families import build_model
 from tests.processors import VIDEO_SETTINGS, image_processor, tokenizer, video_modules, write_checkpoint
 from vlora.errors import BadImage, BadRequest
-from vlora.models import InputProcessor
+from vlora.models.processing import InputProcessor
 from vlora.models.vision.images import Clip
 from vlora.models.vision.videos import VideoProcessor
 

@@ -8,8 +8,11 @@ import pytest
 
 from vlora.orchestrator import Candidate, Costs, Decision, PolicyState
 from vlora.orchestrator.policies.cost_based import CostBased
-from vlora.simulator import MEASURED, Arrival, ReplicaConfig, read_costs, replay
+from vlora.simulator.arrivals import Arrival
+from vlora.simulator.machine import MEASURED, read_costs
+from vlora.simulator.replica import ReplicaConfig
 from vlora.simulator.workloads import Hottest, Video
+from vlora.simulator.world import replay
 from vlora.types import Mode
 
 COSTS = Costs(

@@ -18,9 +18,8 @@ from vlora.lora.adapter_pool import site_groups
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.models import sharding
 from vlora.models.hf_model import HFModel
-from vlora.parallel import ShardPlan, Span
 from vlora.parallel.adapter_sharding import Blocks, FactorShape, dense, parts_of, plan_cut
-from vlora.parallel.layer_sharding import LinearShard
+from vlora.parallel.layer_sharding import LinearShard, ShardPlan, Span
 
 
 def plan(

@@ -31,7 +31,7 @@ from vlora.cli.adapters import replacing_served
 from vlora.client import Client, TextQuestion
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
-from vlora.models import InputProcessor
+from vlora.models.processing import InputProcessor
 from vlora.types import Request, RequestOutput, SamplingParams
 
 pytestmark = pytest.mark.slow  # test_serve.py and test_openai_client.py are fast

@@ -58,8 +58,8 @@ from vlora.errors import (
     VLoraError,
 )
 from vlora.learning.plan import LearningSettings
-from vlora.lora import AdapterRegistry
 from vlora.lora.peft_format import read_header
+from vlora.lora.registry import AdapterRegistry
 from vlora.models.processing import InputProcessor
 from vlora.operations import ListTrainings, Operation
 from vlora.plan_files.fields import PlanModel

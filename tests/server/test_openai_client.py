@@ -22,7 +22,7 @@ from tests.server.api import Api, running_api
 from tests.server.running import png
 from vlora.config import EngineConfig, Token
 from vlora.engine import LocalEngine
-from vlora.models import InputProcessor
+from vlora.models.processing import InputProcessor
 
 TOKEN, ADMIN = "user-token-0123456789", "admin-token-0123456789"
 QUESTION = "what is in the picture ?"

@@ -17,7 +17,7 @@ from vlora.client import Video
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.errors import BadRequest
-from vlora.models import InputProcessor
+from vlora.models.processing import InputProcessor
 from vlora.models.vision.images import Clip
 from vlora.types import Request, SamplingParams
 

@@ -14,7 +14,7 @@ from tests.simulated_cuda.streams import count
 from tests.simulated_cuda.tensor import CUDA, DeviceMismatch, SimulatedTensor
 from vlora.engine.tensor_parallel import worker
 from vlora.models import loading
-from vlora.parallel import RankSockets
+from vlora.parallel.socket_collectives import RankSockets
 
 _plain_main = worker.main
 

@@ -18,10 +18,13 @@ from vlora.errors import BadConfig
 from vlora.orchestrator import POLICIES, Candidate, Costs, PolicyState, TokenThresholds
 from vlora.orchestrator.encoder_budget import SHARE
 from vlora.orchestrator.policies.cost_based import CostBased
-from vlora.simulator import MEASURED, Arrival, ClusterConfig, ReplicaConfig, make_workload, read_costs, replay
+from vlora.simulator.arrivals import Arrival
+from vlora.simulator.cluster import ClusterConfig
 from vlora.simulator.commands import lines, simulate
-from vlora.simulator.replica import Replica
-from vlora.simulator.workloads import among_tenants
+from vlora.simulator.machine import MEASURED, read_costs
+from vlora.simulator.replica import Replica, ReplicaConfig
+from vlora.simulator.workloads import among_tenants, make_workload
+from vlora.simulator.world import replay
 from vlora.types import Mode, RequestOutput
 
 COSTS = Costs(base_s=0.1, token_s=0.001, lane_s=0.0045, long_lane_s=0.0005, merge_s=0.2, short_lane=8)

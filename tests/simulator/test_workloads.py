@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from vlora.errors import BadConfig
-from vlora.simulator import WORKLOADS, Arrival, make_workload, read_trace
-from vlora.simulator.arrivals import hottest, power_law, punica
+from vlora.simulator.arrivals import Arrival, hottest, power_law, punica
+from vlora.simulator.workloads import WORKLOADS, make_workload, read_trace
 
 
 def take(text: str, num_requests: int = 4000, num_adapters: int = 10, seed: int = 0) -> list[Arrival]:

@@ -14,8 +14,13 @@ from tests.example_counts import scaled
 from vlora.errors import BadConfig
 from vlora.orchestrator import Costs
 from vlora.routing import RULES
-from vlora.simulator import MEASURED, Arrival, ClusterConfig, Measures, ReplicaConfig, make_workload, read_costs, replay
-from vlora.simulator.world import World
+from vlora.simulator.arrivals import Arrival
+from vlora.simulator.cluster import ClusterConfig
+from vlora.simulator.machine import MEASURED, read_costs
+from vlora.simulator.measures import Measures
+from vlora.simulator.replica import ReplicaConfig
+from vlora.simulator.workloads import make_workload
+from vlora.simulator.world import World, replay
 
 COSTS = Costs(base_s=0.1, token_s=0.001, lane_s=0.0045, long_lane_s=0.0005, merge_s=0.2, short_lane=8)
 # Steps of a 7 B model on a large GPU.

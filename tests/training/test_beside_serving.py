@@ -29,7 +29,7 @@ from vlora.engine import LocalEngine
 from vlora.engine.limits import Room
 from vlora.engine.operations import Train
 from vlora.errors import BadConfig, BadPlan, BadRequest, OverCapacity, VLoraError
-from vlora.lora import Registration
+from vlora.lora.registry import Registration
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import load_model
 from vlora.operations import CancelTraining, ListTrainings

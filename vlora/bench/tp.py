@@ -32,9 +32,9 @@ from vlora.engine.tensor_parallel import worker
 from vlora.errors import BadConfig
 from vlora.models.loading import dummy_model
 from vlora.orchestrator import Candidate, Decision, PolicyState
-from vlora.parallel import ProcessGroup
 from vlora.parallel.adapter_sharding import ShardingKind
 from vlora.parallel.layer_sharding import ROW_PARALLEL
+from vlora.parallel.process_group import ProcessGroup
 from vlora.types import Mode
 
 LATENCIES_US = (0, 200, 1000)

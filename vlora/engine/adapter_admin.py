@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from vlora.engine.adapter_loader import AdapterLoader
 from vlora.engine.compositions import Compositions, FormerAdapters
 from vlora.errors import Aborted, BadAdapter, BadRequest, OverCapacity
-from vlora.lora import AdapterRegistry, Registration
 from vlora.lora.adapter_pool import AdapterPool
+from vlora.lora.registry import AdapterRegistry, Registration
 from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.arena import pages_for
 from vlora.memory.page_allocator import PageRun

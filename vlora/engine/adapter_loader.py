@@ -10,7 +10,7 @@ from typing import Any
 from vlora.config import EngineConfig
 from vlora.engine.device_runtime import DeviceRuntime
 from vlora.errors import BadAdapter, StepFailed, VLoraError
-from vlora.lora import AdapterRegistry
+from vlora.lora.registry import AdapterRegistry
 from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.block_manager import BlockManager
 from vlora.orchestrator import Scheduler, evict_for_kv, load_needed_adapters

@@ -27,8 +27,7 @@ from vlora.engine.tensor_parallel.coordinator import (
 )
 from vlora.engine.trainings import Trainings
 from vlora.errors import BadConfig
-from vlora.lora import AdapterRegistry
-from vlora.lora.registry import always_replicated
+from vlora.lora.registry import AdapterRegistry, always_replicated
 from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.block_manager import BlockManager, WrittenBlocks
 from vlora.memory.page_allocator import PageAllocator
@@ -41,7 +40,7 @@ from vlora.models.sharding import plan_of, shard
 from vlora.orchestrator import CostModel, Scheduler, TokenThresholds, make_policy
 from vlora.orchestrator.latency_promise import LatencyPromise
 from vlora.orchestrator.policies.base import Policy
-from vlora.parallel import ProcessGroup
+from vlora.parallel.process_group import ProcessGroup
 from vlora.types import Batch, Request, RequestOutput, StepResult
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from vlora.engine.adapter_loader import AdapterLoader
 from vlora.errors import BadAdapter, BadRequest, OverCapacity
-from vlora.lora import AdapterRegistry, Registration
 from vlora.lora.composition import composed_version
-from vlora.lora.registry import WeightedAdapter
+from vlora.lora.registry import AdapterRegistry, Registration, WeightedAdapter
 from vlora.memory.arena import pages_for
 from vlora.types import adapter_name, composed_of
 from vlora.types.composition import WeightedName

@@ -38,7 +38,7 @@ from vlora.models.loading import device_of
 from vlora.models.runner import ModelRunner
 from vlora.models.sharding import fingerprint
 from vlora.models.vision.encoder import VisionEncoder
-from vlora.parallel import ProcessGroup
+from vlora.parallel.process_group import ProcessGroup
 from vlora.threads import compute_with, launch_on
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from vlora.engine.snapshot import (
     QueuedRequest,
     StepRecord,
 )
-from vlora.lora import AdapterRegistry
+from vlora.lora.registry import AdapterRegistry
 from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.block_manager import BlockManager

@@ -12,7 +12,7 @@ from vlora.engine.compositions import Compositions
 from vlora.engine.grammar_cache import grammar_of
 from vlora.engine.limits import Limits
 from vlora.errors import BadRequest, PromptTooLong, UnknownHead
-from vlora.lora import Registration
+from vlora.lora.registry import Registration
 from vlora.models.families import encode_patches
 from vlora.models.hf_model import HFModel
 from vlora.models.vision.token_grids import why_no_grid

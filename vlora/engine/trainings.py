@@ -20,7 +20,7 @@ from vlora.engine.adapter_admin import AdapterAdmin
 from vlora.engine.device_runtime import DeviceRuntime
 from vlora.engine.limits import free_room
 from vlora.errors import Aborted, BadConfig, BadRequest
-from vlora.lora import AdapterRegistry
+from vlora.lora.registry import AdapterRegistry
 from vlora.models.processing import InputProcessor
 from vlora.models.vision.encoder import VisionEncoder
 from vlora.orchestrator import CostModel

@@ -19,8 +19,8 @@ from atmm.strategies.shared_shrink import CachedInput
 from vlora.lora.joined_weights import JoinedWeights
 from vlora.lora.output_changes import OutputChange, apply_changes, changed_inputs, undo_changes
 from vlora.lora.own_layers import Placement, new_placement
-from vlora.parallel import LinearShard
 from vlora.parallel.adapter_sharding import FactorShape
+from vlora.parallel.layer_sharding import LinearShard
 
 
 class LaneScope:

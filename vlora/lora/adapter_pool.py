@@ -14,9 +14,11 @@ import torch
 
 import atmm
 from heads import TaskHead
-from vlora.lora import HostAdapter, HostFactors, SiteShape, aligned, carve
 from vlora.lora.adapted_linear import AdaptedLinear, Siblings
+from vlora.lora.host_adapter import HostAdapter
+from vlora.lora.layout import HostFactors, aligned, carve
 from vlora.lora.own_layers import OwnLayer
+from vlora.lora.peft_target import SiteShape
 from vlora.lora.weight_slabs import shared_inputs
 from vlora.memory.adapter_cache import AdapterCache, WorkerAdapterCache
 from vlora.memory.arena import Arena, pages_for

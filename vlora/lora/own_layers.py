@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import atmm
 from atmm.matmul import linear, widened
-from vlora.parallel import LinearShard
 from vlora.parallel.adapter_sharding import FactorShape, parts_of
+from vlora.parallel.layer_sharding import LinearShard
 
 
 class Row(Protocol):

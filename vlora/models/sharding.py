@@ -19,8 +19,9 @@ from atmm.strategies.shared_shrink import CachedInput
 from vlora.lora.adapted_linear import AdaptedLinear
 from vlora.lora.weight_slabs import shared_inputs
 from vlora.models.hf_model import HFModel
-from vlora.parallel import ProcessGroup, ShardPlan
 from vlora.parallel.adapter_sharding import FactorShape
+from vlora.parallel.layer_sharding import ShardPlan
+from vlora.parallel.process_group import ProcessGroup
 
 _SAMPLE = 64  # values of each tensor that a fingerprint reads
 

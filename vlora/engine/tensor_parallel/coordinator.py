@@ -28,15 +28,16 @@ from vlora.engine.tensor_parallel import messages, worker
 from vlora.engine.tensor_parallel.rank_reports import RankReports
 from vlora.engine.tensor_parallel.worker import TensorParallelWorker
 from vlora.errors import BadConfig, EngineDead, StepFailed
-from vlora.lora import Registration
 from vlora.lora.peft_format import AdapterHeader
+from vlora.lora.registry import Registration
 from vlora.memory.arena import Arena
 from vlora.memory.page_allocator import PageRun
 from vlora.models.grammar import Cursor
 from vlora.models.loading import device_of
 from vlora.models.runner import ModelRunner
-from vlora.parallel import ProcessGroup, connect
 from vlora.parallel.adapter_sharding import ShardingKind
+from vlora.parallel.process_group import ProcessGroup
+from vlora.parallel.socket_collectives import connect
 from vlora.types import Batch, Request, StepResult
 
 log = logging.getLogger(__name__)

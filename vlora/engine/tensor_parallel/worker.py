@@ -26,10 +26,9 @@ from vlora.engine.device_runtime import DeviceRuntime, facts_of, lay_out, set_th
 from vlora.engine.tensor_parallel import messages
 from vlora.engine.tensor_parallel.messages import AdapterFolder
 from vlora.errors import BadAdapter, EngineDead, VLoraError
-from vlora.lora import HostAdapter
 from vlora.lora.adapter_pool import AdapterPool
 from vlora.lora.composition import compose
-from vlora.lora.host_adapter import load_adapter
+from vlora.lora.host_adapter import HostAdapter, load_adapter
 from vlora.lora.peft_format import read_header
 from vlora.memory.adapter_cache import WorkerAdapterCache
 from vlora.memory.host_to_device import Inline
@@ -37,7 +36,8 @@ from vlora.memory.page_allocator import PageRun
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import device_of, load_model
 from vlora.models.sharding import shard
-from vlora.parallel import CollectiveFailed, ProcessGroup, RankDead, RankSockets
+from vlora.parallel.process_group import ProcessGroup
+from vlora.parallel.socket_collectives import CollectiveFailed, RankDead, RankSockets
 from vlora.threads import background_executor
 from vlora.types import Batch, ErrorValue, Request
 

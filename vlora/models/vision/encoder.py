@@ -19,7 +19,7 @@ from vlora.models.hf_model import HFModel, VisionFeatures
 from vlora.models.processing import to_tensor
 from vlora.models.request_state import RequestState, Visual
 from vlora.models.vision.stepwise_tower import PacedCall
-from vlora.parallel import ProcessGroup
+from vlora.parallel.process_group import ProcessGroup
 from vlora.types import BatchItem, Encode, Encoded, ErrorValue, VisionInput
 
 log = logging.getLogger(__name__)
