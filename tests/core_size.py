@@ -44,18 +44,18 @@ class Budget(NamedTuple):
 
 
 BUDGETS = (
-    Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_311, 2_200),
+    Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_270, 2_200),
     Budget("vlora/client", 1_845, 900),
     Budget("vlora/server", 8_894, 4_900),
-    Budget("vlora/engine vlora/parallel", 6_760, 4_900),
+    Budget("vlora/engine vlora/parallel", 6_730, 4_900),
     Budget("vlora/orchestrator vlora/routing", 5_480, 4_000),
-    Budget("vlora/memory vlora/lora vlora/models", 11_558, 8_300),
+    Budget("vlora/memory vlora/lora vlora/models", 11_500, 8_300),
     Budget("vlora/cluster", 6_239, 3_700),
     Budget("vlora/wire", 880, 1_000),
     Budget("vlora/split", 2_580, 1_600),
     Budget("vlora/training vlora/learning fusion/training", 7_230, 4_500),
-    Budget("vlora/simulator", 2_250, 1_500),
-    Budget("vlora/cli", 3_511, 2_600),
+    Budget("vlora/simulator", 2_230, 1_500),
+    Budget("vlora/cli", 3_510, 2_600),
     Budget("vlora/bench", 4_280, 2_500),
     Budget("benchmarks", 8_270, 6_500),
     Budget("fusion", 9_890, 6_200),
