@@ -329,12 +329,15 @@ def test_responses_and_batches_have_the_answers_of_chats(client: openai.OpenAI) 
     with client.responses.stream(**asked) as stream:
         deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
         assert stream.get_final_response().output_text == "".join(deltas) == chat
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": asked}
-    file = client.files.create(file=("a.jsonl", json.dumps(line).encode()), purpose="batch")
-    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/responses", completion_window="24h")
-    until(lambda: client.batches.retrieve(batch.id).status == "completed")
-    output = client.batches.retrieve(batch.id).output_file_id
-    assert output is not None
-    body = json.loads(client.files.content(output).text)["response"]["body"]
-    assert body["output"][0]["content"][0]["text"] == chat
-    assert {each.id for each in client.files.list()} == {file.id, output} and client.files.delete(file.id).deleted
+    vector = client.embeddings.create(model="embedded", input="a", encoding_format="float").data[0].embedding
+    for url, body in (("/v1/responses", asked), ("/v1/embeddings", {"model": "embedded", "input": "a"})):
+        line = {"custom_id": "a", "method": "POST", "url": url, "body": body}
+        file = client.files.create(file=("a.jsonl", json.dumps(line).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")  # type: ignore[arg-type]
+        until(lambda name=batch.id: client.batches.retrieve(name).status == "completed")  # type: ignore[misc]
+        output = client.batches.retrieve(batch.id).output_file_id
+        assert output is not None
+        found = json.loads(client.files.content(output).text)["response"]["body"]
+        texts = [part["text"] for item in found.get("output", ()) for part in item["content"]]
+        assert texts == [chat] or found["data"][0]["embedding"] == pytest.approx(vector, abs=1e-5)
+        assert {file.id, output} <= {each.id for each in client.files.list()} and client.files.delete(file.id).deleted

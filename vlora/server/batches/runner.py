@@ -23,6 +23,7 @@ from vlora.run_folder import append, whole_lines
 from vlora.server.batches.store import FileStore, Status, StoredBatch
 from vlora.server.frontend import FrontEnd
 from vlora.server.http.chat_request import ChatRequest
+from vlora.server.http.embedding_routes import EmbeddingRequest
 from vlora.server.http.errors import error_body, first_problem
 from vlora.server.http.middleware import MAX_FIELDS
 from vlora.server.http.responses import ResponsesRequest
@@ -32,15 +33,14 @@ from vlora.server.security.access import Access
 from vlora.server.security.public_errors import to_vlora_error
 from vlora.types import MAX_PRIORITY
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
-_BODIES = dict(zip(get_args(Endpoint), (ChatRequest, CompletionRequest, ResponsesRequest), strict=True))
-
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
+_MODELS = (ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingRequest)
+_BODIES = dict(zip(get_args(Endpoint), _MODELS, strict=True))
 _MAX_REQUESTS = 50_000  # of a batch, as in OpenAI's API
 _MAX_PROBLEMS = 100
 _AT_ONCE = 16  # requests; enough for the server to batch
 PAUSE_S = 0.5  # before a request is sent again
-_MOST_TRIES = {EngineDead.code: 3, DeadlineMissed.code: 3, OverCapacity.code: float("inf")}
-"""How often a request is sent until one of these errors is its answer."""
+_MOST_TRIES = {EngineDead.code: 3, DeadlineMissed.code: 3, OverCapacity.code: float("inf")}  # until it is the answer
 
 
 class BatchLine(StrictModel):
