@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 import vlora.client
-from tests.processes import PATIENCE_S
+from tests.processes import PATIENCE_S, until
 from tests.server.running import Running, png, running_server
 from vlora.client import AsyncClient, Client, wait_for_server
 from vlora.client.inputs import Image
 from vlora.client.sockets import PlainStream, TlsStream, shut_down
 from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT
 from vlora.config import ServerConfig
-from vlora.errors import BadRequest, Disconnected, EngineDead, VLoraError
+from vlora.errors import BadConfig, BadRequest, Disconnected, EngineDead, VLoraError
 
 NOBODY = 1  # a port that accepts no connection
 
@@ -222,6 +222,24 @@ def wait(client: Any, wait_s: float, stop: threading.Event | None = None) -> lis
     messages: list[str] = []
     wait_for_server(client, wait_s, stop, messages.append)
     return messages
+
+
+def test_a_client_with_several_addresses_goes_on_with_the_next() -> None:
+    with contextlib.ExitStack() as first, running_server() as second:
+        addresses = [f"127.0.0.1:{port}" for port in (first.enter_context(running_server()).port, second.port)]
+        with Client(servers=[f"127.0.0.1:{NOBODY}", *addresses]) as client:
+            assert client.generate("say:a").text == "a" and not second.engine.engine.num_steps
+            stream = client.stream("forever", max_tokens=90_000)
+            next(stream)
+            first.close()
+            with pytest.raises(VLoraError):
+                list(stream)
+            until(lambda: client.generate("say:b").text == "b")
+        nobody = [f"127.0.0.1:{NOBODY}", addresses[0]]
+        with Client(servers=nobody) as client, pytest.raises(Disconnected, match=r":1: .*; cannot reach a server at"):
+            client.stats()
+    with pytest.raises(BadConfig, match="an address of a server is 'nowhere'; write HOST:PORT"):
+        Client(servers=["nowhere"])
 
 
 def test_a_server_is_awaited_until_it_answers(client: Client) -> None:

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ import pytest
 
 from tests.cluster.sleeping_engine import COMMAND
 from tests.processes import PATIENCE_S, is_alive, until
+from vlora.cluster.adapter_state import DesiredAdapter
 from vlora.cluster.model_files import model_digest, own_path, portable
 from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.actor import ReplicaActor
@@ -329,7 +331,7 @@ def test_ray_is_asked_for_nodes_and_replicas_leave_those_that_it_drains(monkeypa
 
 
 @needs_ray
-def test_one_front_end_uses_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_front_end_uses_a_namespace_and_another_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     from vlora.cluster.on_ray import connecting
     from vlora.cluster.on_ray.connecting import Lease
 
@@ -342,30 +344,84 @@ def test_one_front_end_uses_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(connecting, "store", store)
     monkeypatch.setattr(Lease, "RENEW_S", 0.05)
     monkeypatch.setattr(Lease, "STALE_S", 0.4)
+    waiting: list[Service] = []
 
-    def lease(key: str, namespace: str = "n") -> Lease:
-        return Lease(namespace, Service(key=key, model=f"model-{key}", host="h", pid=7))
+    def lease(key: str, namespace: str = "n", settings: str = "same", model: str = "m") -> Lease:
+        return Lease(namespace, Service(key=key, settings=settings, model=model, host="h", pid=7))
 
     first = lease("a")
-    first.take()
-    lease("a").take()  # another driver of the same front end
-    lease("c", "another").take()
+    assert not first.take(waiting.append)
+    assert not lease("a").take(waiting.append)  # another driver of the same front end
+    assert not lease("c", "another").take(waiting.append)
     done = threading.Event()
 
     def renew() -> None:
         while not done.wait(0.05):
-            assert first.renew()
+            assert first.renew() is None
 
     renewing = threading.Thread(target=renew)
     renewing.start()
-    message = r"^the Ray namespace 'n' is in use by a server of model 'model-a' \(process 7 on h\); end it, or choose"
-    with pytest.raises(BadConfig, match=message):
-        lease("b").take()
-    done.set()
-    renewing.join()
-    lease("b").take()  # the first one is gone
-    assert not first.renew()
+    used = r"^the Ray namespace 'n' is in use by a server of model 'm' \(process 7 on h\)"
+    for other, message in (
+        (lease("b", model="other", settings="other"), f"{used}; end it, or choose another"),
+        (lease("b", settings="other"), f"{used} with other settings; end it, or choose another"),
+    ):
+        with pytest.raises(BadConfig, match=message):
+            other.take(waiting.append)
+    assert not waiting and not first.awaited
+    first.keep({"x": DesiredAdapter("/x", "1")})
+    second = lease("b")
+    with ThreadPoolExecutor(1) as thread:
+        taking = thread.submit(second.take, waiting.append)
+        until(lambda: first.awaited)
+        assert not taking.done() and [each.key for each in waiting] == ["a"]
+        done.set()  # it hangs, or its machine has ended
+        renewing.join()
+        assert taking.result(PATIENCE_S) and second.kept() == {"x": DesiredAdapter("/x", "1")}
+    taker = first.renew()
+    assert taker is not None and taker.key == "b" and second.renew() is None and not second.awaited
     first.release()
-    assert lease("b").renew()
-    lease("b").release()
-    assert len(stored) == 1
+    assert second.renew() is None
+    second.release()
+    assert {name for name, _ in stored} == {b"vlora:n", b"vlora:another"} and not lease("d").take(waiting.append)
+
+
+class Handle:
+    """Of an actor with a running replica."""
+
+    def __init__(self, settings: bytes) -> None:
+        self.settings = SimpleNamespace(remote=lambda: settings)
+
+
+@needs_ray
+def test_replicas_of_the_front_end_before_are_kept_if_they_have_the_same_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vlora.cluster.on_ray import driver
+
+    def of(secret: bytes, model: str = "m") -> bytes:
+        return msgspec.msgpack.encode(ReplicaSettings(config=EngineConfig(model=model), secret=secret * 16))
+
+    events, ended = list[Any](), list[str]()
+    monkeypatch.setattr(driver.Lease, "take", lambda self, on_wait: True)
+    monkeypatch.setattr(driver.Lease, "kept", lambda self: {})
+    monkeypatch.setattr(driver.Driver, "renew", lambda self: None)
+    monkeypatch.setattr(driver.Driver, "hold", lambda self, name: None)
+    monkeypatch.setattr(driver.Driver, "say", lambda self, event: events.append(event))
+    monkeypatch.setattr(driver.Driver, "end", lambda self, names: ended.extend(names))
+    monkeypatch.setattr(driver.ray, "wait", lambda calls, num_returns, timeout: (calls, []))
+    monkeypatch.setattr(driver.ray, "get", lambda call: call)
+    for found, secret, others in (
+        ({}, b"own", []),
+        ({"replica-0": b"", "replica-1": of(b"its")}, b"its", []),  # of the first none runs
+        ({"replica-0": of(b"its"), "replica-1": of(b"own")}, b"its", ["replica-1"]),
+        ({"replica-0": of(b"its", "another"), "replica-1": b"\x01"}, b"own", ["replica-0", "replica-1"]),
+    ):
+        monkeypatch.setattr(driver, "own_actors", lambda found=found: set(found))
+        monkeypatch.setattr(driver.ray, "get_actor", lambda name, found=found: Handle(found[name[len("vlora-") :]]))
+        own = msgspec.msgpack.decode(of(b"own"), type=ReplicaSettings)
+        settings = driver_settings(RayOptions(address="h:1"), own, 2, 2, Folder("/tmp/f"), "m")
+        events.clear()
+        ended.clear()
+        driver.Driver(settings, None).start()
+        assert events[0].secret == secret * 16 and sorted(ended) == others

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from tests.cluster import paced_engine
 from tests.cluster.running import SLEEPING, InThread, asked, check, outputs_of
 from tests.cluster.sleeping_engine import COMMAND
 from tests.cluster.test_real_engine import check as check_real
+from tests.cluster.test_shipping import write
 from tests.cluster.user_ray import UserRay
 from tests.embedded_cases import config, write_adapters
 from tests.processes import PATIENCE_S, free_port, is_alive, until
@@ -56,7 +58,7 @@ class Here(InThread):
 
     def __init__(self, ray: UserRay, **options: Any) -> None:
         self.ray = ray
-        self.lines: list[str] = []
+        self.lines: list[str] = options.pop("lines", [])
         super().__init__(lambda: started(ray, announce=self.lines.append, **options))
 
     def pids(self) -> dict[str, tuple[int, int, int]]:
@@ -326,7 +328,11 @@ def refusal(ray: UserRay, **settings: Any) -> str:
         ({"labels": {"zone": "c"}}, "which needs 1 CPU and a node with the labels zone=c: "),
         ({"command": ("", "-c", "import os; os._exit(3)")}, "the engine process ended with exit code 3 while starting"),
         ({"runtime_env": {"working_dir": "/none"}}, "/none"),
-        ({"namespace": "vlora"}, "the Ray namespace 'vlora' is in use by a server of model 'sleeping' (process "),
+        (
+            {"namespace": "vlora", "model_name": "other"},
+            "the Ray namespace 'vlora' is in use by a server of model 'sleeping' (process ",
+        ),
+        ({"namespace": "vlora", "cpus": 0.5}, " with other settings; end it, or choose another --ray-namespace"),
     ],
 )
 def test_a_start_that_cannot_succeed(here: Here, ray: UserRay, settings: dict[str, Any], message: str) -> None:
@@ -398,6 +404,49 @@ def test_nothing_of_a_killed_service_is_left(ray: UserRay, here: Here, victims: 
         until(lambda: not any(map(is_alive, processes)))
         until(lambda: not is_alive(driver))
     assert here.pids() == pids and here.serves()
+
+
+@pytest.mark.parametrize("ends", ["by SIGTERM", "killed", "killed with its driver"])
+def test_another_front_end_takes_over(ray: UserRay, tmp_path: Path, ends: str) -> None:
+    """With the replicas and adapters of the first one."""
+    version = write(tmp_path / "x")
+    code = (
+        "import asyncio, signal, sys\n"
+        "from tests.cluster.test_user_ray import RegisterAdapters, SimpleNamespace, started\n"
+        "async def main():\n"
+        "    ray = SimpleNamespace(address=sys.argv[1])\n"
+        "    cluster = await started(ray, 2, namespace='joined')\n"
+        "    await cluster.call(RegisterAdapters({'x': sys.argv[2]}))\n"
+        "    print(cluster.ray.driver.pid, *(each.at.replica_pid for each in cluster.located.values()), flush=True)\n"
+        "    stop = asyncio.Event()\n"
+        "    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)\n"
+        "    await stop.wait()\n"
+        "    await cluster.close()\n"
+        "asyncio.run(main())\n"
+    )
+    lines: list[str] = []
+    command = [sys.executable, "-c", code, ray.address, str(tmp_path / "x")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first, ThreadPoolExecutor(1) as thread:
+        assert first.stdout is not None
+        driver, *pids = map(int, first.stdout.readline().split())
+        starting = thread.submit(lambda: Here(ray, namespace="joined", lines=lines))
+        until(lambda: any("serves in this namespace; this one takes over when it ends" in line for line in lines))
+        time.sleep(2)
+        assert not starting.done()
+        os.kill(first.pid, signal.SIGTERM if ends == "by SIGTERM" else signal.SIGKILL)
+        if ends == "killed with its driver":
+            os.kill(driver, signal.SIGKILL)
+        began_s = time.monotonic()
+        found = starting.result(PATIENCE_S)
+        print(f"{ends}: the other one serves after {time.monotonic() - began_s:.1f} s")
+    try:
+        assert sorted(pid for _, pid, _ in found.pids().values()) == sorted(pids)
+        assert set(found.cluster.desired_adapters) == {"x"} and set(found.answer_all()) == {0}
+        request = asked("own", adapter="x")
+        check(request, found.run(outputs_of(found.cluster, request)), version)
+    finally:
+        found.close()
+    until(lambda: not any(map(is_alive, pids)))
 
 
 # -- what ends last ---------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def server_option(command: Any) -> Any:
         default=f"{ServerConfig.host}:{ServerConfig.rpyc_port}",
         show_default=True,
         metavar="HOST:PORT",
-        help="Address of `vlora serve` (or VLORA_SERVER).",
+        help="Address of `vlora serve`, or several with commas (or VLORA_SERVER).",
     )(with_client)
 
 
@@ -146,12 +146,12 @@ def client_of(
 ) -> Client:
     """flag: of the address, in errors. Raises BadConfig."""
     from vlora.client import Client
-    from vlora.client.connection import address_of
+    from vlora.client.connection import addresses_of
     from vlora.client.sockets import client_context
 
-    host, port = address_of(server, flag)
+    addresses_of(servers := server.split(","), flag)
     tls = client_context(tls_ca, tls_cert, tls_key)
-    return Client(host, port, token=os.environ.get("VLORA_TOKEN") or None, tls=tls)
+    return Client(servers=servers, token=os.environ.get("VLORA_TOKEN") or None, tls=tls)
 
 
 def print_json(value: Any) -> None:

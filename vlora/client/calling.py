@@ -13,15 +13,16 @@ import queue
 import ssl
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
-from vlora.client.connection import ServerConnection, address_of
+from vlora.client.connection import ServerConnection, addresses_of
 from vlora.client.requests import Generate
 from vlora.client.sockets import client_context
 from vlora.client.values import DEFAULT_HOST, DEFAULT_PORT, Answer, StreamPart
-from vlora.errors import DeadlineMissed, VLoraError
+from vlora.errors import DeadlineMissed, Disconnected, VLoraError
 from vlora.operations import Operation
 
 T = TypeVar("T")
@@ -140,17 +141,22 @@ class Caller:
         host: str | None = None,
         port: int | None = None,
         *,
+        servers: Sequence[str] = (),
         timeout_s: float = TIMEOUT_S,
         token: str | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        if host is None and port is None:
-            host, port = address_of(os.environ.get("VLORA_SERVER") or f"{DEFAULT_HOST}:{DEFAULT_PORT}", "VLORA_SERVER")
+        if servers:
+            addresses = addresses_of(servers, "an address of a server")
+        elif host is not None or port is not None:
+            addresses = [(host or DEFAULT_HOST, port or DEFAULT_PORT)]
+        else:
+            given = os.environ.get("VLORA_SERVER") or f"{DEFAULT_HOST}:{DEFAULT_PORT}"
+            addresses = addresses_of(given.split(","), "VLORA_SERVER")
             token = token or os.environ.get("VLORA_TOKEN") or None
             files = (os.environ.get(f"VLORA_TLS_{name}") or None for name in ("CA", "CERT", "KEY"))
             tls = tls or client_context(*files)
-        self._host = host or DEFAULT_HOST
-        self._port = port or DEFAULT_PORT
+        self._addresses = deque(addresses)
         self._token = token
         self._tls = tls
         self._timeout_s = timeout_s
@@ -161,8 +167,19 @@ class Caller:
         """The live connection; connects if there is none. Raises Disconnected."""
         with self._lock:
             if self._live is None or self._live.closed:
-                self._live = ServerConnection(self._host, self._port, self._token, self._tls)
+                self._live = self._connected()
             return self._live
+
+    def _connected(self) -> ServerConnection:
+        """Connect to the first server that answers, beginning with the one that did before."""
+        failures = []
+        for _ in range(len(self._addresses)):
+            try:
+                return ServerConnection(*self._addresses[0], self._token, self._tls)
+            except (Disconnected, DeadlineMissed) as error:
+                failures.append(error)
+                self._addresses.rotate(-1)
+        raise failures[0] if len(failures) == 1 else Disconnected("; ".join(map(str, failures)))
 
     async def _connection(self) -> ServerConnection:
         live = self._live

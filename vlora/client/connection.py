@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -29,12 +29,15 @@ _CONNECT_S = 5.0
 _SEND_S = 60.0  # a server that reads nothing for this long counts as disconnected
 
 
-def address_of(text: str, name: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT. name: for the error. Raises BadConfig."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise BadConfig(f"{name} is {text!r}; write HOST:PORT, with a port from 1 to 65535")
-    return host.strip("[]"), int(port)
+def addresses_of(texts: Iterable[str], name: str) -> list[tuple[str, int]]:
+    """Host and port of each HOST:PORT. name: for the error. Raises BadConfig."""
+    found = []
+    for text in texts:
+        host, colon, port = text.rpartition(":")
+        if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise BadConfig(f"{name} is {text!r}; write HOST:PORT, with a port from 1 to 65535")
+        found.append((host.strip("[]"), int(port)))
+    return found
 
 
 class ServerConnection:

@@ -88,10 +88,13 @@ class Client(Caller):
     cannot be reached, DeadlineMissed after `timeout_s`, EngineDead if the server lost its engine, Unauthorized and
     Forbidden if it rejects the token.
 
-    host: Without it, the address, token and TLS files are those of the commands: VLORA_SERVER (HOST:PORT, by default
-    this machine), VLORA_TOKEN, VLORA_TLS_CA, VLORA_TLS_CERT and VLORA_TLS_KEY. tls: an SSL context that verifies the
-    server's certificate and optionally presents a client certificate; `ssl.create_default_context(cafile=...)` makes
-    one. Without it the connection is plain.
+    servers: HOST:PORT of each front end of a service, instead of host and port. If the connection is lost, its calls
+    fail, and the next one goes to the next server that answers.
+
+    host: Without it, the address, token and TLS files are those of the commands: VLORA_SERVER (HOST:PORT, several
+    with commas; by default this machine), VLORA_TOKEN, VLORA_TLS_CA, VLORA_TLS_CERT and VLORA_TLS_KEY. tls: an SSL
+    context that verifies the server's certificate and optionally presents a client certificate;
+    `ssl.create_default_context(cafile=...)` makes one. Without it the connection is plain.
     """
 
     waiting = Blocking()

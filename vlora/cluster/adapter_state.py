@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -83,12 +83,14 @@ class AdapterState:
     Attributes:
         adapters: By name. Not to be changed by callers.
         folder: Of the file; None without one.
+        on_change: Called with the adapters when they change.
     """
 
     def __init__(self) -> None:
         """Begin without adapters and without a file."""
         self.adapters: dict[str, DesiredAdapter] = {}
         self.folder: Path | None = None
+        self.on_change: Callable[[Mapping[str, DesiredAdapter]], object] = lambda adapters: None
         self._given: dict[str, str] = {}
         self._lock_file = -1
         self._writing = asyncio.Lock()
@@ -168,6 +170,10 @@ class AdapterState:
         self.adapters[name] = msgspec.structs.replace(self.adapters[name], version=version)
         self._dirty = True
 
+    def take_over(self, adapters: Mapping[str, DesiredAdapter]) -> None:
+        """Begin with the adapters of another front end of the service. `flush` writes them."""
+        self.adapters, self._dirty = dict(adapters), True
+
     async def flush(self) -> None:
         """Write the contents that were adopted. Raises VLoraError if the file cannot be written."""
         async with self._writing:
@@ -186,6 +192,7 @@ class AdapterState:
             self._lock_file = -1
 
     async def _write(self, adapters: Mapping[str, DesiredAdapter]) -> None:
+        self.on_change(adapters)
         if self.folder is None:
             return
         data = msgspec.json.format(msgspec.json.encode(_Stored(dict(adapters), self._given)), indent=1)

@@ -190,6 +190,8 @@ async def _start(
         if learn is not None:
             await asyncio.to_thread(importlib.import_module, "vlora.learning.learning")  # imports torch
         learned = {} if learn is None else front_end.learn(*learn, adapters)
+        if isinstance(engine, RayCluster):  # it may have taken over the adapters of another front end
+            adapters = {name: path for name, path in adapters.items() if name not in engine.desired_adapters}
         await front_end.adapters.register({**adapters, **learned})
         if state is not None and isinstance(engine, SupervisedEngine):  # a cluster keeps its state itself
             await front_end.adapters.keep_in(state, {name: adapters[name] for name in adapters.keys() - learned.keys()})

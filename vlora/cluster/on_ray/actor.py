@@ -55,6 +55,7 @@ class ReplicaActor:
         self._changed = threading.Condition()
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
         self._number = 0
+        self._settings = b""
         self._state: Opened | Ended | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self._num_watching = 0
@@ -68,6 +69,7 @@ class ReplicaActor:
             if self.process is not None:
                 return
             self._set(None)
+            self._settings = settings
             try:
                 found = msgspec.msgpack.decode(settings, type=ReplicaSettings)
                 self.process = self._started(msgspec.structs.replace(found, host=self._host))
@@ -90,6 +92,12 @@ class ReplicaActor:
             lines = tuple(self._lines)
             self._lines.clear()
             return msgspec.msgpack.encode(ActorReport(self._number, self._state, lines))
+
+    def settings(self) -> bytes:
+        """Those of the replica that runs; empty if none does. A front end that takes over connects with its secret."""
+        with self._changed:
+            self._heard_s = time.monotonic()
+            return b"" if self.process is None else self._settings
 
     def end_replica(self, pid: int) -> None:
         """Kill the replica and its engine, if this is its process. The driver starts it again."""

@@ -31,6 +31,7 @@ from vlora.cluster.on_ray.reports import (
     Lost,
     NoRoom,
     Restart,
+    StandsBy,
     replica_names,
 )
 from vlora.cluster.on_ray.settings import Folder, RayOptions, with_own_cores, with_shared_cores
@@ -93,10 +94,9 @@ class RayCluster(Cluster):
         self._lost: dict[str, float] = {}  # since when replicas have been lost that have not joined again
         self.on_change: list[Callable[[], object]] = []
         self.located: dict[str, Located] = {}
-        self._changed: dict[str, asyncio.Event] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
         self._moving: dict[str, asyncio.Task[None]] = {}
-        self._starting: asyncio.Queue[str | NoRoom | VLoraError] | None = asyncio.Queue()  # of the start
+        self._starting: asyncio.Queue[str | StandsBy | NoRoom | Failed] | None = asyncio.Queue()  # of the start
         self._problem = ""  # of the driver, as last logged
         self._autoscaler = Autoscaler(self, scaling, self._loop.time, automatic=automatic)
         self._autoscaling: asyncio.Task[None] | None = None
@@ -133,7 +133,7 @@ class RayCluster(Cluster):
             shipping: Limits of adapters' files, which are sent to nodes of the user's Ray that lack them.
             model_name: What others are told that uses the namespace.
             alone_s: A replica ends after so many seconds without a front end, if nothing has ended it before.
-            hung_s: A lost replica is killed, and so started again, if it has not joined after so many seconds.
+            hung_s: A lost replica is killed and started again if it has not joined after so many seconds.
 
         Raises:
             VLoraError: Ray cannot be used, or the first replica cannot be started; nothing is left running.
@@ -148,12 +148,12 @@ class RayCluster(Cluster):
             config=dataclasses.replace(config, model=portable(config.model)),
             secret=self.secret,
             model_digest="" if is_local else await asyncio.to_thread(model_digest, config.model),
-            # Empty for the Python of each node.
-            command=("" if command[0] == sys.executable else command[0], *command[1:]),
+            command=("" if command[0] == sys.executable else command[0], *command[1:]),  # the Python of each node
             alone_s=alone_s,
         )
         settings = driver_settings(options, replica, num_replicas, max_replicas, self.folder, model_name)
         self.ray = RayProcesses(settings, local, self.hear)
+        self._adapters.state.on_change = self.ray.keep
         try:
             if is_local and config.device == "cpu" and num_replicas > (cores := default_threads(environ={})):
                 announce(f"{num_replicas} replicas share {cores} cores: more replicas than cores make a server slower")
@@ -177,8 +177,7 @@ class RayCluster(Cluster):
 
     @property
     def starting(self) -> bool:
-        """Whether no replica can be used. They are started again without end."""
-        return self.cause is not None
+        return self.cause is not None  # they are started again without end
 
     async def scale(self, number: int | Literal["auto"], timeout_s: float) -> bool:
         """Have another number of replicas: start further ones, or drain the last ones and then end them.
@@ -250,8 +249,8 @@ class RayCluster(Cluster):
             if call != self._num_calls:
                 return False
             if self._loop.time() > ends_s:
-                for name, why in sorted({**self._waiting, **self._failures}.items()):
-                    raise EngineDead(f"{name} does not start: {why}; it is tried again")
+                if known := sorted({**self._waiting, **self._failures}.items()):
+                    raise EngineDead(f"{known[0][0]} does not start: {known[0][1]}; it is tried again")
                 return False
             await asyncio.sleep(_PAUSE_S)
         return True
@@ -322,8 +321,10 @@ class RayCluster(Cluster):
             except TimeoutError:
                 raise BadConfig(f"{next(iter(waiting.values()))}; nothing has changed for {wait_s:g} s") from None
             match found:
-                case VLoraError():
-                    raise found
+                case Failed(error=error):
+                    raise error.to_exception()
+                case StandsBy(service):
+                    announce(f"{service} serves in this namespace; this one takes over when it ends")
                 case NoRoom(name, ""):
                     waiting.pop(name, None)
                     ends_s = ends_s if waiting else None
@@ -345,7 +346,7 @@ class RayCluster(Cluster):
             await asyncio.wait({task})
         await self.remove(name)
         self._leaving.discard(name)
-        for known in (self._failures, self._waiting, self._changed, self._lost, self.located):
+        for known in (self._failures, self._waiting, self._lost, self.located):
             known.pop(name, None)
 
     def hear(self, event: Any) -> None:
@@ -353,30 +354,34 @@ class RayCluster(Cluster):
         name = getattr(event, "name", "")
         if name and name not in replica_names(self.num_replicas):
             return  # it was on its way when the number was reduced
+        if self._starting is not None and isinstance(event, StandsBy | NoRoom | Failed):
+            self._starting.put_nowait(event)
+            return
         match event:
+            case StandsBy(service):
+                log.warning("%s has taken over; this server has no replicas until it ends", service)
+                self._releasing = [asyncio.create_task(self._release(each)) for each in tuple(self.located)]
             case Connected():
                 self._problem = ""
+                self.secret = self._secret = event.secret
+                if event.adapters is not None:
+                    self._adapters.state.take_over(event.adapters)
+                self.ray.keep(self.desired_adapters)
             case Located():
                 self._failures.pop(name, None)
                 self.located[name] = event
-                if name not in self._changed:
-                    self._changed[name] = asyncio.Event()
+                if (task := self._following.get(name)) is None or task.done():
                     self._following[name] = asyncio.create_task(self._follow(name), name=f"vlora-follow-{name}")
-                self._changed[name].set()
             case Logged(lines=lines):
                 for line in lines:
                     print(line if self.ray.local is not None else f"{name}: {line}", file=sys.stderr)
             case NoRoom(what=what):
-                if self._starting is not None:
-                    self._starting.put_nowait(event)
                 self._waiting.pop(name, None)
                 if what:
                     self._waiting[name] = what
-                    log.log(logging.WARNING if self._starting is None else logging.INFO, "%s", what)
+                    log.warning("%s", what)
             case Failed(error=error):
-                if self._starting is not None:
-                    self._starting.put_nowait(error.to_exception())
-                elif name:
+                if name:
                     self._failures[name] = error.message
                     log.warning("%s does not start: %s; retrying", name, error.message)
                 elif self._problem != error.message:
@@ -410,20 +415,15 @@ class RayCluster(Cluster):
 
     async def _follow(self, name: str) -> None:
         """Connect a replica, wherever its latest process listens."""
-        changed = self._changed[name]
-        while True:
-            await changed.wait()
-            changed.clear()
-            at = self.located[name].at
-            address = Address(at.host, at.port)
+        while (found := self.located.get(name)) is not None:
+            address = Address(found.at.host, found.at.port)
             if (member := self.members.get(name)) is not None and member.address == address:
-                continue  # found by another driver
+                return  # or another driver has found it
             try:
-                await self.replace(name, address, tls=at.tls)
+                await self.replace(name, address, tls=found.at.tls)
             except VLoraError as error:
                 log.warning("%s at %s cannot be used: %s; retrying", name, address, error)
                 await asyncio.sleep(_PAUSE_S)
-                changed.set()
 
     def _left(self, member: Member, *, died: bool = True) -> None:
         super()._left(member, died=died)

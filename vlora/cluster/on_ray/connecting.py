@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 import ray
@@ -16,6 +17,7 @@ from ray._private import services
 from ray.experimental import internal_kv
 from ray.job_config import JobConfig
 
+from vlora.cluster.adapter_state import DesiredAdapter
 from vlora.cluster.on_ray.reports import DriverSettings, Service
 from vlora.errors import BadConfig
 from vlora.wire.address import Address
@@ -115,45 +117,83 @@ store = Store()
 
 
 class Lease:
-    """The use of a namespace by one front end: an entry of Ray's own store that its driver renews."""
+    """The use of a namespace by one front end: an entry of Ray's own store that its driver renews. Another front end of
+    the same service waits for its end, which it notes in a second entry.
 
-    _KEY = b"service"
+    Attributes:
+        awaited: Whether one waits.
+    """
+
     RENEW_S, STALE_S = 1.0, 10.0
+    _SERVICE, _WAITING, _ADAPTERS = b"service", b"waiting", b"adapters"
 
     def __init__(self, namespace: str, service: Service) -> None:
         self._namespace = f"vlora:{namespace}".encode()
         self._service = service
         self._what = namespace
         self._count = 0
+        self._waiting: tuple[bytes | None, float] = (None, -math.inf)  # as last seen, and since when
 
-    def take(self) -> None:
-        """Raises BadConfig if another front end uses the namespace."""
-        former = self._get()
-        ends_s = time.monotonic() + self.STALE_S
-        while former is not None and former[0].key != self._service.key and time.monotonic() < ends_s:
+    def take(self, on_wait: Callable[[Service], object]) -> bool:
+        """Take the namespace once no front end uses it. Returns whether it has waited for another one.
+
+        Raises BadConfig if a front end of another service uses it. on_wait: called with the front end that does.
+        """
+        former, since_s, waited = self._get(), time.monotonic(), False
+        while former is not None and former[0].key != self._service.key:
+            if waited:
+                self._count += 1
+                self._put(self._WAITING, (self._service.key, self._count))
             time.sleep(self.RENEW_S / 2)
-            if (found := self._get()) is None or found[0].key == self._service.key:
-                break
-            if found != former:
+            if (found := self._get()) == former:
+                if time.monotonic() - since_s > self.STALE_S:
+                    break
+                continue
+            former, since_s = found, time.monotonic()
+            if found is None or found[0].key == self._service.key:
+                continue
+            if found[0].settings != self._service.settings:
+                other = " with other settings" if found[0].model == self._service.model else ""
                 raise BadConfig(
-                    f"the Ray namespace {self._what!r} is in use by {found[0]}; end it, or choose another "
+                    f"the Ray namespace {self._what!r} is in use by {found[0]}{other}; end it, or choose another "
                     "--ray-namespace"
                 )
+            if not waited:
+                waited = True
+                on_wait(found[0])
+        store.delete(self._WAITING, namespace=self._namespace)
         self.renew(first=True)
+        return waited
 
-    def renew(self, *, first: bool = False) -> bool:
-        """Returns False if another front end has taken it."""
+    def renew(self, *, first: bool = False) -> Service | None:
+        """Returns another front end that has taken it; None if this one has it."""
         if not first and ((found := self._get()) is None or found[0].key != self._service.key):
-            return False
+            return self._service if found is None else found[0]
         self._count += 1
-        value = msgspec.msgpack.encode((self._service, os.getpid(), self._count))
-        store.put(self._KEY, value, namespace=self._namespace)
-        return True
+        self._put(self._SERVICE, (self._service, os.getpid(), self._count))
+        if (waiting := store.get(self._WAITING, namespace=self._namespace)) != self._waiting[0]:
+            self._waiting = (waiting, time.monotonic())
+        return None
+
+    @property
+    def awaited(self) -> bool:
+        return time.monotonic() - self._waiting[1] < 3 * self.RENEW_S
 
     def release(self) -> None:
         if (found := self._get()) is not None and found[0].key == self._service.key:
-            store.delete(self._KEY, namespace=self._namespace)
+            store.delete(self._SERVICE, namespace=self._namespace)
+
+    def keep(self, adapters: Mapping[str, DesiredAdapter]) -> None:
+        self._put(self._ADAPTERS, adapters)
+
+    def kept(self) -> dict[str, DesiredAdapter]:
+        """The adapters of the front end before."""
+        value = store.get(self._ADAPTERS, namespace=self._namespace)
+        return {} if value is None else msgspec.msgpack.decode(value, type=dict[str, DesiredAdapter])
 
     def _get(self) -> tuple[Service, int, int] | None:
-        value = store.get(self._KEY, namespace=self._namespace)
+        value = store.get(self._SERVICE, namespace=self._namespace)
         return None if value is None else msgspec.msgpack.decode(value, type=tuple[Service, int, int])
+
+    def _put(self, key: bytes, value: Any) -> None:
+        store.put(key, msgspec.msgpack.encode(value), namespace=self._namespace)

@@ -24,6 +24,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from vlora.cluster.adapter_state import DesiredAdapter
 from vlora.cluster.on_ray.actor import ReplicaActor, keeps_state
 from vlora.cluster.on_ray.connecting import MAX_CHARS, Lease, connect, find_address, line_of
 from vlora.cluster.on_ray.reports import (
@@ -36,6 +37,7 @@ from vlora.cluster.on_ray.reports import (
     Event,
     Failed,
     HeadFacts,
+    Keep,
     Located,
     Logged,
     Lost,
@@ -44,9 +46,11 @@ from vlora.cluster.on_ray.reports import (
     Order,
     Restart,
     Scale,
+    StandsBy,
     missing,
     replica_names,
 )
+from vlora.cluster.replica import ReplicaSettings
 from vlora.errors import BadConfig
 from vlora.types import ErrorValue
 from vlora.wire.framing import pack_value, read_value
@@ -57,6 +61,7 @@ _PENDING_S = 8.0  # a worker process has started by then, if its node has room
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _AGAIN_S, _RESTART_S = 0.2, 2.0  # between two calls of an actor that has ended; in which it is started again
 _STOP_S, _END_S = 3.0, 1.5
+_AWAY_S = 3.0  # of Ray's head, whose answer comes once it has started again
 _LATE_S = 15.0  # before the end of a node, its replicas leave it also if no other one has room
 _PREFIX = "vlora-"  # of the names of actors
 
@@ -86,16 +91,42 @@ class Driver:
         self._looked_at_head = not settings.checks_head
 
     def start(self) -> None:
-        """Begin to hold the replicas. Raises BadConfig if another front end uses the namespace."""
-        self._lease.take()
-        threading.Thread(target=self._renew, daemon=True).start()
-        self.say(Connected(self._settings.address))
+        """Begin to hold the replicas, once no other front end does. Raises BadConfig if one of another service does."""
+        waited = self._lease.take(lambda service: self.say(StandsBy(service)))
+        threading.Thread(target=self.renew, daemon=True).start()
+        secret = self._adopt()
+        self.say(Connected(secret, self._lease.kept() if waited else None))
         self.scale(self._settings.number)
 
+    def _adopt(self) -> bytes:
+        """Keep the replicas of a front end before that have the same settings, and end others. Returns their secret."""
+        own, kept = self._settings.replica, None
+        calls: dict[str, Any] = {name: ray.get_actor(_PREFIX + name).settings.remote() for name in own_actors()}
+        ready = ray.wait([*calls.values()], num_returns=len(calls), timeout=_LOOK_S)[0] if calls else []
+        for name in sorted(name for name, call in calls.items() if call in ready):
+            with contextlib.suppress(RayError):  # it is started again
+                if not (data := ray.get(calls[name])):
+                    continue
+                with contextlib.suppress(msgspec.MsgspecError):  # of another version
+                    found = msgspec.msgpack.decode(data, type=ReplicaSettings)
+                    if found == kept or (kept is None and msgspec.structs.replace(found, secret=own.secret) == own):
+                        kept = found
+                        continue
+                self.end([name])
+        self._replica = msgspec.msgpack.encode(kept or own)
+        return (kept or own).secret
+
+    def keep(self, adapters: Mapping[str, DesiredAdapter]) -> None:
+        """Keep the adapters for a front end that takes over."""
+        with contextlib.suppress(RayError, RuntimeError):  # Ray's head is away
+            self._lease.keep(adapters)
+
     def stop(self) -> None:
-        """End the actors."""
+        """End the actors, unless another front end waits, which takes them over."""
         self._lease.release()
-        self._end(own_actors())
+        if self._lease.awaited:
+            return
+        self.end(own_actors())
         self._request_nodes(0)
 
     def scale(self, number: int) -> None:
@@ -107,7 +138,7 @@ class Driver:
             self._following.add(name)
             threading.Thread(target=self.hold, args=(name,), name=name, daemon=True).start()
         self._request_nodes(number)
-        self._end(own_actors() - set(self._wanted))
+        self.end(own_actors() - set(self._wanted))
 
     def restart(self, name: str, replica_pid: int, *, moves: bool) -> None:
         if (handle := self._handles.get(name)) is None:
@@ -125,7 +156,7 @@ class Driver:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _end(self, names: Collection[str]) -> None:
+    def end(self, names: Collection[str]) -> None:
         for name in names:
             with contextlib.suppress(ValueError):  # it has ended
                 ray.kill(ray.get_actor(_PREFIX + name), no_restart=True)
@@ -148,15 +179,17 @@ class Driver:
                 self._leaving[name], moving = node, True
                 self.say(Draining(name, node))
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
         while True:
             time.sleep(Lease.RENEW_S)
+            began_s = time.monotonic()
             with contextlib.suppress(RayError, RuntimeError):  # Ray's head is away
                 self.look_at_nodes(time.time())
-                if not self._lease.renew():
-                    error = BadConfig(f"another server has taken the Ray namespace {self._settings.namespace!r}")
-                    self.say(Failed("", ErrorValue.of(error)))
-                    os._exit(1)
+                if time.monotonic() - began_s > _AWAY_S:  # it is back, and tells drivers no more of its actors
+                    os._exit(RENEWED)
+                if (other := self._lease.renew()) is not None:
+                    self.say(StandsBy(other))
+                    os._exit(RENEWED)
 
     def hold(self, name: str) -> None:
         """Have the replica's actor start it, as long as there is to be one, and again whenever it has ended."""
@@ -261,7 +294,7 @@ class Driver:
         """Whether the head keeps its state is in its environment, which a task on its node has."""
         keeps: bool | None = None
         with contextlib.suppress(RayError, RuntimeError):
-            keeps = "gcs_storage" in (config := state.get_system_config()) and config["gcs_storage"] != "memory"
+            keeps = state.get_system_config().get("gcs_storage", "memory") != "memory" or None
             for node in ray.nodes():
                 if not keeps and node["Alive"] and "node:__internal_head__" in node["Resources"]:
                     there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
@@ -320,6 +353,8 @@ def main() -> None:
             match order:
                 case Scale(number=number):
                     driver.scale(number)
+                case Keep(adapters):
+                    driver.keep(adapters)
                 case Restart(name, replica_pid, moves):
                     driver.restart(name, replica_pid, moves=moves)
     # If Ray's head is gone, the calls do not return.

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import hashlib
 import logging
 import os
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
+from vlora.cluster.adapter_state import DesiredAdapter
 from vlora.cluster.on_ray.reports import (
     RENEWED,
     DriverSettings,
     Event,
     Failed,
+    Keep,
     LocalReport,
     LocalSettings,
     Order,
@@ -144,13 +148,20 @@ def driver_settings(
     namespace."""
     num_gpus = 0 if replica.config.device == "cpu" else replica.config.tensor_parallel
     is_local = options.address is None
+    alike = (msgspec.structs.replace(replica, secret=b""), dataclasses.replace(options, address=None, wait_s=0))
     # There may be several Rays on a machine.
     local = {"_node_ip_address": LOOPBACK, "_temp_dir": folder.ray_folder}
     return DriverSettings(
         address=options.address or "",
         namespace=options.namespace,
         connection=local if is_local else {},
-        service=Service(key=secrets.token_hex(8), model=model_name, host=socket.gethostname(), pid=os.getpid()),
+        service=Service(
+            key=secrets.token_hex(8),
+            settings=hashlib.sha256(msgspec.msgpack.encode((alike, model_name))).hexdigest(),
+            model=model_name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        ),
         need=options.need(num_gpus),
         labels=dict(options.labels),
         actor=options.of_actor(num_gpus),
@@ -183,6 +194,10 @@ class RayProcesses:
         if self.local is not None:
             await self.local.start()
         self._running = asyncio.create_task(self._run(), name="vlora-ray")
+
+    def keep(self, adapters: Mapping[str, DesiredAdapter]) -> None:
+        """Keep the adapters for a front end that takes over."""
+        self.send(Keep(dict(adapters)))
 
     def scale(self, number: int) -> None:
         """Start or end actors, now or when a driver runs again."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from vlora.cluster.adapter_state import DesiredAdapter
 from vlora.cluster.on_ray.settings import Folder
 from vlora.cluster.replica import ReplicaSettings
 from vlora.types import ErrorValue
@@ -42,9 +43,15 @@ class LocalReport(msgspec.Struct, frozen=True):
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """Who uses a namespace. key: of one run of a front end."""
+    """Who uses a namespace.
+
+    Attributes:
+        key: Of one run of a front end.
+        settings: A hash of all that two front ends of one service have in common.
+    """
 
     key: str
+    settings: str
     model: str
     host: str
     pid: int
@@ -124,6 +131,12 @@ class Scale(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
+class Keep(msgspec.Struct, frozen=True, tag=True):
+    """The adapters of the service, for a front end that takes over."""
+
+    adapters: dict[str, DesiredAdapter]
+
+
 class Restart(msgspec.Struct, frozen=True, tag=True):
     """Kill a replica, if this is still its process, so that it is started again. moves: on another node."""
 
@@ -132,16 +145,28 @@ class Restart(msgspec.Struct, frozen=True, tag=True):
     moves: bool = False
 
 
-Order = Scale | Restart
+Order = Scale | Keep | Restart
 
 
 # -- from a driver ----------------------------------------------------------------------------------------------------
 
 
-class Connected(msgspec.Struct, frozen=True, tag=True):
-    """The driver uses the Ray at an address."""
+class StandsBy(msgspec.Struct, frozen=True, tag=True):
+    """Another front end of the service uses the namespace; this driver waits for its end."""
 
-    address: str
+    service: Service
+
+
+class Connected(msgspec.Struct, frozen=True, tag=True):
+    """The driver holds the replicas of a namespace.
+
+    Attributes:
+        secret: Of the replicas, which may have been started by another front end.
+        adapters: Those of the front end before, if this one has waited for its end.
+    """
+
+    secret: bytes
+    adapters: dict[str, DesiredAdapter] | None
 
 
 class Located(msgspec.Struct, frozen=True, tag=True):
@@ -213,7 +238,7 @@ class HeadFacts(msgspec.Struct, frozen=True, tag=True):
         return ""
 
 
-Event = Connected | Located | Lost | Draining | Failed | NoRoom | Logged | HeadFacts
+Event = StandsBy | Connected | Located | Lost | Draining | Failed | NoRoom | Logged | HeadFacts
 
 
 def replica_names(number: int) -> tuple[str, ...]:
