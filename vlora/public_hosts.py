@@ -22,10 +22,10 @@ def parse_url(url: str, what: str) -> httpx.URL:
     """An http or https URL. what: the subject of messages, which name at most the host. Raises BadRequest."""
     try:
         target = httpx.URL(url)
+        if (target.port or 0) > 65535:
+            raise ValueError("no such port")
     except (httpx.InvalidURL, ValueError) as error:
         raise BadRequest(f"{what}: the URL is invalid") from error
-    if (target.port or 0) > 65535:
-        raise BadRequest(f"{what}: the URL is invalid")
     if target.scheme not in ("http", "https"):
         raise BadRequest(f"{what}: unsupported URL scheme {target.scheme!r}; use http or https")
     if not target.host:

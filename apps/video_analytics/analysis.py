@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -32,25 +32,6 @@ OpenRecorder = Callable[[Asked, Path | None], contextlib.AbstractContextManager[
 """Opens the recorder of what is asked, with the path of its result files without suffixes; None without files."""
 
 
-class FileRecorder:
-    """Writes results into files, if there are any."""
-
-    def __init__(self, files: ResultFiles | None) -> None:
-        self._files = files
-
-    def add(self, clip: Chunk, result: ChunkResult) -> ChunkResult:
-        if self._files is not None:
-            self._files.add(clip, result)
-        return result
-
-
-@contextlib.contextmanager
-def file_recorder(asked: Asked, base: Path | None) -> Iterator[Recorder]:
-    """A recorder without tracks and events."""
-    with contextlib.ExitStack() as scope:
-        yield FileRecorder(None if base is None else scope.enter_context(ResultFiles(base)))
-
-
 @dataclasses.dataclass(frozen=True)
 class Job:
     """One source, and what is asked about it.
@@ -66,7 +47,7 @@ class Job:
     find_groups: Callable[[], list[Group]]
     max_latency_s: float | None = None
     own_names: bool = True
-    recorder: OpenRecorder = file_recorder
+    recorder: OpenRecorder = lambda asked, base: ResultFiles(base)
 
 
 @dataclasses.dataclass(frozen=True)

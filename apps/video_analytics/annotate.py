@@ -66,16 +66,16 @@ class AnnotatedVideo:
             boxes = _tracked_boxes(frames[place]) if frames else _boxes(result)
             drawn = _draw_result(_decoded(encoded), chunk, result, boxes)
             self.add_picture(drawn, chunk.start_s + chunk.shown_s[place], len(chunk.shown) / chunk.seconds)
-        if not shutil.disk_usage(self.path.parent).free:  # the writer drops what a full disk does not take
-            raise NotWritten(f"cannot write {str(self.path)!r}: {os.strerror(errno.ENOSPC)}")
 
     def add_picture(self, picture: cv2.typing.MatLike, time_s: float, rate: float) -> None:
-        """rate: pictures per second. Raises BadImage if the file cannot be written."""
+        """rate: pictures per second. Raises BadImage or NotWritten if the file cannot be written."""
         if self._writer is None:
             self._open(picture, time_s, rate)
         self._write_until(time_s)
         self._last = picture if picture.shape[1::-1] == self._size else cv2.resize(picture, self._size)
         self._end_s = time_s + 1 / rate
+        if not shutil.disk_usage(self.path.parent).free:  # the writer drops what a full disk does not take
+            raise NotWritten(f"cannot write {str(self.path)!r}: {os.strerror(errno.ENOSPC)}")
 
     def close(self) -> None:
         if self._writer is not None:

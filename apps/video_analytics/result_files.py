@@ -36,23 +36,28 @@ TRACK_COLUMNS = ("id", "label", "first_s", "last_s", "frames", "detections")
 class ResultFiles:
     """The files of one head or question of a source. The video is complete once closed."""
 
-    def __init__(self, base: Path, *, tracked: bool = False) -> None:
-        """tracked: also write NAME.tracks.jsonl, a line for each frame, and NAME.tracks.csv, a line for each object.
+    def __init__(self, base: Path | None, *, tracked: bool = False) -> None:
+        """
+        Args:
+            base: path of the files without suffixes; None writes none.
+            tracked: also write NAME.tracks.jsonl, a line for each frame, and NAME.tracks.csv, a line for each object.
 
         Raises:
             BadConfig: the files cannot be written.
         """
-        self._video = AnnotatedVideo(Path(f"{base}.webm"))
-        self._rows = Rows(f"{base}", COLUMNS)
-        self._tracks = Rows(f"{base}.tracks", TRACK_COLUMNS) if tracked else None
+        self._video = None if base is None else AnnotatedVideo(Path(f"{base}.webm"))
+        self._rows = None if base is None else Rows(f"{base}", COLUMNS)
+        self._tracks = Rows(f"{base}.tracks", TRACK_COLUMNS) if tracked and base is not None else None
 
-    def add(self, clip: Chunk, result: ChunkResult, frames: Sequence[TrackedFrame] = ()) -> None:
+    def add(self, clip: Chunk, result: ChunkResult, frames: Sequence[TrackedFrame] = ()) -> ChunkResult:
         """frames: the tracked objects in each picture of the clip."""
-        self._rows.add_lines([result])
-        self._rows.add_rows([result])
-        self._video.add(clip, result, frames)
+        if self._rows is not None and self._video is not None:
+            self._rows.add_lines([result])
+            self._rows.add_rows([result])
+            self._video.add(clip, result, frames)
         if self._tracks is not None:
             self._tracks.add_lines(frames)
+        return result
 
     def add_tracks(self, tracks: Sequence[Track]) -> None:
         """Objects that are no longer followed."""
@@ -63,7 +68,8 @@ class ResultFiles:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._video.close()
+        if self._video is not None:
+            self._video.close()
 
 
 class Rows:
@@ -81,7 +87,7 @@ class Rows:
         with writing(self._jsonl), self._jsonl.open("ab") as lines:
             lines.write(b"".join(msgspec.json.encode(value) + b"\n" for value in values))
 
-    def add_rows(self, values: Iterable[object]) -> None:
+    def add_rows(self, values: Sequence[object]) -> None:
         with writing(self._csv), self._csv.open("a", encoding="utf-8", newline="") as table:
             csv.writer(table).writerows([_cell(getattr(value, name)) for name in self._columns] for value in values)
 

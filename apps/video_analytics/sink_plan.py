@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 import msgspec
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from vlora.client import Answer
 from vlora.errors import BadConfig, BadRequest
@@ -64,19 +64,13 @@ class Secret(PlanModel):
     env: str | None = None
     file: PlanPath | None = None
 
-    # No message contains a value, which may be a secret at a wrong place.
     @model_validator(mode="before")
     @classmethod
-    def _no_text(cls, value: object) -> object:
-        if not isinstance(value, dict) or len(value) != 1:
+    def _one_place(cls, value: object) -> object:
+        """Without the value, which may be a secret."""
+        name = value.get("env", "_") if isinstance(value, dict) and len(value) == 1 else None
+        if not isinstance(name, str) or re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:
             raise ValueError("must be {env: NAME} or {file: PATH}; a plan contains no secrets")
-        return value
-
-    @field_validator("env", mode="before")
-    @classmethod
-    def _variable(cls, value: object) -> object:
-        if not isinstance(value, str) or re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value) is None:
-            raise ValueError("must be the name of an environment variable: letters, digits and _")
         return value
 
     def read(self, sink: str) -> str:

@@ -28,7 +28,6 @@ from vlora.run_folder import append, lock_folder
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0  # before an event is sent again
 _REFUSALS = 3  # of an event, before it is given up
 _FLUSH_S = 10.0  # at the end
-_REPORT_S = 60.0  # between two reports of dropped events
 _QUEUE = "queue.sqlite"
 _SEND_S = 10.0  # for one message
 CONNECT_S = 5.0
@@ -278,15 +277,13 @@ class EventQueue:
 
 @dataclasses.dataclass
 class _Sink:
-    """events: those that it is sent, as pairs of camera and event. report_at: when dropped events are reported next."""
+    """events: those that it is sent, as pairs of camera and event."""
 
     plan: SinkPlan
     events: frozenset[tuple[str, str]]
     sender: Sender
     status: SinkStatus
     refusals: int = 0  # of the oldest message
-    idle: bool = False  # nothing waits
-    report_at: float = 0.0
 
 
 class Sinks:
@@ -338,36 +335,32 @@ class Sinks:
         except sqlite3.Error as error:
             dropped, why = 1, str(error)
         status.dropped += dropped
-        if dropped and time.monotonic() >= sink.report_at:
-            sink.report_at = time.monotonic() + _REPORT_S
+        if status.dropped.bit_length() > (status.dropped - dropped).bit_length():  # at 1, 2, 4 and so on
             self._say(f"sink {status.name}: {status.dropped} events were dropped from the queue: {why}")
 
     def _deliver(self, sink: _Sink) -> None:
         """Send a sink's messages until the queue is closed."""
         pause_s, status = FIRST_PAUSE_S, sink.status
         with contextlib.closing(sink.sender):
-            while True:
-                before, status.problem = status.problem, self._send_next(sink)
-                if self._closing.is_set() and (status.problem is not None or sink.idle):
-                    return
-                if status.problem is None:
+            while (problem := self._send_next(sink)) is None or not self._closing.is_set():
+                before, status.problem = status.problem, problem
+                if problem is None:
                     pause_s = FIRST_PAUSE_S
                     if before is not None:
                         self._say(f"sink {status.name}: sends again")
                     continue
-                if status.problem != before:
-                    self._say(f"sink {status.name}: {status.problem}; retrying")
+                if problem != before:
+                    self._say(f"sink {status.name}: {problem}; retrying")
                 self._closing.wait(pause_s * random.uniform(0.5, 1))
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _send_next(self, sink: _Sink) -> str | None:
-        """Wait for a message, and send the oldest one. Returns why it is to be sent again."""
+        """Wait for a message, and send the oldest one. Returns why it is to be sent again; "" if none will come."""
         try:
             with self._changed:
                 while (message := self._queue.first(sink.status.name)) is None:
                     if self._closing.is_set():
-                        sink.idle = True
-                        return None
+                        return ""
                     self._changed.wait()
             try:
                 sink.sender.send(message)

@@ -28,11 +28,9 @@ _LIFESPAN_S = 2.0  # ByteTrack's memory of objects without a box
 _MOST_SKIPPED = 100  # frames of a gap for which ByteTrack predicts positions
 
 Grey = npt.NDArray[np.uint8]
+"""A grey picture [height, width]."""
 
 # Moves boxes from one frame to the next with the pictures' own motion (sparse Lucas-Kanade flow of OpenCV).
-
-
-"""A grey picture [height, width]."""
 
 _MOST_POINTS = 40  # of a box
 _QUALITY = 0.02

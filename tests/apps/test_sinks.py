@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import trustme
 
@@ -35,26 +36,16 @@ from vlora.errors import BadConfig, BadPlan
 
 SECRET = "hunter2-of-the-test"
 AT = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
+WHEN = {"head": "cam/one", "label": "bright"}
+EVENTS = [{"name": "jam", "when": WHEN}, {"name": "full", "when": WHEN}]
+CAMERA = CameraPlan.model_validate({"name": "gate", "source": "0", "tasks": [{"head": "cam/one"}], "events": EVENTS})
+HAPPENED = EventResult(
+    id="", source="gate", event="jam", start_s=1.5, time=AT, head="cam/one", label='a "b"', confidence=0.9
+)
 
 
-def camera(name: str = "gate", **fields: Any) -> CameraPlan:
-    when = {"head": "cam/one", "label": "bright"}
-    events = [{"name": "jam", "when": when}, {"name": "full", "when": when}]
-    return CameraPlan.model_validate(
-        {"name": name, "source": "0", "tasks": [{"head": "cam/one"}], "events": events} | fields
-    )
-
-
-def event(number: int, name: str = "jam", **fields: Any) -> EventResult:
-    plain: dict[str, Any] = {
-        "source": "gate",
-        "start_s": 1.5,
-        "time": AT,
-        "head": "cam/one",
-        "label": 'a "b"',
-        "confidence": 0.9,
-    }
-    return EventResult(**{"id": f"id{number}", "event": name} | plain | fields)
+def event(number: int, **fields: Any) -> EventResult:
+    return msgspec.structs.replace(HAPPENED, id=f"id{number}", **fields)
 
 
 def webhook(port: int, **fields: Any) -> SinkPlan:
@@ -65,7 +56,7 @@ def webhook(port: int, **fields: Any) -> SinkPlan:
 
 @contextlib.contextmanager
 def opened(folder: Path, *plans: SinkPlan, said: list[str] | None = None) -> Iterator[Sinks]:
-    with open_sinks(folder, [camera()], plans, ([] if said is None else said).append) as running:
+    with open_sinks(folder, [CAMERA], plans, ([] if said is None else said).append) as running:
         yield running
 
 
@@ -78,40 +69,31 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Receiver(http.server.ThreadingHTTPServer):
-    """A webhook's receiver. status: of the answer to a request. got: headers and bodies that it accepted."""
+    """A webhook's receiver. status: of the answer to a request. ids, got: of the events that it accepted."""
 
     daemon_threads = True
 
     def __init__(self, port: int = 0, status: Callable[[], int] = lambda: 204) -> None:
+        self.ids: list[str] = []
         self.got: list[tuple[Any, bytes]] = []
-        self.num_requests = 0
         receiver = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                receiver.num_requests += 1
-                code = status()
+                body, code = self.rfile.read(int(self.headers["Content-Length"])), status()
                 if code < 300:
+                    receiver.ids.append(self.headers["webhook-id"])
                     receiver.got.append((self.headers, body))
                 self.send_response(code)
                 self.send_header("Location", "/elsewhere")
-                self.send_header("Content-Length", "0")
                 self.end_headers()
 
             def log_message(self, *args: Any) -> None:
                 pass
 
         super().__init__(("127.0.0.1", port), Handler)
+        self.port = int(self.server_address[1])
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-
-    @property
-    def port(self) -> int:
-        return int(self.server_address[1])
-
-    @property
-    def ids(self) -> list[str]:
-        return [headers["webhook-id"] for headers, _ in self.got]
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
@@ -181,25 +163,22 @@ def test_a_killed_sender_loses_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_full_queue_drops_the_oldest_and_a_refused_event_does_not_block(tmp_path: Path) -> None:
     said: list[str] = []
-    size = len(sinks_module.msgspec.json.encode(event(0)))
-    with Receiver(status=lambda: 400) as receiver:
-        plans = (
-            webhook(receiver.port, queue_mib=3.5 * size / 2**20),
-            webhook(1, name="away", queue_mib=2 * size / 2**20),
-        )
-        with opened(tmp_path, *plans, said=said) as running:
-            for number in range(5):
-                running.send(event(number))
-            until(lambda: running.status()[0].waiting == 0)
-            hook, away = running.status()
-            assert (hook.refused + hook.dropped, hook.sent, receiver.num_requests) == (5, 0, 3 * hook.refused)
-            assert (away.waiting, away.dropped) == (2, 3) and away.problem is not None
+    away = webhook(1, name="away", queue_mib=2 * len(msgspec.json.encode(event(0))) / 2**20)
+    tries = iter(range(100))
+    receiver = Receiver(status=lambda: 400 if next(tries) < 6 else 204)
+    with receiver, opened(tmp_path, webhook(receiver.port), away, said=said) as running:
+        for number in range(5):
+            running.send(event(number))
+        until(lambda: running.status()[0].waiting == 0)
+        hook, lost = running.status()
+        assert (hook.refused, hook.sent, receiver.ids) == (2, 3, ["id2", "id3", "id4"])
+        assert (lost.waiting, lost.dropped) == (2, 3) and lost.problem is not None
     assert "sink away: 1 events were dropped from the queue: it is full" in said
     assert "sink away: 0 sent, 2 wait for the next start, 3 dropped" in said
-    assert any("answers with status 400; event id" in line for line in said)
-    with opened(tmp_path, webhook(1, name="away")) as running, pytest.raises(BadConfig, match="is in use by process"):
+    assert "sink hook: '127.0.0.1' answers with status 400; event id1 is not sent again" in said
+    with opened(tmp_path, away) as running, pytest.raises(BadConfig, match="is in use by process"):
         assert running.status()[0].waiting == 2
-        with opened(tmp_path, webhook(1)):
+        with opened(tmp_path, away):
             pass
 
 
@@ -227,30 +206,26 @@ def test_webhooks_connect_to_public_addresses_only(tmp_path: Path, monkeypatch: 
 def test_lines_are_rotated_and_made_by_a_template(tmp_path: Path) -> None:
     made = '{"id": {{ event.id | tojson }},\n"what": {{ (event.source ~ ": " ~ event.label) | tojson }}}'
     falls = "{{ event.id | tojson }}{% if event.confidence > 2 %}{{ event.label / 0 }}{% endif %}"
-    plans = [
-        SinkPlan.model_validate({"name": name, "jsonl": {"file": f"{name}.jsonl"} | of_file} | fields)
-        for name, of_file, fields in (
-            ("made", {}, {"template": made}),
-            ("all", {"max_mib": 3e-4, "keep": 2}, {"events": ["full"]}),
-            ("falls", {}, {"template": falls}),
-        )
-    ]
+    small: dict[str, Any] = {
+        "name": "small",
+        "jsonl": {"file": "all.jsonl", "max_mib": 3e-4, "keep": 2},
+        "events": ["full"],
+    }
+    plans = [{"name": "a", "jsonl": {"file": "a.jsonl"}, "template": made}, small]
+    plans += [{"name": "b", "jsonl": {"file": "b.jsonl"}, "template": falls}]
     said: list[str] = []
-    with opened(tmp_path, *plans, said=said) as running:
+    with opened(tmp_path, *map(SinkPlan.model_validate, plans), said=said) as running:
         for number in range(7):
-            running.send(event(number, "full", confidence=3.0 if number == 6 else 0.9))
+            running.send(event(number, event="full", confidence=3.0 if number == 6 else 0.9))
         running.send(event(7))
         running.send(event(8, source="other"))
-
-    def ids(name: str) -> list[str]:
-        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-        return [row if isinstance(row, str) else row["id"] for row in rows]
-
-    assert (tmp_path / "made.jsonl").read_text().splitlines()[0] == '{"id":"id0","what":"gate: a \\"b\\""}'
-    assert ids("made.jsonl") == [f"id{number}" for number in range(8)]
-    kept = [ids(name) for name in ("all.jsonl.2", "all.jsonl.1", "all.jsonl")]
-    assert [each for part in kept for each in part] == ["id4", "id5", "id6"] and not (tmp_path / "all.jsonl.3").exists()
-    assert ids("falls.jsonl") == [f"id{number}" for number in range(8)], "without the template, but not lost"
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert rows == [{"id": f"id{number}", "what": 'gate: a "b"'} for number in range(8)]
+    kept = "".join((tmp_path / name).read_text() for name in ("all.jsonl.2", "all.jsonl.1", "all.jsonl"))
+    assert [json.loads(line)["id"] for line in kept.splitlines()] == ["id4", "id5", "id6"]
+    assert not (tmp_path / "all.jsonl.3").exists()
+    *fine, fallen, last = (tmp_path / "b.jsonl").read_text().splitlines()
+    assert json.loads(fallen)["id"] == "id6" and fine[0] == '"id0"' and last == '"id7"', "without the template"
     assert "event id6 is sent without the template" in "\n".join(said)
 
 
@@ -362,18 +337,14 @@ WRONG = [
     (PLAN + "events: [jam]", "`sinks[0]`: needs exactly one of `webhook`, `mqtt` and `jsonl`"),
     (HOOK + "jsonl: {file: a.jsonl}", "`sinks[0]`: needs exactly one of `webhook`, `mqtt` and `jsonl`"),
     (HOOK + "events: [jan]", "line 9, field `sinks[0].events[0]`: no event is named 'jan'; there are: jam"),
-    (HOOK + "x: 1\n  - name: a\n    jsonl: {file: a.jsonl}", "field `sinks[0].x`: is not a known field"),
     (
         HOOK + "queue_mib: 1\n  - name: a\n    jsonl: {file: a.jsonl}",
         "`sinks[1].name`: two sinks are named 'a'; names",
     ),
-    (PLAN + "webhook: {}", "`sinks[0].webhook`: needs exactly one of `url` and `url_from`"),
     (
         PLAN + "webhook: {url: 'http://169.254.169.254/x'}",
         "'169.254.169.254' is not a public address; set `",
     ),
-    (PLAN + "webhook: {url: 'http://[::1]/x'}", "'::1' is not a public address; set `allow_private: true` to use it"),
-    (PLAN + "webhook: {url: 'ftp://a.example'}", "webhook: unsupported URL scheme 'ftp'; use http or https"),
     (PLAN + f"webhook: {{url: 'https://me:{SECRET}@a.example'}}", "a URL must not contain a user name or password"),
     (
         PLAN + f"webhook: {{url: 'https://a.example', secret: {SECRET}}}",
@@ -381,14 +352,12 @@ WRONG = [
     ),
     (
         PLAN + f"webhook: {{url: 'https://a.example', secret: {{env: {SECRET}}}}}",
-        "must be the name of an env",
+        "must be {env: NAME} or {file: PATH}; a",
     ),
     (PLAN + "mqtt: {host: a, ca: x.pem}", "`sinks[0].mqtt`: `ca` is for TLS; add `tls: true`, or remove `ca`"),
     (PLAN + "mqtt: {host: a, password: {env: X}}", "`sinks[0].mqtt`: `password` needs a `user`"),
-    (PLAN + "mqtt: {host: a, topic: 'a/#'}", "`sinks[0].mqtt.topic`: is 'a/#'; it must match the pattern"),
     (PLAN + "jsonl: {file: ../a.jsonl}", "`sinks[0].jsonl.file`: is '../a.jsonl'; it must match the pattern"),
     (HOOK + "template: '{{ event.labl }}'", "`template` fails: 'dict object' has no attribute 'labl'"),
-    (HOOK + "template: '{% if %}'", "`template` fails in its line 1: Expected an expression, got 'end of statement"),
     (
         HOOK + "template: '\"{{ event.label }}\"'",
         "makes no JSON (JSON is malformed: trailing characters (byte 3)",
@@ -412,11 +381,11 @@ def test_plans_are_refused_with_what_is_wrong(tmp_path: Path) -> None:
 
 def test_a_missing_package_and_a_missing_secret_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "binary").write_bytes(b"\xff")
-    places = {"none": "No such file or directory", "binary": "it is not UTF-8 text"}
-    for kind, error in [
+    for kind, error in (
         ({"env": "NOT_SET"}, "environment variable NOT_SET: it is empty or not set"),
-        *[({"file": str(tmp_path / name)}, f"'{tmp_path / name}': {why}") for name, why in places.items()],
-    ]:
+        ({"file": str(tmp_path / "none")}, f"'{tmp_path}/none': No such file or directory"),
+        ({"file": str(tmp_path / "binary")}, f"'{tmp_path}/binary': it is not UTF-8 text"),
+    ):
         refused = pytest.raises(BadConfig, match=re.escape(f"sink hook: cannot read {error}"))
         with refused, opened(tmp_path, webhook(1, secret=kind)):
             pass

@@ -218,15 +218,13 @@ class _Camera:
         head = f"{asked.adapter}/{asked.head}"
         watches = [EventWatch(event) for event in self.plan.events if asked.head and event.when.head == head]
         tracker = ObjectTracker() if asked.tracked else None
-        with contextlib.ExitStack() as scope:
-            files = None if base is None else scope.enter_context(ResultFiles(base, tracked=asked.tracked))
+        with ResultFiles(base, tracked=asked.tracked) as files:
             try:
                 yield _Recorder(files, tracker, watches, questions)
             finally:
                 if tracker is not None:
                     tracker.close()
-                    if files is not None:
-                        files.add_tracks(tracker.ended)
+                    files.add_tracks(tracker.ended)
                     self._report(f"{self.plan.name}.{asked.name}", tracker)
 
     def _report(self, name: str, tracker: ObjectTracker) -> None:
@@ -236,37 +234,29 @@ class _Camera:
         self.analysis.print_line(f"{name}: {total} object{'s' * (total != 1)}{by_label and f': {by_label}'}")
 
 
+@dataclasses.dataclass(frozen=True)
 class _Recorder:
     """Follows the objects of a head, writes its files, and watches for its events."""
 
-    def __init__(
-        self,
-        files: ResultFiles | None,
-        tracker: ObjectTracker | None,
-        watches: Sequence[EventWatch],
-        questions: EventQuestions,
-    ) -> None:
-        self._files = files
-        self._tracker = tracker
-        self._watches = watches
-        self._questions = questions
+    files: ResultFiles
+    tracker: ObjectTracker | None
+    watches: Sequence[EventWatch]
+    questions: EventQuestions
 
     def add(self, clip: Chunk, result: ChunkResult) -> ChunkResult:
         frames = []
-        if self._tracker is not None:
-            frames = self._tracker.follow(clip, result)
+        if self.tracker is not None:
+            frames = self.tracker.follow(clip, result)
             if result.answer is not None:
-                result = msgspec.structs.replace(result, tracks=self._tracker.detected)
-        if self._files is not None:
-            self._files.add(clip, result, frames)
-            if self._tracker is not None and self._tracker.ended:
-                self._files.add_tracks(self._tracker.ended)
-        if self._tracker is not None:
-            self._tracker.ended.clear()
-        self._questions.keep(clip)
-        for watch in self._watches:
+                result = msgspec.structs.replace(result, tracks=self.tracker.detected)
+        self.files.add(clip, result, frames)
+        if self.tracker is not None:
+            self.files.add_tracks(self.tracker.ended)
+            self.tracker.ended.clear()
+        self.questions.keep(clip)
+        for watch in self.watches:
             for happened in watch.see(clip, result, frames):
-                self._questions.add(happened, clip, result)
+                self.questions.add(happened, clip, result)
         return result
 
 
