@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import ipaddress
 import math
 import operator
 import os
@@ -359,6 +360,14 @@ class ServerConfig:
     file_folder: str | None = setting(
         None, "Network", "Folder of uploaded files and batches; none: keep none. Default: in the adapters' state."
     )
+    camera_hosts: tuple[str, ...] = setting(
+        (),
+        "Network",
+        "Host or network (10.1.0.0/16) of cameras that admins may add, * for every host; may be repeated.",
+    )
+    camera_paths: tuple[str, ...] = setting(
+        (), "Network", "Folder or device (/dev/video0) of cameras that admins may add; may be repeated."
+    )
     max_image_bytes: int = setting(20 * 2**20, "Limits", "Maximum size of an encoded image.", least=1)
     max_image_pixels: int = setting(40_000_000, "Limits", "Maximum size of a decoded image.", least=1)
     max_images: int = setting(
@@ -372,6 +381,7 @@ class ServerConfig:
     request_timeout_s: float = setting(120.0, "Limits", "Maximum duration of a request.", above=0)
     drain_s: float = setting(5.0, "Limits", "Time for running requests to finish at shutdown.", least=0)
     max_streams: int = setting(64, "Limits", "Maximum number of open frame streams.", least=1)
+    max_cameras: int = setting(16, "Limits", "Maximum number of cameras that the server reads.", least=1)
     stream_keep_s: float = setting(
         30.0, "Limits", "Time that a frame stream is kept after its connection is lost.", least=0
     )
@@ -405,6 +415,13 @@ class ServerConfig:
                     f"image_hosts is {host!r}, which is not a host name; use a name alone (pictures.example), or * "
                     "for every public host"
                 )
+        for host in self.camera_hosts:
+            if not host or set(host) & set("@[] ") or ("/" in host and not _is_network(host)):
+                raise BadConfig(
+                    f"camera_hosts is {host!r}; use a name (camera-7.example, *.example), a network (10.1.0.0/16), or *"
+                )
+        if wrong := [path for path in self.camera_paths if not os.path.isabs(path)]:
+            raise BadConfig(f"camera_paths is {wrong[0]!r}; use an absolute path of a folder or a device (/dev/video0)")
         if self.image_folder is not None and not os.path.isdir(self.image_folder):
             raise BadConfig(f"image_folder is {self.image_folder!r}; there is no such folder")
         if self.max_held_bytes < self.max_message_bytes:
@@ -412,3 +429,11 @@ class ServerConfig:
                 f"max_held_bytes is {self.max_held_bytes}, below max_message_bytes ({self.max_message_bytes}), so the "
                 "largest message could never be accepted; raise max_held_bytes or lower max_message_bytes"
             )
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return False
+    return True

@@ -72,6 +72,10 @@ class UnknownHead(BadRequest, http_status=404):
     """The adapter has no head of that name."""
 
 
+class UnknownCamera(BadRequest, http_status=404):
+    """The server reads no camera of that name."""
+
+
 class UnknownReplica(BadRequest, http_status=404):
     """No replica has that name, or the server has one engine."""
 

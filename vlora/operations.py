@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union
 import msgspec
 
 from vlora.types import AdapterStatus, EngineStats, TrainingStatus
+from vlora.types.camera import CameraStatus
 from vlora.types.learning import Correction, LearningStatus
 from vlora.types.replicas import AdapterPlace, ClusterStatus
 
@@ -156,6 +157,36 @@ class Scale(Operation, frozen=True):
     admin = True
     replicas: int | Literal["auto"]
     wait_s: WaitS = 5.0
+
+
+class GetCameras(Operation, frozen=True):
+    """The cameras that the server reads, with their health and last events."""
+
+    result = tuple[CameraStatus, ...]
+
+
+class AddCamera(Operation, frozen=True):
+    """Read a camera from now on, also after a restart. camera: as in the plan of `vlora stream`; or `paused`, too."""
+
+    result = CameraStatus
+    admin = True
+    camera: dict[str, Any]
+
+
+class ChangeCamera(Operation, frozen=True):
+    """Replace fields of a camera's description; null removes one."""
+
+    result = CameraStatus
+    admin = True
+    name: str
+    changes: dict[str, Any]
+
+
+class RemoveCamera(Operation, frozen=True):
+    """Stop reading a camera, and forget it."""
+
+    admin = True
+    name: str
 
 
 OperatorCall: Any = Union[*Operation.__subclasses__()]

@@ -27,12 +27,32 @@ _JPEG_QUALITY = 95
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # before a lost camera is reopened
 
 
+class SourceHealth:
+    """What a source delivers. last_s: of `clock`, at the last frame. noted_s: that, or when it was found lost."""
+
+    def __init__(self) -> None:
+        self.num_frames = self.num_reconnects = 0
+        self.lost, self.error = False, ""
+        self.last_s: float | None = None
+        self.noted_s = clock()
+
+    def note_frame(self) -> None:
+        self.num_reconnects += self.lost and self.num_frames > 0
+        self.num_frames, self.lost = self.num_frames + 1, False
+        self.last_s = self.noted_s = clock()
+
+    def note_loss(self, why: str) -> None:
+        self.lost, self.error, self.noted_s = True, why, clock()
+
+
 class Source(NamedTuple):
-    """name: of its result files. live: a camera, which continues by itself; lost frames are not repeated."""
+    """name: of its result files. live: a camera, which continues by itself; lost frames are not repeated. health: where
+    it is noted."""
 
     name: str
     address: str
     kind: Literal["file", "live", "pictures"]
+    health: SourceHealth | None = None
 
     @property
     def live(self) -> bool:
@@ -76,8 +96,9 @@ def is_picture(path: Path) -> bool:
 
 def without_password(address: str) -> str:
     """Remove a camera's password from the address, for file names and messages."""
-    address = re.sub(r"^(\w+://)[^/]*@", r"\1", address)
-    return re.sub(r"(?i)(?<=[?&])(pass\w*|pwd|token|secret|key|auth)=[^&]*&?", "", address).rstrip("?&")
+    address = re.sub(r"^(\w+://)[^?#]*@", r"\1", address)  # a password may contain a slash
+    names = r"\w*(?:pas|pwd?|token|secret|key|auth)\w*"
+    return re.sub(rf"(?i)(?<=[?&]){names}=[^&]*&?", "", address).rstrip("?&")
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
@@ -150,7 +171,7 @@ def read_clips(
         BadImage: a file, a folder, or a camera at startup, cannot be read or contains no frame; or a file has fewer
             frames per second than a shape requires.
     """
-    stop = stop or threading.Event()
+    stop, health = stop or threading.Event(), source.health or SourceHealth()
     if source.kind == "pictures":
         yield from _read_pictures(Path(source.address), shapes, stop, shown)
         return
@@ -160,7 +181,7 @@ def read_clips(
         why = "the camera sends no more frames"
         try:
             report = say if not any(indices) else lambda text: None
-            clips = read_video(source, shapes, stop, shown, report, began if source.live else None)
+            clips = read_video(source, shapes, stop, shown, report, began if source.live else None, health)
             for place, chunk in clips:
                 yield place, msgspec.structs.replace(chunk, index=indices[place])
                 indices[place], pause_s = indices[place] + 1, FIRST_PAUSE_S
@@ -171,6 +192,7 @@ def read_clips(
         if not source.live:
             return
         if not stop.is_set():
+            health.note_loss(why)
             say(f"{source.name}: {why}; retrying in {pause_s:.0f} s")
             stop.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -182,7 +204,8 @@ def read_video(
     stop: threading.Event,
     shown: bool,
     say: Callable[[str], None],
-    since: float | None = None,
+    since: float | None,
+    health: SourceHealth,
 ) -> Iterator[tuple[int, Chunk]]:
     """The clips of a file, or of a camera until it is lost. since: see `Video`."""
     message = f"cannot read video {without_password(source.address)!r}"
@@ -196,6 +219,7 @@ def read_video(
         samplers = [Sampler(shape, 1 / (video.rate or SHOWN_FPS), shown) for shape in shapes]
         num_clips = 0
         for time_s in video:
+            health.note_frame()
             chunks = [(place, sampler.advance(time_s)) for place, sampler in enumerate(samplers)]
             picture = video.picture() if any(sampler.wants for sampler in samplers) else None
             frame = None if picture is None else _frame(picture)

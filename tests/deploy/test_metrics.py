@@ -13,11 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.deploy.files import ROOT, RULES, dashboard
 from tests.server.api import running_api
 from vlora.config import Token
-from vlora.server.metrics import MAX_ADAPTERS, MAX_TENANTS, Families, Metrics, cluster_families
+from vlora.server.metrics import MAX_ADAPTERS, MAX_TENANTS, Families, Metrics, camera_families, cluster_families
+from vlora.types.camera import CameraHealth, CameraStatus
 from vlora.types.replicas import SERVING, ClusterStatus, ReplicaStatus
 
 OF_PROMETHEUS = {"instance", "job"}  # labels that a scrape adds to every series
-OPEN = {"adapter", "replica", "tenant", *OF_PROMETHEUS}  # labels with values set by the operator
+OPEN = {"adapter", "camera", "replica", "tenant", *OF_PROMETHEUS}  # labels with values set by the operator
 SELECTOR = re.compile(r"\b(?P<name>(?:vlora_\w+|up))(?:\{(?P<matchers>[^}]*)\})?")
 MATCHER = re.compile(r'(?P<label>\w+)\s*(?:=~|!~|!=|=)\s*"(?P<value>[^"]*)"')
 BY = re.compile(r"\bby\s*\((?P<labels>[^)]*)\)")
@@ -39,11 +40,13 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 
 def with_replicas() -> CollectorRegistry:
-    """The metrics that a server with replicas also has."""
+    """The metrics that a server with replicas and cameras also has."""
     replica = ReplicaStatus(name="replica-0", state=SERVING, cause="", num_requests=1)
     status = ClusterStatus(replicas=(replica,), num_waiting=0, num_deaths=0, num_resubmitted=0, num_moves=0)
     registry = CollectorRegistry()
     registry.register(Families(lambda: cluster_families(status)))
+    gate = CameraStatus(name="gate", source="0", tasks=(), state="running", health=CameraHealth(age_s=0.1))
+    registry.register(Families(lambda: [each for each in camera_families((gate,)) if each.name != "vlora_cameras"]))
     return registry
 
 

@@ -12,11 +12,13 @@ import msgspec
 from click.core import ParameterSource
 
 from vlora import operations as op
+from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.options import long_flag, print_json, server_options, wait_option
 from vlora.cli.progress import waiting
 from vlora.errors import BadRequest
 from vlora.types import AdapterStatus, EngineStats, TrainingStatus
+from vlora.types.camera import CameraStatus
 from vlora.types.learning import AdapterVersion, Comparison, LearningStatus
 from vlora.types.replicas import AdapterPlace, ClusterStatus
 
@@ -308,6 +310,45 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
+@cli.group()
+def cameras() -> None:
+    """List the cameras that a server reads, or add, pause, resume and remove them.
+
+    \b
+        vlora cameras add plan.yaml
+    """
+
+
+@cameras.command("add")
+@click.argument("plan")
+@server_options
+@needs("plans")
+def add_cameras(plan: str, client: Client, as_json: bool) -> None:
+    """Add or change the cameras of the file PLAN of `vlora stream`; paths are of the server's machine.
+
+    \b
+        vlora cameras add plan.yaml
+    """
+    from apps.video_analytics.plan.plan_file import CameraPlan, read_plan
+
+    found = [each.model_dump(mode="json", exclude_unset=True) for each in read_plan(plan).plan.cameras]
+    with client, waiting("adding cameras"):
+        known = {each.name for each in client.call(op.GetCameras())}
+        for one in found:
+            change = op.ChangeCamera(one["name"], dict.fromkeys(CameraPlan.model_fields) | one)
+            _show(client.call(change if one["name"] in known else op.AddCamera(one)), as_json)
+
+
+def _camera(camera: CameraStatus) -> Iterator[str]:
+    health = camera.health
+    age = "" if health.age_s is None else f"last frame {health.age_s:.1f} s ago  "
+    counts = f"{health.num_answers} answers  {health.num_reconnects} reconnects  {camera.num_events} events"
+    yield f"{camera.name}  {camera.state}  {camera.source}  {health.fps:.1f} frames/s  {age}{counts}"
+    yield from [f"  last error: {health.error}"] if health.error else []
+    for event in camera.events:
+        yield f"  {event.time:%Y-%m-%d %H:%M:%S}  {event.event}  {event.label}  {event.problem or event.text or ''}"
+
+
 _LINES: dict[type, Any] = {
     AdapterStatus: _adapter,
     TrainingStatus: _training,
@@ -315,6 +356,7 @@ _LINES: dict[type, Any] = {
     EngineStats: _stats,
     ClusterStatus: _cluster,
     AdapterPlace: _place,
+    CameraStatus: _camera,
 }
 """Each status as text."""
 
@@ -399,3 +441,10 @@ _add(
 _add(train, "rollback", op.RollBack, "signs", version=f"{_VERSION}the one before.")
 _add(cluster, "drain", op.DrainReplica, "replica-0", done="drained")
 _add(cluster, "resume", op.ResumeReplica, "replica-0", done="resumed")
+_add(cameras, "list", op.GetCameras, "--json", none="no cameras")
+for _name, _paused, _text in (
+    ("pause", True, "Stop reading a camera."),
+    ("resume", None, "Continue to read a camera."),
+):
+    _add(cameras, _name, op.ChangeCamera, "north", fixed={"changes": {"paused": _paused}}, text=_text)
+_add(cameras, "remove", op.RemoveCamera, "north", done="removed")

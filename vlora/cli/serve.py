@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import click
 
 from vlora.adapter_files import CONFIG_FILE
-from vlora.cli.extras import needs
+from vlora.cli.extras import needs, require
 from vlora.cli.group import cli
 from vlora.cli.options import RULES, headed, log_level_option, token_file_option
 from vlora.cli.progress import waiting
@@ -310,6 +310,8 @@ def serve(
         learning = read_learning_plan(os.path.abspath(os.path.expanduser(learn)))
     all_tokens = functools.partial(read_tokens, token_file, os.environ)
     server_config = make_config(ServerConfig, settings, tokens=all_tokens())
+    if server_config.camera_hosts or server_config.camera_paths:
+        require("plans")
     engine_config = make_config(
         EngineConfig,
         settings,

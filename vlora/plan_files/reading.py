@@ -40,8 +40,13 @@ def read_model(path: Path | str, model: type[M], *, needed: str, forms: Collecti
     if not isinstance(content, dict):
         raise BadPlan(f"{path}, line 1: a plan is a mapping with the field `{needed}`, found {type(content).__name__}")
     text = PlanText(path, tree)
+    return checked(content, model, text, path.absolute().parent, forms), text
+
+
+def checked(content: Any, model: type[M], text: PlanText, folder: Path | None = None, forms: Collection[str] = ()) -> M:
+    """A plan of values that were read. Raises BadPlan with the field of every error. Arguments: see `read_model`."""
     try:
-        return model.model_validate(content, context={"folder": path.absolute().parent}), text
+        return model.model_validate(content, context={"folder": folder})
     except ValidationError as error:
         errors = PlanErrors(text)
         found = error.errors()

@@ -30,7 +30,7 @@ from vlora.server.adapter_catalog import AdapterCatalog
 from vlora.server.detokenizer import Piece
 from vlora.server.domains import Target, answering
 from vlora.server.execution import Execution, as_answer, interleave
-from vlora.server.metrics import Families, Metrics, cluster_families
+from vlora.server.metrics import Families, Metrics, camera_families, cluster_families
 from vlora.server.prompts import (
     Image,
     Images,
@@ -46,6 +46,7 @@ from vlora.server.prompts import (
 )
 from vlora.server.security.limits import ByteBudget
 from vlora.server.security.public_errors import to_vlora_error
+from vlora.server.streams.cameras import Cameras
 from vlora.server.streams.registry import StreamRegistry
 from vlora.types import EngineStats, ErrorValue, HeadAnswer, Request, SamplingParams, Timings
 from vlora.types.composition import BASE
@@ -60,7 +61,8 @@ if TYPE_CHECKING:
 class FrontEnd:
     """One per server, used from one event loop. Decoding and image processing run in threads.
 
-    learning: the adapters that learn. message_budget: the bytes of messages in memory, over all connections.
+    learning: the adapters that learn. message_budget: the bytes of messages in memory, over all connections. cameras:
+    those that the server reads; None if the operator allows none.
     """
 
     def __init__(
@@ -87,6 +89,10 @@ class FrontEnd:
         self._requests = ActiveRequests(config, self.metrics)
         self.learning: Learning | None = None
         self._collector: Collector | None = None
+        self.cameras: Cameras | None = None
+        self.metrics.register(
+            Families(lambda: camera_families(() if self.cameras is None else self.cameras.statuses()))
+        )
         self.cluster = cluster = engine if isinstance(engine, Cluster) else None
         if cluster is not None:
             self.metrics.register(Families(lambda: cluster_families(cluster.status())))
@@ -304,10 +310,14 @@ class FrontEnd:
         return self._requests.draining
 
     async def drain(self) -> None:
-        """Refuse new requests and wait up to `drain_s` seconds for active ones to end."""
+        """Refuse new requests and wait up to `drain_s` seconds for active ones to end. Cameras end before."""
+        if self.cameras is not None:
+            await self.cameras.close()
         await self._requests.drain()
 
     async def close(self) -> None:
+        if self.cameras is not None:
+            await self.cameras.close()
         self.streams.close()
         if self.learning is not None:
             await self.learning.close()

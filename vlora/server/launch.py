@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import logging
 import os
+import secrets
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from vlora.server.batches.store import FileStore
 from vlora.server.frontend import FrontEnd
 from vlora.server.rpyc.server import RpycServer
 from vlora.server.security.access import Access
+from vlora.server.streams.cameras import Cameras
 from vlora.wire.tls import server_context
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_CAMERAS = "server-cameras"
+"""The name of the cameras' processes in metrics and shares."""
 _NAMES_SHOWN = 20  # adapter names in the "ready" line
 
 
@@ -93,6 +97,7 @@ async def serve(
     # Bind the address first, so that a port in use is reported before the model loads.
     rpyc_server = RpycServer(server_config.host, server_config.rpyc_port, server_config.max_message_bytes, tls)
     http_server: HttpServer | None = None
+    camera_server: RpycServer | None = None
     model = model_name or engine_config.model
     try:
         state = _open_state(adapter_state, engine_config.model, rpyc_server, server_config)
@@ -125,6 +130,13 @@ async def serve(
             engine.replace_base_tokens(access.tokens)  # they may have been reloaded while the engine started
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload, engine.replace_base_tokens)
         rpyc_server.start_in_thread(front_end, asyncio.get_running_loop(), model, access)
+        if server_config.camera_hosts or server_config.camera_paths:
+            secret = secrets.token_hex()
+            camera_server = RpycServer("127.0.0.1", 0, server_config.max_message_bytes)
+            own = Access((Token(name=_CAMERAS, secret=secret),))
+            camera_server.start_in_thread(front_end, asyncio.get_running_loop(), model, own)
+            variables = {"VLORA_SERVER": f"127.0.0.1:{camera_server.port}", "VLORA_TOKEN": secret}
+            front_end.cameras = Cameras(server_config, None if state is None else state.folder, variables)
         if http_server is not None:
             http_server.start(make_app(front_end, model, access, lambda: rpyc_server.listening, files))
         web = f" | {'http' if tls is None else 'https'} {http_server.address}" if http_server else ""
@@ -163,6 +175,8 @@ async def serve(
             files.close()
         # In a thread, because this loop produces the last replies.
         await asyncio.to_thread(rpyc_server.close)
+        if camera_server is not None:
+            await asyncio.to_thread(camera_server.close)
 
 
 async def _start(

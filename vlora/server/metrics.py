@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from vlora.errors import error_codes
 from vlora.types import AdapterStatus, EngineStats, Mode, Request, is_composed
+from vlora.types.camera import CameraState, CameraStatus
 from vlora.types.composition import BASE, COMPOSED, OTHER, UNKNOWN
 from vlora.types.replicas import STATES, ClusterStatus
 from vlora.types.training import TrainingState
@@ -25,6 +26,7 @@ _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 MAX_ADAPTERS = 64
 MAX_TENANTS = 64
 MAX_TRAININGS = 64
+CAMERA_UP_S = 30.0  # a camera whose last frame is older is not up
 
 _DECAY_EVERY = 4096  # requests
 _CLEARLY = 2.0  # a name needs this many times the requests of a slot's name, so that similar names do not alternate
@@ -363,3 +365,21 @@ def cluster_families(status: ClusterStatus) -> Iterator[Metric]:
     if scaling.decided_s is not None:
         last = "Time since the last of these changes."
         yield _gauge("vlora_scaling_last_decision_seconds", last, scaling.decided_s)
+
+
+def camera_families(cameras: Iterable[CameraStatus]) -> Iterator[Metric]:
+    found = {each.name: each for each in cameras}
+    states = {state: 0 for state in get_args(CameraState)} | Counts(each.state for each in found.values())
+    yield _gauge("vlora_cameras", "Cameras that the server reads, by state.", states, "state")
+    read = {name: each.health for name, each in found.items() if each.state not in ("paused", "ended")}
+    ages = {name: health.age_s for name, health in read.items() if health.age_s is not None}
+    up = {name: each.connected and ages.get(name, CAMERA_UP_S) < CAMERA_UP_S for name, each in read.items()}
+    rates = {name: health.fps for name, health in read.items()}
+    yield _gauge("vlora_camera_up", "1 while frames arrive.", up, "camera")
+    yield _gauge("vlora_camera_frame_age_seconds", "Time since the last frame.", ages, "camera")
+    yield _gauge("vlora_camera_fps", "Frames per second, by the clock.", rates, "camera")
+    for what in ("frames", "answers", "problems", "reconnects"):
+        counts = {name: getattr(each.health, f"num_{what}") for name, each in found.items()}
+        yield _counter(f"vlora_camera_{what}", f"Since the camera's process started: its {what}.", counts, "camera")
+    events = {name: each.num_events for name, each in found.items()}
+    yield _counter("vlora_camera_events", "Events of the camera's plan.", events, "camera")

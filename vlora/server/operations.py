@@ -61,6 +61,12 @@ async def perform(front_end: FrontEnd, operation: op.Operation, caller: Token | 
             return _cluster(front_end).resume(replica)
         case op.Scale(number, wait_s):
             return await _scale(_cluster(front_end), number, wait_s)
+        case op.GetCameras():
+            return () if front_end.cameras is None else front_end.cameras.statuses()
+        case op.AddCamera() | op.ChangeCamera() | op.RemoveCamera():
+            if front_end.cameras is None:
+                raise BadRequest("this server reads no cameras; start it with --camera-hosts or --camera-paths")
+            return await front_end.cameras.perform(operation)
         case _:
             return await front_end.engine.call(operation)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from apps.video_analytics.asked import by_name, find_head, unknown
 from apps.video_analytics.plan.schema import CameraPlan, Condition, StreamPlan, TaskPlan, is_path
@@ -13,7 +14,7 @@ from apps.video_analytics.sink_plan import SinkPlan
 from apps.video_analytics.sources import find_sources
 from vlora.errors import BadImage, BadRequest, listed
 from vlora.plan_files.errors import PlanErrors, PlanText
-from vlora.plan_files.reading import read_model
+from vlora.plan_files.reading import checked, read_model
 from vlora.types import AdapterStatus, composed_of
 
 
@@ -27,7 +28,16 @@ class PlanFile:
 
 def read_plan(path: Path | str) -> PlanFile:
     """Read and check a plan file. Raises BadPlan with file, line and field of every error."""
-    plan, text = read_model(path, StreamPlan, needed="cameras")
+    return _checked(*read_model(path, StreamPlan, needed="cameras"))
+
+
+def plan_of(camera: Mapping[str, Any]) -> PlanFile:
+    """A plan of one camera, whose description was no file. Raises BadPlan with the field of every error."""
+    text = PlanText()
+    return _checked(checked({"cameras": [camera]}, StreamPlan, text), text)
+
+
+def _checked(plan: StreamPlan, text: PlanText) -> PlanFile:
     errors = PlanErrors(text)
     names: set[str] = set()
     _check_sinks(plan.sinks, {event.name for camera in plan.cameras for event in camera.events}, errors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from apps.video_analytics.run import prepare
 from apps.video_analytics.sampling import Chunk, ClipShape
 from apps.video_analytics.sink_plan import EventResult
 from apps.video_analytics.sinks import Sinks, open_sinks
-from apps.video_analytics.sources import Source, find_sources, without_password
+from apps.video_analytics.sources import Source, SourceHealth, find_sources, without_password
 from apps.video_analytics.tracking import ObjectTracker
 from vlora.client import Client
 from vlora.types import AdapterStatus
@@ -151,6 +151,7 @@ def run_plan(
     on_result: Callable[[ChunkResult], None] = lambda result: None,
     on_event: Callable[[EventResult], None] = lambda event: None,
     say: Callable[[str], None] = lambda text: None,
+    health: Mapping[str, SourceHealth] = {},
 ) -> PlanCounts:
     """Analyse all cameras of a plan concurrently until they end or `stop` is set.
 
@@ -160,6 +161,7 @@ def run_plan(
         max_latency_s: of cameras without their own.
         wait_s, stop, on_result, say: see `run`.
         on_event: called with each event after the answer to its question, from several threads.
+        health: of cameras by name, where it is noted.
 
     Raises:
         BadPlan: the server does not have an adapter or a head; each with its line.
@@ -175,7 +177,8 @@ def run_plan(
     with contextlib.ExitStack() as scope:
         sending = scope.enter_context(open_sinks(sinks, file.plan.cameras, file.plan.sinks, analysis.print_line))
         cameras = [
-            _Camera(client, camera, analysis, statuses, sending, on_event, counts) for camera in file.plan.cameras
+            _Camera(client, camera, analysis, statuses, sending, on_event, counts, health.get(camera.name))
+            for camera in file.plan.cameras
         ]
         jobs = [scope.enter_context(camera.job(max_latency_s)) for camera in cameras]
         counts.answers.update(analysis.run(jobs))
@@ -191,6 +194,7 @@ class _Camera:
     sinks: Sinks
     on_event: Callable[[EventResult], None]
     counts: PlanCounts
+    health: SourceHealth | None
 
     @contextlib.contextmanager
     def job(self, max_latency_s: float | None) -> Iterator[Job]:
@@ -211,7 +215,7 @@ class _Camera:
 
     def _source(self) -> Source:
         (source,) = find_sources([self.plan.source])  # a folder was checked with the plan
-        return source._replace(name=self.plan.name)
+        return source._replace(name=self.plan.name, health=self.health)
 
     @contextlib.contextmanager
     def _recorder(self, asked: Asked, base: Path | None, questions: EventQuestions) -> Iterator[Recorder]:

@@ -48,12 +48,14 @@ class ConsoleRoutes:
         snapshot, steps = await self._feed.read(since)
         caller = self._caller_of(request)
         streams, cluster = self._front_end.streams.watched(), self._front_end.cluster
+        cameras = self._front_end.cameras
         fields = msgspec.structs.asdict(snapshot)
         fields |= {
             "model": self._model,
             "stats": shown_to(snapshot.stats, caller),
             "steps": steps,
             "replicas": () if cluster is None else shown_to(cluster.status().replicas, caller),
+            "cameras": None if cameras is None else shown_to(cameras.statuses(), caller),
             "num_streams": len(streams),
             "streams": [_stream_json(stream, caller) for stream in streams if _may_see(caller, stream)],
             "admin": is_admin(caller),

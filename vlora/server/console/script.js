@@ -189,6 +189,7 @@ function draw() {
   drawQueue();
   drawArena();
   drawAdapters();
+  drawCameras();
   drawStreams();
 }
 
@@ -445,6 +446,8 @@ async function readAdapters(count) {
     known.adapters = await (await call("/console/adapters")).json();
     const domains = known.adapters.flatMap(({ domains }) => domains.map((domain) => ({ ...domain, heads: [], domain: true })));
     known.asked = [...known.adapters, ...domains];
+    const heads = known.adapters.flatMap(({ name, heads }) => heads.map((head) => option(`${name}/${head.name}`, "")));
+    at("camera-tasks").replaceChildren(...heads);
     at("admin-names").replaceChildren(...known.adapters.map(({ name }) => option(name, "")));
     offerAdapters();
   } catch {
@@ -642,6 +645,75 @@ async function change({ name, version, state: what }) {
   }
   learning.readAt = -LEARNING_MS;
   setTimeout(() => (changing = false), 3000); // until then the outcome is shown
+}
+
+// -- cameras --------------------------------------------------------------------------------------------------------
+
+const changed = (name, fields) => post(`/v1/cameras/${encodeURIComponent(name)}`, fields, undefined, "PATCH");
+const cameraActions = {
+  add: (name, fields) => post("/v1/cameras", { name, ...fields }),
+  change: changed,
+  pause: (name) => changed(name, { paused: true }),
+  resume: (name) => changed(name, { paused: null }),
+  remove: (name) => call(`/v1/cameras/${encodeURIComponent(name)}`, { method: "DELETE" }),
+};
+
+async function changeCamera(what, name, fields = {}) {
+  const buttons = [...document.querySelectorAll("#camera-rows button, #camera-form button")];
+  buttons.forEach((button) => (button.disabled = true));
+  setText(at("camera-note"), `${what} ${name}…`);
+  try {
+    await cameraActions[what](name, fields);
+    at("camera-form").reset();
+    setText(at("camera-note"), `${what} ${name}: done`);
+  } catch (error) {
+    setText(at("camera-note"), error.message);
+  }
+  buttons.forEach((button) => (button.disabled = false));
+}
+
+at("camera-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const [source, asked, rate] = ["source", "task", "rate"].map((field) => at(`camera-${field}`).value.trim());
+  const task = /^[^/\s]+\/[^/\s]+$/.test(asked) ? { head: asked } : { question: asked };
+  const fields = { ...(source && { source }), ...(asked && { tasks: [task] }), ...(rate && { rate: Number(rate) }) };
+  changeCamera(event.submitter?.value ?? "add", at("camera-name").value.trim(), fields);
+});
+
+function drawCameras() {
+  const cameras = state.cameras ?? [];
+  at("camera-rows").hidden = !cameras.length;
+  at("camera-admin").hidden = !state.cameras || !state.admin;
+  fill(
+    at("camera-rows"),
+    cameras,
+    () => {
+      const row = element("li");
+      row.append(element("span", "name ellipsis"), element("span", "place"), element("span", "buttons"), element("span", "quiet ellipsis"));
+      for (const name of ["Pause", "Remove"]) {
+        const button = element("button", "", name);
+        button.type = "button";
+        button.addEventListener("click", () => changeCamera(button.textContent.toLowerCase(), row.dataset.name));
+        row.children[2].append(button);
+      }
+      return row;
+    },
+    (row, { name, source, state: what, health, num_events: events }) => {
+      const [title, place, buttons, facts] = row.children;
+      row.dataset.name = name;
+      setText(title, name);
+      title.title = source;
+      place.className = `place ${{ running: "device", lost: "arriving", failed: "arriving" }[what] ?? "host"}`;
+      setText(place, what);
+      buttons.hidden = !state.admin;
+      setText(buttons.firstChild, what === "paused" ? "Resume" : "Pause");
+      const age = health.age_s === null ? "" : `${seconds(health.age_s)} ago`;
+      const counts = [plural(events, "event"), plural(health.num_reconnects, "reconnect"), health.error];
+      setText(facts, [`${health.fps.toFixed(1)} frames/s`, age, ...counts].filter(Boolean).join(" · "));
+      facts.title = facts.textContent;
+    },
+    "no cameras",
+  );
 }
 
 // -- streams --------------------------------------------------------------------------------------------------------
@@ -858,8 +930,8 @@ function fail(error) {
   at("answer").append(element("p", "problem", error.message));
 }
 
-function post(path, body, signal) {
-  return call(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal });
+function post(path, body, signal, method = "POST") {
+  return call(path, { method, headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal });
 }
 
 async function askInWords(signal) {

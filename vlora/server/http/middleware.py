@@ -20,9 +20,9 @@ from vlora.server.security.limits import ByteBudget
 from vlora.server.security.public_errors import ANYONE
 
 ADAPTER_PATHS, TRAINING_PATHS, CLUSTER_PATHS = "/v1/adapters", "/v1/trainings", "/v1/cluster"
-LEARNING_PATHS = "/v1/learning"
+LEARNING_PATHS, CAMERA_PATHS = "/v1/learning", "/v1/cameras"
 LORA_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # as of vLLM
-ADMIN_PATHS = (ADAPTER_PATHS, TRAINING_PATHS, CLUSTER_PATHS, LEARNING_PATHS, *LORA_PATHS)
+ADMIN_PATHS = (ADAPTER_PATHS, TRAINING_PATHS, CLUSTER_PATHS, LEARNING_PATHS, CAMERA_PATHS, *LORA_PATHS)
 """Methods other than GET need an admin token."""
 OPEN_PATHS = frozenset({"/health", "/ready"}) | CONSOLE_FILES.keys()
 """Paths without a token: health checks of load balancers, and the console page, where the user enters the token."""

@@ -18,7 +18,14 @@ from vlora import operations as op
 from vlora.config import Token
 from vlora.errors import BadRequest
 from vlora.server.frontend import FrontEnd, choice_id
-from vlora.server.http.middleware import ADAPTER_PATHS, CLUSTER_PATHS, LEARNING_PATHS, LORA_PATHS, TRAINING_PATHS
+from vlora.server.http.middleware import (
+    ADAPTER_PATHS,
+    CAMERA_PATHS,
+    CLUSTER_PATHS,
+    LEARNING_PATHS,
+    LORA_PATHS,
+    TRAINING_PATHS,
+)
 from vlora.server.http.sampling_fields import StrictModel
 from vlora.server.operations import perform
 from vlora.server.security.access import caller_of
@@ -54,7 +61,8 @@ class ScaleBody(StrictModel):
 
 class Row(NamedTuple):
     """A route. status: of a success. fixed: fields of the operation. body: a model of the others. name: for OpenAPI's
-    operation id, if it is not the operation's. names: vLLM's, of the operation's fields. more: vLLM's others."""
+    operation id, if it is not the operation's. names: vLLM's, of the operation's fields. more: vLLM's others.
+    whole: the field that is the whole body."""
 
     method: str
     path: str
@@ -65,6 +73,7 @@ class Row(NamedTuple):
     name: str = ""
     names: Mapping[str, str] = {}
     more: Mapping[str, tuple[Any, Any]] = {}
+    whole: str = ""
 
 
 _PIN = ADAPTER_PATHS + "/{name}/pin"
@@ -92,6 +101,10 @@ ROWS = (
     Row("DELETE", _DRAIN, op.ResumeReplica, name="resume"),
     Row("POST", LORA_PATHS[0], op.LoadAdapter, name="load_lora_adapter", names=_LORA, more=_IN_PLACE),
     Row("POST", LORA_PATHS[1], op.UnloadAdapter, name="unload_lora_adapter", names=_LORA, more=_NUMBER),
+    Row("GET", CAMERA_PATHS, op.GetCameras, name="cameras"),
+    Row("POST", CAMERA_PATHS, op.AddCamera, 201, whole="camera"),
+    Row("PATCH", CAMERA_PATHS + "/{name}", op.ChangeCamera, whole="changes"),
+    Row("DELETE", CAMERA_PATHS + "/{name}", op.RemoveCamera, 204),
 )
 
 _TEXTS = {
@@ -131,13 +144,17 @@ def _endpoint(front_end: FrontEnd, row: Row) -> Callable[..., Coroutine[Any, Any
             parameters[field.name] = (_QUERY[field.name], default)
         elif field.name not in row.fixed:
             in_body[row.names.get(field.name, field.name)] = (hints[field.name], default)
-    if in_body:
+    if row.whole:
+        parameters["body"] = (hints[row.whole], ...)
+    elif in_body:
         kind = f"{row.operation.__name__}{'Lora' if row.names else ''}Body"
         model = row.body or create_model(kind, __base__=StrictModel, **in_body)
         parameters["body"] = (model, ...)
 
-    async def call(request: Request, body: BaseModel | None = None, **fields: Any) -> Response:
-        if isinstance(body, CorrectionBody):
+    async def call(request: Request, body: BaseModel | dict[str, Any] | None = None, **fields: Any) -> Response:
+        if isinstance(body, dict):
+            fields[row.whole] = body
+        elif isinstance(body, CorrectionBody):
             fields |= {"request_id": choice_id(re.sub("^chatcmpl-", "", body.id), body.choice), "label": body.label}
         elif body is not None:
             given = body.model_dump()
