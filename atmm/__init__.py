@@ -4,6 +4,7 @@ Build a `SegmentPlan` once per step and call `add_delta` after every adapted lin
 only; it does not depend on requests or models.
 """
 
+from atmm.cpu import Tape
 from atmm.cpu import library as load_kernels
 from atmm.cpu.attention import attend, attend_chunk, serves_attention
 from atmm.flash_attention import flash, serves_flash
@@ -11,7 +12,7 @@ from atmm.layers import Factors, HeadRows, Site, SiteGroup
 from atmm.matmul import thin_batches
 from atmm.operator import add_delta, add_deltas, begin_deltas, head_logits, merge, merge_quantized
 from atmm.places import FactorTable
-from atmm.pointwise import gate_product, rms_norm, rotate, serves_norm, serves_pointwise, serves_rotation, write_kv
+from atmm.pointwise import add_rms_norm, gate_product, rms_norm, rotate, rotate_and_write, serves_pointwise, write_kv
 from atmm.segments import Lane, SegmentPlan
 from atmm.strategies.hybrid import gains_from_copies, longest_short_lane
 from atmm.strategies.registry import STRATEGIES, reads_in_place
@@ -28,8 +29,10 @@ __all__ = [
     "SegmentPlan",
     "Site",
     "SiteGroup",
+    "Tape",
     "add_delta",
     "add_deltas",
+    "add_rms_norm",
     "attend",
     "attend_chunk",
     "begin_deltas",
@@ -49,11 +52,10 @@ __all__ = [
     "reads_in_place",
     "rms_norm",
     "rotate",
+    "rotate_and_write",
     "serves_attention",
     "serves_flash",
-    "serves_norm",
     "serves_pointwise",
-    "serves_rotation",
     "thin_batches",
     "write_kv",
 ]

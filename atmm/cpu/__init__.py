@@ -18,10 +18,14 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from atmm import cache
 
@@ -47,6 +51,7 @@ _FLAGS = (
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 _MATRICES = (_POINTER, _INT, _INT)  # data, strides of matrix and row
 _ATTENTION = (_POINTER, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _INT, *(_POINTER,) * 3, *(_INT,) * 4, _FLOAT)
+_CACHE = (_POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT)
 _ARGUMENTS = {
     "merge": (*_MATRICES * 4, _FLOAT, _INT, _INT, _INT, _INT),
     "shrink": (_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT),
@@ -58,8 +63,9 @@ _ARGUMENTS = {
     "int8": (*(_POINTER, _INT) * 3, _POINTER, _POINTER, _INT, _INT, _INT),
     "int4_groups": (*(_POINTER, _INT) * 3, _POINTER, _POINTER, _INT, _FLOAT, _POINTER, _INT, _INT, _INT, _INT),
     "int8_groups": (*(_POINTER, _INT) * 3, _POINTER, _POINTER, _INT, _FLOAT, _POINTER, _INT, _INT, _INT, _INT),
-    "normalize": (_POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _FLOAT),
-    "rotate": (*(_POINTER, _INT, _INT, _INT) * 2, _POINTER, _POINTER, _INT, _INT),
+    "normalize": (_POINTER, *(_POINTER, _INT) * 2, _POINTER, _INT, _INT, _FLOAT),
+    "gate_product": (_POINTER, *(_POINTER, _INT) * 2, _INT, _INT),
+    "rotate": (*(_POINTER, _INT, _INT, _INT) * 2, _POINTER, _POINTER, _INT, _INT, *_CACHE),
 }
 _TYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -78,7 +84,7 @@ class Library:
         self.merge, self.shrink, self.expand, self.attend = map(kernels.pop, ("merge", "shrink", "expand", "attend"))
         self.attend_chunk = kernels.pop("attend_chunk")
         self.deltas, self.linear = map(kernels.pop, ("deltas", "linear"))
-        self.normalize, self.rotate = map(kernels.pop, ("normalize", "rotate"))
+        self.normalize, self.rotate, self.gate_product = map(kernels.pop, ("normalize", "rotate", "gate_product"))
         self.int8, self.int4_groups, self.int8_groups = map(kernels.pop, ("int8", "int4_groups", "int8_groups"))
         self.has_int8 = bool(loaded.atmm_has_int8())
         self.evict: Callable[[int | None, int], int] = loaded.atmm_evict
@@ -89,6 +95,46 @@ def _function(loaded: ctypes.CDLL, name: str, arguments: tuple[type, ...]) -> Ca
     function = getattr(loaded, name)
     function.argtypes, function.restype = arguments, None
     return function
+
+
+class Tape(TorchDispatchMode):
+    """The kernel calls of this thread in its context, to be repeated without the Python code around them.
+
+    Tensors made there are kept. complete: whether torch only allocated and viewed tensors beside these calls.
+    """
+
+    complete = True
+
+    def __enter__(self) -> Tape:
+        self.calls: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._kept: list[Any] = []
+        self._thread, self._kernels = threading.get_ident(), vars(library())
+        self._functions = {name: each for name, each in self._kernels.items() if isinstance(each, dict)}
+        for name, functions in self._functions.items():
+            self._kernels[name] = {dtype: functools.partial(self._call, each) for dtype, each in functions.items()}
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._kernels.update(self._functions)
+        super().__exit__(*error)
+
+    def _call(self, function: Callable[..., None], *args: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self.calls.append((function, args))
+        function(*args)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **kwargs or {})
+        self._kept.append(made)
+        if "empty" not in func.overloadpacket.__name__:
+            memory = {each.untyped_storage().data_ptr() for each in pytree.tree_leaves((made, args[0]))}
+            self.complete &= func.is_view and len(memory) == 1
+        return made
+
+    def repeat(self) -> None:
+        for function, args in self.calls:
+            function(*args)
 
 
 @functools.cache

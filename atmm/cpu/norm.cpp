@@ -1,7 +1,8 @@
-// Root-mean-square normalization of rows, in one pass over each: y = weight * round(x / sqrt(mean(x^2) + epsilon)).
+// Root-mean-square normalization of rows: y = weight * round(x / sqrt(mean(x^2) + epsilon)), where `added` was first
+// added to x in place, if it is given. And gates, silu(gate) * up.
 //
-// Sums are in float. The normalized row is rounded to its type before the weight is applied, and again after, as the
-// models' published code does.
+// Sums are in float. A normalized row is rounded to its type before the weight is applied, and silu before its product,
+// as the models' published code does.
 #include <cmath>
 
 #include "vectors.h"
@@ -9,8 +10,7 @@
 namespace atmm {
 namespace {
 
-constexpr int64_t kSums = 4;            // registers of partial sums
-constexpr int64_t kSerial = 32 * 1024;  // values; smaller inputs are faster on one thread than waking threads
+constexpr int64_t kSums = 4;  // registers of partial sums
 
 inline float sum(Floats values) {
   float total = 0;
@@ -40,22 +40,63 @@ void normalize_row(T* out, const T* x, const T* weight, int64_t width, float eps
   }
 }
 
-// out: [rows, width], contiguous; x: row stride `stride` in elements.
+// Calls body(i, count) for the registers of a row. The count of whole ones is a constant.
+template <typename Body>
+inline void registers(int64_t width, const Body& body) {
+  int64_t i = 0;
+  for (; i + kWidth <= width; i += kWidth) body(i, std::integral_constant<int64_t, kWidth>());
+  if (i < width) body(i, width - i);
+}
+
+// out: [rows, width], contiguous; x, added: row strides in elements.
 template <typename T>
-void normalize(T* out, const T* x, int64_t stride, const T* weight, int64_t rows, int64_t width, float epsilon) {
+void normalize(T* out, T* x, int64_t stride, const T* added, int64_t added_stride, const T* weight, int64_t rows,
+               int64_t width, float epsilon) {
 #pragma omp parallel for schedule(static) if (rows * width > kSerial)
-  for (int64_t row = 0; row < rows; ++row)
-    normalize_row(out + row * width, x + row * stride, weight, width, epsilon);
+  for (int64_t row = 0; row < rows; ++row) {
+    T* own = x + row * stride;
+    const T* more = added + row * added_stride;
+    if (added)
+      registers(width, [&](int64_t i, auto count) {
+        store(own + i, load(own + i, count) + load(more + i, count), count);
+      });
+    normalize_row(out + row * width, own, weight, width, epsilon);
+  }
+}
+
+template <typename T>
+inline Floats gated(Floats gate, Floats up, const T* type) {
+  const Floats below = exp2((gate < 0 ? gate : -gate) * kLog2E);  // e^-|gate|
+  const Floats part = gate < 0 ? gate * below : gate;
+  return rounded(part / (below + 1.0f), type) * up;
+}
+
+// out: [rows, width], contiguous; gate, up: row strides in elements.
+template <typename T>
+void gate_product(T* out, const T* gate, int64_t gate_stride, const T* up, int64_t up_stride, int64_t rows,
+                  int64_t width) {
+#pragma omp parallel for schedule(static) if (rows * width > kSerial)
+  for (int64_t row = 0; row < rows; ++row) {
+    const T *gates = gate + row * gate_stride, *ups = up + row * up_stride;
+    T* to = out + row * width;
+    registers(width, [&](int64_t i, auto count) {
+      store(to + i, gated(load(gates + i, count), load(ups + i, count), to), count);
+    });
+  }
 }
 
 }  // namespace
 }  // namespace atmm
 
-#define ATMM_NORMALIZE(TYPE, T)                                                                              \
-  extern "C" void atmm_normalize_##TYPE(T* out, const T* x, int64_t stride, const T* weight, int64_t rows,   \
-                                        int64_t width, float epsilon) {                                      \
-    atmm::normalize(out, x, stride, weight, rows, width, epsilon);                                           \
+#define ATMM_NORM(TYPE, T)                                                                                       \
+  extern "C" void atmm_normalize_##TYPE(T* out, T* x, int64_t stride, const T* added, int64_t added_stride,      \
+                                        const T* weight, int64_t rows, int64_t width, float epsilon) {           \
+    atmm::normalize(out, x, stride, added, added_stride, weight, rows, width, epsilon);                          \
+  }                                                                                                              \
+  extern "C" void atmm_gate_product_##TYPE(T* out, const T* gate, int64_t gate_stride, const T* up,              \
+                                           int64_t up_stride, int64_t rows, int64_t width) {                     \
+    atmm::gate_product(out, gate, gate_stride, up, up_stride, rows, width);                                      \
   }
 
-ATMM_NORMALIZE(bfloat16, atmm::BFloat16)
-ATMM_NORMALIZE(float32, float)
+ATMM_NORM(bfloat16, atmm::BFloat16)
+ATMM_NORM(float32, float)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import array
+import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -38,8 +38,8 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x = x.contiguous()
     y = x.new_empty((*x.shape[:-1], d_out))
     offset = 0 if bias is None else bias.data_ptr()
-    layer = array.array("q", (weight.data_ptr(), weight.stride(0), offset, y.data_ptr(), d_out, d_out))
-    kernels.linear[x.dtype](layer.buffer_info()[0], 1, x.data_ptr(), d_in, x.numel() // d_in, d_in)
+    layer = (ctypes.c_int64 * 6)(weight.data_ptr(), weight.stride(0), offset, y.data_ptr(), d_out, d_out)
+    kernels.linear[x.dtype](layer, 1, x.data_ptr(), d_in, x.numel() // d_in, d_in)
     return y
 
 
@@ -58,9 +58,10 @@ def product(x: Tensor, layers: Sequence[Weights]) -> Tensor:
     row = sum(widths)
     y = x.new_empty(num_rows, row)
     address, size = y.data_ptr(), y.element_size()
-    table = array.array("q")
+    table: list[int] = []
     for (weight, bias), d_out in zip(layers, widths, strict=True):
-        table.extend((weight.data_ptr(), weight.stride(0), 0 if bias is None else bias.data_ptr(), address, row, d_out))
+        table += weight.data_ptr(), weight.stride(0), 0 if bias is None else bias.data_ptr(), address, row, d_out
         address += d_out * size
-    kernels.linear[x.dtype](table.buffer_info()[0], len(layers), x.data_ptr(), x.stride(0), num_rows, d_in)
+    numbers = (ctypes.c_int64 * len(table))(*table)  # the call keeps it, as a `Tape` may
+    kernels.linear[x.dtype](numbers, len(layers), x.data_ptr(), x.stride(0), num_rows, d_in)
     return y

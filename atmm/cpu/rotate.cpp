@@ -1,5 +1,5 @@
 // Rotary position embedding of rows, in place: x * cos + rotate_half(x) * sin, where rotate_half gives (-second half,
-// first half).
+// first half). Rotated keys and their values may be written to a cache at once.
 //
 // Compiled without fused multiply-add: products and sums are rounded as the eager operations round them, so results are
 // equal bit for bit.
@@ -7,8 +7,6 @@
 
 namespace atmm {
 namespace {
-
-constexpr int64_t kSerial = 32 * 1024;  // values; smaller inputs are faster on one thread than waking threads
 
 // Queries or keys: row (head, token) starts at data + head * by_head + token * by_token.
 template <typename T>
@@ -37,13 +35,32 @@ void rotate(const Rows<T>& rows, const T* cos, const T* sin, int64_t token, int6
   }
 }
 
+// The cache of keys and values: token t's are in row rows[t] of both, head by head. v: [tokens, heads * width].
+template <typename T>
+struct Cache {
+  T *k, *v;
+  int64_t stride;
+  const int64_t* rows;  // null: none is written
+  const T* values;
+  int64_t by_token;
+
+  void write(const Rows<T>& keys, int64_t token, int64_t width) const {
+    const int64_t row = rows[token] * stride;
+    for (int64_t head = 0; head < keys.heads; ++head)
+      std::memcpy(k + row + head * width, keys.data + head * keys.by_head + token * keys.by_token, width * sizeof(T));
+    std::memcpy(v + row, values + token * by_token, keys.heads * width * sizeof(T));
+  }
+};
+
 // cos, sin: [tokens, width], contiguous.
 template <typename T>
-void rotate_all(const Rows<T>& q, const Rows<T>& k, const T* cos, const T* sin, int64_t tokens, int64_t width) {
+void rotate_all(const Rows<T>& q, const Rows<T>& k, const T* cos, const T* sin, int64_t tokens, int64_t width,
+                const Cache<T>& cache) {
 #pragma omp parallel for schedule(static) if (tokens * (q.heads + k.heads) * width > kSerial)
   for (int64_t token = 0; token < tokens; ++token) {
     rotate(q, cos, sin, token, width);
     rotate(k, cos, sin, token, width);
+    if (cache.rows) cache.write(k, token, width);
   }
 }
 
@@ -53,8 +70,10 @@ void rotate_all(const Rows<T>& q, const Rows<T>& k, const T* cos, const T* sin, 
 #define ATMM_ROTATE(TYPE, T)                                                                                      \
   extern "C" void atmm_rotate_##TYPE(T* q, int64_t q_head, int64_t q_token, int64_t q_heads, T* k, int64_t k_head, \
                                      int64_t k_token, int64_t k_heads, const T* cos, const T* sin, int64_t tokens, \
-                                     int64_t width) {                                                             \
-    atmm::rotate_all<T>({q, q_head, q_token, q_heads}, {k, k_head, k_token, k_heads}, cos, sin, tokens, width);     \
+                                     int64_t width, T* k_cache, T* v_cache, int64_t stride, const int64_t* rows,   \
+                                     const T* v, int64_t v_token) {                                                \
+    atmm::rotate_all<T>({q, q_head, q_token, q_heads}, {k, k_head, k_token, k_heads}, cos, sin, tokens, width,     \
+                        {k_cache, v_cache, stride, rows, v, v_token});                                             \
   }
 
 ATMM_ROTATE(bfloat16, atmm::BFloat16)

@@ -31,6 +31,8 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+constexpr int64_t kSerial = 32 * 1024;  // values; smaller inputs are faster on one thread than waking threads
+
 inline Floats splat(float value) { return Floats{} + value; }
 
 inline Floats load(const float* from) {

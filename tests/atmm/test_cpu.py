@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import platform
@@ -10,6 +11,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+import atmm
 from atmm import Lane, SegmentPlan, cache, cpu, merge
 from atmm.cpu.lanes import Compiled, Scattered
 from atmm.tuning import tables
@@ -111,6 +114,28 @@ def test_processors_without_wide_vectors_agree_with_the_reference(
                 quantized.test_integer_products_of_a_token_do_not_depend_on_the_others(num_tokens, 257)
     finally:
         cpu.library.cache_clear()
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_calls_that_were_recorded_are_repeated() -> None:
+    """Without those of other threads. Operations of torch that write are noticed."""
+    x, weight = torch.randn(2, 16), torch.ones(16)
+    elsewhere = threading.Thread(target=atmm.rms_norm, args=(x.clone(), weight, 1e-6))
+    with atmm.Tape() as tape:
+        elsewhere.start()
+        elsewhere.join()
+        y = atmm.rms_norm(x.view(4, 8).flatten().unflatten(0, (2, 16)), weight, 1e-6)
+    wanted = -y
+    x.neg_()
+    tape.repeat()
+    assert torch.equal(y, wanted) and tape.complete and len(tape.calls) == 1
+    for write in (lambda: x + 1, lambda: x.neg_(), lambda: x.t().flatten()):
+        with atmm.Tape() as other:
+            write()
+        assert not other.complete
+    kernels = cpu.library()
+    assert kernels is not None and not isinstance(kernels.normalize[x.dtype], functools.partial)
 
 
 @pytest.mark.parametrize(

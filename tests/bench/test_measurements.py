@@ -34,6 +34,7 @@ from vlora.bench.step import DecodeWork, FloorTimes, StepWork
 from vlora.bench.timed_engine import TimedEngine
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
+from vlora.lora import adapted_linear
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import dummy_model
 from vlora.orchestrator import Costs, StepSize, TokenThresholds
@@ -123,7 +124,9 @@ def test_floor_of_other_work_is_at_the_same_speeds() -> None:
 
 
 @pytest.mark.parametrize("step_tokens", (64, 7))
-def test_counted_operations_of_a_prompt_are_those_of_the_layers(step_tokens: int) -> None:
+def test_counted_operations_of_a_prompt_are_those_of_the_layers(
+    step_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, num_tokens = small_config(), 40
     settings = EngineConfig(model="dummy", max_batch_size=1, max_step_tokens=step_tokens, arena_bytes=2**26)
     local = LocalEngine(settings, model=dummy_model(config, "float32", CPU, 0))
@@ -134,6 +137,7 @@ def test_counted_operations_of_a_prompt_are_those_of_the_layers(step_tokens: int
         done += 2 * given[0].numel() * module.out_features
 
     hf_model = local.engine.parts.device.hf_model
+    monkeypatch.setattr(adapted_linear, "joins", lambda *_: False)  # each layer is called
     last: Any = hf_model.text_model.layers[-1]
     limited = {last.self_attn.q_proj, last.self_attn.o_proj}  # they get all rows, and compute one
     for layer in hf_model.language_linears.values():

@@ -1,4 +1,4 @@
-"""The last layer computes only the rows that are read, and results do not change."""
+"""The last layer computes only rows that are read; decode steps that recur repeat calls. Results do not change."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import atmm
 from atmm import Lane
+from tests import device
 from tests.families import FAMILIES, Prompt, make_prompt
 from tests.harness import FixedModes, RecordingEngine
 from tests.references import Reference
 from vlora.errors import UnsupportedModel
+from vlora.lora import adapted_linear
 from vlora.lora.adapted_linear import LaneScope
+from vlora.models import fused_layers
 from vlora.models.last_layer import LastLayer, lanes_of_rows
 from vlora.types import Mode
 
@@ -38,9 +43,18 @@ ROWS = [
 
 
 def rows_of(
-    reference: Reference, cases: list[tuple[str | None, Prompt]], mode: str, step_tokens: int
+    reference: Reference,
+    cases: list[tuple[str | None, Prompt]],
+    mode: str,
+    step_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[list[int], ...]:
-    """The rows that k_proj, gate_proj and down_proj compute in the last layer by call. The answers are the oracle's."""
+    """The rows that k_proj, gate_proj and down_proj compute in the last layer by call, each by its own product.
+
+    The answers are the oracle's.
+    """
+    monkeypatch.setattr(adapted_linear, "joins", lambda *_: False)
+    monkeypatch.setattr(fused_layers, "MOST_TAPED", 0)
     policy = FixedModes(Mode.UNMERGED, plan=PLANS[mode])  # each run starts with its first mode
     recorded = RecordingEngine(reference, policy, max_step_tokens=step_tokens, prefix_cache=False)
     layer: Any = recorded.engine.parts.device.hf_model.text_model.layers[-1]
@@ -54,7 +68,7 @@ def rows_of(
 
 @pytest.mark.parametrize(("family", "mode", "step_tokens"), ROWS)
 def test_the_last_layer_computes_what_is_read(
-    references: Callable[[str], Reference], family: str, mode: str, step_tokens: int
+    references: Callable[[str], Reference], family: str, mode: str, step_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys and values of all tokens, and everything else of those with an answer."""
     reference = references(family)
@@ -62,12 +76,37 @@ def test_the_last_layer_computes_what_is_read(
         (adapter, make_prompt(reference.family, reference.model, seed, num_images=seed % 2))
         for seed, adapter in enumerate(ADAPTERS)
     ]
-    keys, gates, downs = rows_of(reference, cases, mode, step_tokens)
+    keys, gates, downs = rows_of(reference, cases, mode, step_tokens, monkeypatch)
     assert sum(keys) == sum(len(prompt.prompt_ids) + NUM_TOKENS - 1 for _, prompt in cases)
     assert sum(gates) == sum(downs) == len(cases) * NUM_TOKENS
     prompt = make_prompt(reference.family, reference.model, 1, num_images=1)
-    keys, gates, _ = rows_of(reference, [("wide8", prompt)], mode, 13)
+    keys, gates, _ = rows_of(reference, [("wide8", prompt)], mode, 13, monkeypatch)
     assert len(keys) >= 2 + NUM_TOKENS - 1 and gates == [1] * NUM_TOKENS
+
+
+@pytest.mark.skipif(
+    not atmm.serves_attention(torch.device(device.name), torch.float32), reason="needs the compiled kernels of a CPU"
+)
+def test_decode_steps_that_recur_repeat_their_calls(
+    references: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the base model's weights and over merged ones, while contexts outgrow the room for their rows."""
+    reference = references("qwen3_vl")
+    repeated: list[atmm.Tape] = []
+    repeat = atmm.Tape.repeat
+
+    def counted(tape: atmm.Tape) -> None:
+        repeated.append(tape)
+        repeat(tape)
+
+    monkeypatch.setattr(atmm.Tape, "repeat", counted)
+    recorded = RecordingEngine(reference, FixedModes(Mode.MERGED, "wide8"), prefix_cache=False)
+    for adapter in (None, "wide8", None):
+        repeated.clear()
+        cases = [(adapter, make_prompt(reference.family, reference.model, seed, num_images=seed)) for seed in range(2)]
+        for (tokens, _), case in zip(recorded.answer(cases, 24), cases, strict=True):
+            assert tokens == reference.oracle.generate(case[1], case[0], 24)[0]
+        assert len(repeated) >= 12 and len(set(map(id, repeated))) <= 3
 
 
 class Attention(nn.Module):

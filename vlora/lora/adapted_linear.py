@@ -172,7 +172,8 @@ class Siblings:
             self._cached_input.clear()
         return y
 
-    def _compute(self, input: torch.Tensor, plan: atmm.SegmentPlan | None) -> None:
+    def outputs(self, input: torch.Tensor, plan: atmm.SegmentPlan | None) -> tuple[torch.Tensor, ...]:
+        """The outputs of all layers for this input, in their order: [..., d_out] each, views of one tensor."""
         x = input.reshape(-1, self._layers[0].in_features)
         joined = self._layers[0].joined
         atmm.begin_deltas(x, self._group.sites[0], plan)
@@ -189,10 +190,21 @@ class Siblings:
                     other.add(part, x, plan)
                 if layer.changes:
                     apply_changes(part, layer.changes, layer.bias, plan)
-        outputs = y.view(*input.shape[:-1], -1).split_with_sizes(self._widths, -1)
-        self._outputs = dict(zip(self._layers, outputs, strict=True))
+        return y.view(*input.shape[:-1], -1).split_with_sizes(self._widths, -1)
+
+    def _compute(self, input: torch.Tensor, plan: atmm.SegmentPlan | None) -> None:
+        self._outputs = dict(zip(self._layers, self.outputs(input, plan), strict=True))
         self._plan = plan
         self._cached_input.set(input)
+
+
+def outputs_of(layers: Sequence[AdaptedLinear], x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The outputs of all layers that read x [..., T, d_in], which are views of one tensor where that is free."""
+    siblings = getattr(layers[0], "siblings", None)  # not of layers that no adapter can change
+    num_rows = x.numel() // x.shape[-1]
+    if siblings is None or not (layers[0].joined or joins(num_rows, layers[0].weight)):
+        return [layer(x) for layer in layers]
+    return siblings.outputs(x, layers[0].scope.plan_for(num_rows))
 
 
 def adapt(linear: nn.Linear, name: str, scope: LaneScope) -> AdaptedLinear:

@@ -59,14 +59,28 @@ class Queries(Protocol):
 class StepAttention:
     """Attention inputs of one step, built once and shared by all layers.
 
-    write_rows: base row of every token [T]. queries: for all layers except the last. last_queries: for the last layer,
-    of which fewer rows may be read.
+    write_rows: base row of every token [T]. queries: for all layers except the last. last_queries: for the last layer;
+    the same sequence if all of its rows are read.
     """
 
     cache: KVCache
     write_rows: torch.Tensor
     queries: Sequence[Queries]
     last_queries: Sequence[Queries]
+
+    def attend(
+        self, layer: int, q: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], scale: float | None
+    ) -> torch.Tensor:
+        """The attention of a layer, whose keys and values were written: [T, heads, head_dim], contiguous.
+
+        Rows of tokens that do not attend in this layer are undefined. The arguments are those of `LayerTensors`.
+        """
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        cache = self.cache.k[layer], self.cache.v[layer]
+        tensors = LayerTensors(out, q, new, cache, q.shape[2] ** -0.5 if scale is None else scale)
+        for queries in self.last_queries if layer == len(self.cache.k) - 1 else self.queries:
+            queries.attend(tensors)
+        return out
 
 
 def token_rows(states: torch.Tensor) -> torch.Tensor:
@@ -94,17 +108,9 @@ def paged_attention(
     """
     assert vlora_step is not None, "this model runs inside the engine only: its attention needs a StepAttention"
     layer: int = module.layer_idx  # type: ignore[assignment]
-    cache = vlora_step.cache.k[layer], vlora_step.cache.v[layer]
-    q = query[0].transpose(0, 1)
     new = token_rows(key), token_rows(value)
-    atmm.write_kv(*cache, *new, vlora_step.write_rows)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    scale = q.shape[2] ** -0.5 if scaling is None else scaling
-    tensors = LayerTensors(out, q, new, cache, scale)
-    last = layer == len(vlora_step.cache.k) - 1
-    for queries in vlora_step.last_queries if last else vlora_step.queries:
-        queries.attend(tensors)
-    return out[None], None
+    atmm.write_kv(vlora_step.cache.k[layer], vlora_step.cache.v[layer], *new, vlora_step.write_rows)
+    return vlora_step.attend(layer, query[0].transpose(0, 1), new, scaling)[None], None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,6 +181,19 @@ class PagedDecodes:
         """The layout of tokens in rows `places` of the batch. contexts: base KV rows of their contexts."""
         starts = [0, *itertools.accumulate(map(len, contexts))]
         return cls(torch.tensor(places), torch.from_numpy(np.concatenate(contexts)), torch.tensor(starts))
+
+    def with_room(self) -> PagedDecodes:
+        """A copy that can `hold` twice the rows."""
+        return PagedDecodes(self.places.clone(), self.rows.repeat(2), self.starts.clone())
+
+    def hold(self, other: PagedDecodes) -> bool:
+        """Become other queries, at the same addresses. Returns whether they fit."""
+        fits = len(self.places) == len(other.places) and len(self.rows) >= len(other.rows)
+        if fits:
+            self.places.copy_(other.places)
+            self.rows[: len(other.rows)] = other.rows
+            self.starts.copy_(other.starts)
+        return fits
 
     def attend(self, layer: LayerTensors) -> None:
         atmm.attend(layer.out, layer.q, *layer.cache, self.places, self.rows, self.starts, layer.scale)

@@ -1,20 +1,25 @@
 """Rotary embeddings, RMS norms and gated MLPs of a model with one kernel each, and patch embeddings as products.
 
-The models' own code runs otherwise: in training, and for layers that compute something else.
+The models' own code runs otherwise: in training, and for layers that compute something else. On a CPU the layers of a
+decode step take as long to call as to compute where one operation is one call: `FusedLayers` calls as few as possible.
 """
 
 from __future__ import annotations
 
+import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import atmm
 from atmm.matmul import patch_products
+from vlora.lora.adapted_linear import AdaptedLinear, outputs_of
+from vlora.models.attention import KVCache, PagedChunk, PagedDecodes, StepAttention
 
 _ROTATION = "apply_rotary_pos_emb"  # the function's name in the models' code
 
@@ -58,7 +63,7 @@ class _Rotation:
         fits = q.shape[0] == 1 and cos.shape == (1, q.shape[2], 2 * half) and not half & (half - 1)
         alike = q.dtype == k.dtype == cos.dtype == sin.dtype  # not so under autocast
         usual = fits and alike and q.stride(-1) == k.stride(-1) == 1 and not rest and not options
-        if not usual or torch.is_grad_enabled() or not atmm.serves_rotation(q.device, q.dtype):
+        if not usual or torch.is_grad_enabled() or not atmm.serves_pointwise(q.device, q.dtype):
             return self._plain(q, k, cos, sin, *rest, **options)
         atmm.rotate(q[0], k[0], cos[0].contiguous(), sin[0].contiguous())
         return q, k
@@ -90,7 +95,7 @@ class _FusedNorm(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         weight = self.weight
         fits = hidden_states.dtype == weight.dtype and not torch.is_grad_enabled()
-        if fits and atmm.serves_norm(weight.device, weight.dtype):
+        if fits and atmm.serves_pointwise(weight.device, weight.dtype):
             return atmm.rms_norm(hidden_states, weight, self.variance_epsilon)
         normalized: torch.Tensor = super().forward(hidden_states)
         return normalized
@@ -131,15 +136,16 @@ def _computes_the_same(norm: Any) -> bool:
 class _FusedMLP(nn.Module):
     """A mixin for the class of an MLP `down_proj(silu(gate_proj(x)) * up_proj(x))`."""
 
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
+    gate_proj: AdaptedLinear
+    up_proj: AdaptedLinear
+    down_proj: AdaptedLinear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() or not atmm.serves_pointwise(x.device, x.dtype):
             plain: torch.Tensor = super().forward(x)
             return plain
-        product: torch.Tensor = self.down_proj(atmm.gate_product(self.gate_proj(x), self.up_proj(x)))
+        gate, up = outputs_of((self.gate_proj, self.up_proj), x)
+        product: torch.Tensor = self.down_proj(atmm.gate_product(gate, up))
         return product
 
 
@@ -167,6 +173,144 @@ def _fused_mlp(mlp: Any) -> type | None:
         x = torch.linspace(-1, 1, mlp.gate_proj.in_features, dtype=dtype, device=weight.device)[None]
         same = torch.equal(mlp(x), mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)))
     return type(f"Fused{kind.__name__}", (_FusedMLP, kind), {}) if same else None
+
+
+_STEPS_BEFORE_TAPE = 3
+MOST_TAPED = 16  # tokens: a tape keeps the values of all layers
+
+_Given = tuple[Sequence[torch.Tensor], StepAttention, PagedDecodes, Sequence[torch.Tensor | None]]
+"""Embeddings, cosines and sines, which may be overwritten; the step, its queries, and the weights."""
+
+
+class _Decode:
+    """Decode steps of one number of requests over the same weights, without lanes: their calls are recorded once.
+
+    The calls read and write the same addresses in every step, to which its inputs are copied. out: its result.
+    """
+
+    def __init__(self, compute: Callable[..., torch.Tensor], given: _Given) -> None:
+        """Run the first step."""
+        self._inputs, step, queries, self._weights = given
+        self._queries, self._tape = queries.with_room(), atmm.Tape()
+        self._queries.hold(queries)
+        self._step = StepAttention(step.cache, step.write_rows.clone(), [self._queries], [self._queries])
+        with self._tape:
+            self.out = compute(*self._inputs, self._step)
+        self.complete = self._tape.complete
+
+    def repeats(self, given: _Given) -> bool:
+        """Run a step, if it is one of these."""
+        inputs, step, queries, weights = given
+        same = step.cache is self._step.cache and all(map(operator.is_, weights, self._weights))
+        if not same or not self.complete or not self._queries.hold(queries):
+            return False
+        for own, value in zip((*self._inputs, self._step.write_rows), (*inputs, step.write_rows), strict=True):
+            own.copy_(value)
+        self._tape.repeat()
+        return True
+
+
+class FusedLayers:
+    """The layers of a text model with one call for each norm with the sum before it, each rotation with the KV write,
+    each gate, and each group of layers that read one input. Decode steps that recur repeat these calls alone.
+    """
+
+    def __init__(self, text_model: Any, head_dim: int) -> None:
+        self._model, self._layers, self._head_dim = text_model, list(text_model.layers), head_dim
+        linears = [each for each in text_model.layers.modules() if isinstance(each, AdaptedLinear)]
+        self._parameters = [each._parameters for each in linears]  # noqa: SLF001  (attributes of modules are slow)
+        self._decode: _Decode | None = None
+        self._recent: tuple[int, ...] = ()  # tokens of the last decode steps that were not repeated
+        self._most_taped = MOST_TAPED
+
+    @classmethod
+    def of(cls, text_model: Any, head_dim: int, *, mrope: bool) -> FusedLayers | None:
+        """The layers of a model on a CPU with compiled kernels, if they compute the same as the model's own code.
+
+        The first layer is compared; the others must be of the same classes.
+        """
+        layers, weight, half = text_model.layers, text_model.norm.weight, head_dim // 2
+        fits = atmm.serves_pointwise(weight.device, weight.dtype) and atmm.serves_attention(weight.device, weight.dtype)
+        kinds = {(type(layer), *(type(part) for part in layer.children())) for layer in layers}
+        if not fits or len(kinds) != 1 or not weight.is_cpu or half & (half - 1):
+            return None
+        fused = cls(text_model, head_dim)
+        text_model.layers = layers[:1]
+        try:
+            return fused if cls(text_model, head_dim).computes_the_same(mrope) else None
+        except AttributeError:  # other parts
+            return None
+        finally:
+            text_model.layers = layers
+
+    def __call__(self, embeddings: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
+        """Embeddings [T, hidden] and rotary positions to hidden states [T, hidden] after the final norm.
+
+        Without gradients, and on a CPU. The result is valid until the next call.
+        """
+        cos, sin = (part[0].contiguous() for part in self._model.rotary_emb(embeddings, positions))
+        inputs = embeddings.clone(memory_format=torch.contiguous_format), cos, sin
+        num_tokens, queries = len(embeddings), step.queries[0]
+        lanes = self._layers[0].self_attn.o_proj.scope.plan_for(num_tokens)
+        varies = step.queries is not step.last_queries or num_tokens > self._most_taped or lanes is not None
+        if varies or not isinstance(queries, PagedDecodes) or len(queries.places) != num_tokens:
+            return self._compute(*inputs, step)
+        given = inputs, step, queries, [own["weight"] for own in self._parameters]
+        if self._decode is None or not self._decode.repeats(given):
+            self._recent = (*self._recent[-_STEPS_BEFORE_TAPE:], num_tokens)
+            if self._recent != (num_tokens,) * (_STEPS_BEFORE_TAPE + 1):
+                return self._compute(*inputs, step)
+            self._recent, self._decode = (), _Decode(self._compute, given)
+            if not self._decode.complete:
+                self._most_taped = num_tokens - 1
+        return self._decode.out
+
+    def _compute(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: StepAttention) -> torch.Tensor:
+        """As the call, for embeddings that it overwrites."""
+        x = self._layers[0].input_layernorm(hidden)
+        norms = [*(layer.input_layernorm for layer in self._layers[1:]), self._model.norm]
+        for index, (layer, following) in enumerate(zip(self._layers, norms, strict=True)):
+            attended = self._attend(index, layer.self_attn, x, cos, sin, step)
+            x = _add_norm(hidden, layer.self_attn.o_proj(attended), layer.post_attention_layernorm)
+            x = _add_norm(hidden, layer.mlp(x), following)
+        return x
+
+    def _attend(
+        self, index: int, module: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: StepAttention
+    ) -> torch.Tensor:
+        linears = module.q_proj, module.k_proj, module.v_proj
+        # Norms of heads would copy parts of a joint result. With AMX, a product of few rows is stored column by column.
+        outputs = [each(x) for each in linears] if hasattr(module, "q_norm") else outputs_of(linears, x)
+        q, k, v = (part if part.stride(1) == 1 else part.contiguous() for part in outputs)
+        queries, keys = q.unflatten(1, (-1, self._head_dim)), k.unflatten(1, (-1, self._head_dim))
+        if hasattr(module, "q_norm"):
+            queries, keys = module.q_norm(queries), module.k_norm(keys)
+            k = keys.flatten(1)
+        atmm.rotate_and_write(
+            *(queries.transpose(0, 1), keys.transpose(0, 1), v, cos, sin),
+            *(step.cache.k[index], step.cache.v[index], step.write_rows),
+        )
+        return step.attend(index, queries, (k, v), getattr(module, "scaling", None)).flatten(1)
+
+    @torch.inference_mode()
+    def computes_the_same(self, mrope: bool) -> bool:
+        """Whether they and the model's code give the same for some values."""
+        attention, weight = self._layers[0].self_attn, self._model.norm.weight
+        # Beside the last row the layer's own outputs are small, beside the others large.
+        scales = torch.tensor([[0.01], [0.01], [1.0]])
+        x = (torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0)) * scales).to(weight.dtype)
+        places, cache = np.arange(len(x)), KVCache(x.new_zeros(8, attention.k_proj.out_features), 1, 4)
+        chunk = [PagedChunk.of(places, 0, places)]
+        step = StepAttention(cache, torch.from_numpy(places), chunk, chunk)
+        positions = torch.tensor([[0, 1, 2], [0, 5, 7], [1, 3, 2]])[:, None] if mrope else torch.tensor([[0, 1, 2]])
+        own = self._model(inputs_embeds=x[None], position_ids=positions, use_cache=False, vlora_step=step)
+        wanted = own.last_hidden_state[0].float()
+        differences = (self(x, positions, step).float() - wanted).abs().mean(1)
+        return bool((differences <= max(torch.finfo(x.dtype).eps / 4, 2**-20) * wanted.abs().mean(1)).all())
+
+
+def _add_norm(x: torch.Tensor, added: torch.Tensor, norm: Any) -> torch.Tensor:
+    return atmm.add_rms_norm(x, added, norm.weight, norm.variance_epsilon)
 
 
 class _Patches(nn.Module):

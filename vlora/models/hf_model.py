@@ -26,7 +26,7 @@ from vlora.lora.own_layers import OwnLayers
 from vlora.memory.huge_pages import in_huge_pages
 from vlora.models.attention import StepAttention, paged_attention
 from vlora.models.families import Family, family_of
-from vlora.models.fused_layers import convert_patch_embeddings, fuse_gates, fuse_norms, fuse_rotations
+from vlora.models.fused_layers import FusedLayers, convert_patch_embeddings, fuse_gates, fuse_norms, fuse_rotations
 from vlora.models.supported import max_positions
 from vlora.models.vision.flash_tower import register_vision_attention
 from vlora.models.vision.stepwise_tower import pace
@@ -86,6 +86,7 @@ class HFModel:
         convert_patch_embeddings(model)
         self.language_linears, self.vision_linears = self._adapt_linears()
         self._fuse_layers()
+        self.fused_layers = FusedLayers.of(self.text_model, self.head_dim, mrope=self.family.mrope)
 
     def move(self, device: torch.device) -> None:
         self.model.to(device)
@@ -141,7 +142,6 @@ class HFModel:
         """Use one kernel per operation in the language model's layers, on devices that have these kernels."""
         if atmm.serves_pointwise(self.device, self.dtype):
             fuse_gates(self.text_model)
-        if atmm.serves_rotation(self.device, self.dtype):
             fuse_rotations(self.text_model)
 
     def _replace_vision_attention(self) -> None:
@@ -249,13 +249,17 @@ class HFModel:
         Returns:
             Hidden states [T, hidden] after the final norm.
         """
+        rotary = positions[:, None] if self.family.mrope else positions
+        plain = embeddings.is_cpu and not deepstack and not torch.is_grad_enabled()
+        if plain and self.fused_layers is not None:
+            return self.fused_layers(embeddings, rotary, step)
         extra: dict[str, Any] = {}
         if deepstack:
             assert visual_mask is not None
             extra = {"visual_pos_masks": visual_mask[None], "deepstack_visual_embeds": list(deepstack)}
         return self.text_model(
             inputs_embeds=embeddings[None],
-            position_ids=positions[:, None] if self.family.mrope else positions,
+            position_ids=rotary,
             attention_mask=None,
             past_key_values=None,
             use_cache=False,
