@@ -23,15 +23,13 @@ from vlora.bench.gpu.context import Context, copy_speed, device_seconds, elapsed
 from vlora.bench.report import Goal
 from vlora.lora.adapter_pool import AdapterPool
 from vlora.lora.base_weights import CopiedBaseWeights
-from vlora.lora.merge import merge_runs
+from vlora.lora.merge import ShadowSwitcher, merge_runs
 from vlora.lora.merge_in_place import MAX_DRIFT, InPlaceSwitcher
-from vlora.lora.merge_shadow import ShadowSwitcher
 from vlora.lora.registry import AdapterRegistry
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.memory.adapter_cache import AdapterCache
-from vlora.memory.arena import PAGE_BYTES, Arena
+from vlora.memory.arena import PAGE_BYTES, Arena, empty
 from vlora.memory.host_to_device import Inline, make_transfer
-from vlora.memory.huge_pages import empty
 from vlora.memory.page_allocator import PageAllocator
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import dummy_model

@@ -23,7 +23,7 @@ from vlora.bench.report import Row
 from vlora.bench.timed_engine import TimedEngine
 from vlora.bench.timing import interleaved, median_ms, work_seconds
 from vlora.config import EngineConfig
-from vlora.lora.merge_shadow import ShadowSwitcher
+from vlora.lora.merge import ShadowSwitcher
 from vlora.models.loading import dummy_model
 from vlora.orchestrator import Costs
 from vlora.simulator.arrivals import Arrival, adapter_name, hottest, power_law

@@ -32,7 +32,7 @@ from atmm.triton.lanes import prepare
 from atmm.triton.merging import merge, merge_rows
 from atmm.triton.tiling import Tiling, all_usual
 from tests.atmm.cases import make_group, segments
-from vlora.memory.huge_pages import empty
+from vlora.memory.arena import empty
 from vlora.models.attention import LayerTensors
 from vlora.models.gpu.attention import GpuAttention
 

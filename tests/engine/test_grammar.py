@@ -32,8 +32,7 @@ from vlora.errors import BadRequest
 from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.host_to_device import Inline
 from vlora.models.grammar import Cursor, Grammar, GrammarCompiler
-from vlora.server.http.response_format import json_grammar
-from vlora.server.http.tools import Tool, ToolCallParser, call_grammar
+from vlora.server.http.tools import Tool, ToolCallParser, call_grammar, json_grammar
 from vlora.types import Request, RequestOutput, SamplingParams
 
 pytestmark = pytest.mark.slow

@@ -18,8 +18,8 @@ from vlora.engine import LocalEngine
 from vlora.engine.limits import Room
 from vlora.errors import BadConfig
 from vlora.lora.base_weights import CopiedBaseWeights
+from vlora.lora.merge import ShadowSwitcher
 from vlora.lora.merge_in_place import MAX_DRIFT, InPlaceSwitcher
-from vlora.lora.merge_shadow import ShadowSwitcher
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.types import Mode, Request
 

@@ -22,9 +22,8 @@ from vlora.lora.adapter_pool import AdapterPool
 from vlora.lora.base_weights import CopiedBaseWeights
 from vlora.lora.host_adapter import HostAdapter
 from vlora.lora.layout import HostFactors
-from vlora.lora.merge import ModeSwitcher, merge_runs
+from vlora.lora.merge import ModeSwitcher, ShadowSwitcher, merge_runs
 from vlora.lora.merge_in_place import MAX_DRIFT, InPlaceSwitcher
-from vlora.lora.merge_shadow import ShadowSwitcher
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.arena import PAGE_BYTES, Arena

@@ -17,10 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlora.memory import huge_pages
-from vlora.memory.arena import PAGE_BYTES, Arena
+from vlora.memory import arena as arena_module
+from vlora.memory.arena import PAGE_BYTES, Arena, empty, in_huge_pages
 from vlora.memory.host_to_device import HostTransfer, Inline, RingTransfer, make_transfer
-from vlora.memory.huge_pages import empty, in_huge_pages
 
 CPU = torch.device("cpu")
 SMAPS = Path("/proc/self/smaps")
@@ -165,9 +164,9 @@ def test_huge_pages_are_requested() -> None:
 
 
 def test_allocation_works_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "ADVICE", 9999)  # invalid advice: madvise fails
+    monkeypatch.setattr(arena_module, "ADVICE", 9999)  # invalid advice: madvise fails
     assert empty([2**22], torch.uint8, CPU).fill_(1).sum() == 2**22
-    monkeypatch.setattr(huge_pages, "ADVICE", None)
+    monkeypatch.setattr(arena_module, "ADVICE", None)
     assert empty([2**22], torch.uint8, CPU).fill_(1).sum() == 2**22
 
 

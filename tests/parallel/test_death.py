@@ -27,7 +27,7 @@ from vlora.engine.ipc.supervisor import SupervisedEngine
 from vlora.engine.tensor_parallel import messages
 from vlora.engine.tensor_parallel.coordinator import TensorParallelCoordinator, fork_server
 from vlora.errors import BadConfig, EngineDead
-from vlora.parallel.socket_collectives import CollectiveFailed
+from vlora.parallel.process_group import CollectiveFailed
 from vlora.types import Request, RequestOutput
 
 pytestmark = pytest.mark.slow  # test_orders.py is fast

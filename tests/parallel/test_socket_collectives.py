@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.example_counts import scaled
-from vlora.parallel.socket_collectives import CollectiveFailed, RankDead, SocketCollectives, connect
+from vlora.parallel.process_group import CollectiveFailed, RankDead, SocketCollectives, connect
 
 T = TypeVar("T")
 
@@ -116,7 +116,7 @@ def test_a_rank_that_dies_before_connecting_is_detected(gone: int) -> None:
 
 @pytest.mark.slow
 def test_a_live_rank_that_hangs_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlora.parallel.socket_collectives.HANG_S", 1)
+    monkeypatch.setattr("vlora.parallel.process_group.HANG_S", 1)
 
     def work(rank: int, collectives: SocketCollectives) -> list[int]:
         if rank == 0:
@@ -132,7 +132,7 @@ def test_a_live_rank_that_hangs_is_a_timeout(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.slow
 def test_a_loading_rank_is_waited_for_without_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before all ranks are connected, and in calls without a timeout."""
-    monkeypatch.setattr("vlora.parallel.socket_collectives.HANG_S", 1)
+    monkeypatch.setattr("vlora.parallel.process_group.HANG_S", 1)
     ends = connect(2)
 
     def rank(number: int) -> list[int]:
@@ -230,7 +230,7 @@ class Stingy(socket.socket):
 @pytest.mark.parametrize("poor", [{0}, {0, 1, 2}])
 def test_pieces_fit_into_small_system_buffers(poor: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """On one rank or all: they agree on a size. Larger pieces would deadlock."""
-    monkeypatch.setattr("vlora.parallel.socket_collectives.HANG_S", 3)
+    monkeypatch.setattr("vlora.parallel.process_group.HANG_S", 3)
     ends = connect(3)
     for rank in poor:
         ends[rank] = {other: Stingy(fileno=end.detach()) for other, end in ends[rank].items()}

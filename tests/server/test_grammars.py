@@ -18,9 +18,8 @@ from pydantic import BaseModel, TypeAdapter
 
 from tests.example_counts import scaled
 from vlora.errors import BadRequest
-from vlora.server.http.response_format import json_grammar
 from vlora.server.http.schemas.json_schema import MAX_DEPTH, grammar_schema
-from vlora.server.http.tools import Choice, Tool, ToolCallParser, as_messages, call_grammar
+from vlora.server.http.tools import Choice, Tool, ToolCallParser, as_messages, call_grammar, json_grammar
 
 BYTES = LLTokenizer("byte")
 

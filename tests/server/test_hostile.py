@@ -41,12 +41,10 @@ from vlora.client.requests import ClientCall
 from vlora.config import ServerConfig, Token
 from vlora.errors import BadConfig, BadRequest, Unauthorized, VLoraError, error_from_code
 from vlora.server.http import server as http_server
-from vlora.server.rpyc import channel
-from vlora.server.rpyc import protocol as rpyc_protocol
+from vlora.server.rpyc import protocol
 from vlora.server.rpyc import server as rpyc_server
 from vlora.server.rpyc import service as rpyc_service
-from vlora.server.rpyc.channel import BoundedChannel
-from vlora.server.rpyc.protocol import MAX_READS
+from vlora.server.rpyc.protocol import MAX_READS, BoundedChannel
 from vlora.server.security import limits as connection_limits
 from vlora.server.security.limits import ByteBudget, ByteCharge
 
@@ -122,7 +120,7 @@ def silent(port: int, count: int) -> Iterator[list[socket.socket]]:
 
 
 def load(data: bytes) -> Any:
-    return brine._load(rpyc_protocol._Message(b"?" + data))  # noqa: SLF001
+    return brine._load(protocol._Message(b"?" + data))  # noqa: SLF001
 
 
 @given(st.binary(max_size=300))
@@ -549,7 +547,7 @@ def test_a_body_may_take_long_while_data_arrives(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_message_that_arrives_too_slowly_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "FRAME_S", 0.2)
+    monkeypatch.setattr(protocol, "FRAME_S", 0.2)
     with running_server() as server:
         slow = connect(server.port, BoundedChannel.FRAME_HEADER.pack(100_000, 0) + b"x" * 1000)
         until(lambda: server.front_end.message_budget.used == 100_000)
@@ -741,7 +739,7 @@ def test_rpyc_messages_wait_for_the_end_of_others(monkeypatch: pytest.MonkeyPatc
             stream.close()
             assert waiting.result(PATIENCE_S).text == "x"
         until(lambda: budget.used == 0)
-        monkeypatch.setattr(channel, "ROOM_S", 0.1)
+        monkeypatch.setattr(protocol, "ROOM_S", 0.1)
         assert budget.reserve(200_000)
         with Client(port=server.port) as refused, pytest.raises(VLoraError):
             refused.generate("say:x", [picture])

@@ -14,7 +14,7 @@ from tests.simulated_cuda.streams import count
 from tests.simulated_cuda.tensor import CUDA, DeviceMismatch, SimulatedTensor
 from vlora.engine.tensor_parallel import worker
 from vlora.models import loading
-from vlora.parallel.socket_collectives import RankSockets
+from vlora.parallel.process_group import RankSockets
 
 _plain_main = worker.main
 

@@ -32,13 +32,12 @@ from tests.split.test_equality import WITHIN, apart, losses
 from vlora.config import Token
 from vlora.errors import BadConfig, BadRequest, Disconnected, OverCapacity, Unauthorized
 from vlora.split import Base, connect, transport
-from vlora.split.addresses import secured
 from vlora.split.admission import Limits
 from vlora.split.batching import Call, CallQueue
 from vlora.split.connection import BaseConnection
 from vlora.split.frames import DTYPES, PROTOCOL, BaseInfo, CallHead, ClientInfo, Direction
 from vlora.wire import framing, handshake
-from vlora.wire.address import Address
+from vlora.wire.address import Address, secured
 
 ROOT = Path(__file__).parents[2]
 STALL_S = 0.5

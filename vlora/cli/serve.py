@@ -357,7 +357,7 @@ def _whole(address: str) -> str:
 
 def served_base(addresses: tuple[str, ...], name: str, server: ServerConfig) -> ServedBase:
     """The base model for clients, with the server's tokens and certificate. Raises BadConfig."""
-    from vlora.split.addresses import secured
+    from vlora.wire.address import secured
 
     parsed = secured(addresses, has_tokens=bool(server.tokens))  # an error is reported before the model loads
     return ServedBase(

@@ -24,15 +24,13 @@ from vlora.errors import BadConfig
 from vlora.lora.adapter_pool import AdapterPool, OtherRanks
 from vlora.lora.base_weights import BaseWeights, CheckpointBaseWeights, CopiedBaseWeights, checkpoint_files, copy_mapped
 from vlora.lora.layer_reading import BaseLayers
-from vlora.lora.merge import ModeSwitcher
+from vlora.lora.merge import ModeSwitcher, ShadowSwitcher
 from vlora.lora.merge_fidelity import MergeFidelity
 from vlora.lora.merge_in_place import InPlaceSwitcher
-from vlora.lora.merge_shadow import ShadowSwitcher
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.memory.adapter_cache import AdapterCache, WorkerAdapterCache
-from vlora.memory.arena import Arena
+from vlora.memory.arena import Arena, empty
 from vlora.memory.host_to_device import SideStream, make_transfer
-from vlora.memory.huge_pages import empty
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import device_of
 from vlora.models.runner import ModelRunner

@@ -15,7 +15,7 @@ from torch import nn
 from atmm.quantized import Allocate, HeldWeight, StoredWeight
 from vlora.lora.adapted_linear import AdaptedLinear
 from vlora.lora.joined_weights import JoinedWeights
-from vlora.memory.huge_pages import empty
+from vlora.memory.arena import empty
 
 # Layers that read the same input tensor: one shrink can serve all of them.
 _SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

@@ -23,7 +23,7 @@ from atmm.quantized import StoredLinear
 from vlora.errors import BadRequest, UnsupportedModel
 from vlora.lora.adapted_linear import AdaptedLinear, LaneScope, adapt
 from vlora.lora.own_layers import OwnLayers
-from vlora.memory.huge_pages import in_huge_pages
+from vlora.memory.arena import in_huge_pages
 from vlora.models.attention import StepAttention, paged_attention
 from vlora.models.families import Family, family_of
 from vlora.models.fused_layers import FusedLayers, convert_patch_embeddings, fuse_gates, fuse_norms, fuse_rotations

@@ -29,8 +29,7 @@ from vlora.models.last_layer import LastLayer
 from vlora.models.launched_step import HostClock, LaunchedStep, StreamClock, TokenChoice
 from vlora.models.request_state import RequestState
 from vlora.models.vision.encoder import ImageEncoding, VisionEncoder
-from vlora.parallel.process_group import ProcessGroup
-from vlora.parallel.socket_collectives import CollectiveFailed
+from vlora.parallel.process_group import CollectiveFailed, ProcessGroup
 from vlora.types import Batch, BatchItem, Request, StepResult
 
 log = logging.getLogger(__name__)

@@ -22,14 +22,13 @@ from vlora.config import BaseConfig, ServedBase
 from vlora.errors import BadConfig
 from vlora.models.pretrained import from_pretrained, load_complete
 from vlora.split import transport
-from vlora.split.addresses import secured, warn_of_no_tls
 from vlora.split.admission import Limits
 from vlora.split.base_server import BaseServer
 from vlora.split.batching import CallQueue
 from vlora.split.executor import BaseExecutor
 from vlora.split.layers import frozen_layers
 from vlora.split.peer import Peer
-from vlora.wire.address import Address
+from vlora.wire.address import Address, secured, warn_of_no_tls
 from vlora.wire.tls import server_context
 
 

@@ -36,8 +36,7 @@ from vlora.models.grammar import Cursor
 from vlora.models.loading import device_of
 from vlora.models.runner import ModelRunner
 from vlora.parallel.adapter_sharding import ShardingKind
-from vlora.parallel.process_group import ProcessGroup
-from vlora.parallel.socket_collectives import connect
+from vlora.parallel.process_group import ProcessGroup, connect
 from vlora.types import Batch, Request, StepResult
 
 log = logging.getLogger(__name__)

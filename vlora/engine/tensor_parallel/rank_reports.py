@@ -16,7 +16,7 @@ import msgspec
 from vlora.engine.host_resources import describe_exit
 from vlora.engine.tensor_parallel import messages
 from vlora.errors import BadAdapter, EngineDead, StepFailed, VLoraError
-from vlora.parallel.socket_collectives import CollectiveFailed
+from vlora.parallel.process_group import CollectiveFailed
 from vlora.types import ErrorValue
 
 _CAUSE_DELAY_S = 0.5  # the cause of a failed step may arrive from another rank with a delay

@@ -36,8 +36,7 @@ from vlora.memory.page_allocator import PageRun
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import device_of, load_model
 from vlora.models.sharding import shard
-from vlora.parallel.process_group import ProcessGroup
-from vlora.parallel.socket_collectives import CollectiveFailed, RankDead, RankSockets
+from vlora.parallel.process_group import CollectiveFailed, ProcessGroup, RankDead, RankSockets
 from vlora.threads import background_executor
 from vlora.types import Batch, ErrorValue, Request
 

@@ -8,9 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from vlora.errors import BadRequest
-from vlora.server.http.response_format import json_grammar
 from vlora.server.http.sampling_fields import MAX_TOKENS, SamplingFields, StrictModel
-from vlora.server.http.tools import MAX_TOOLS, Choice, NamedTool, Tool, ToolCall, call_grammar
+from vlora.server.http.tools import MAX_TOOLS, Choice, NamedTool, Tool, ToolCall, call_grammar, json_grammar
 from vlora.types import MAX_LOGPROBS, SamplingParams
 from vlora.types.domain import Way
 from vlora.types.video import Video

@@ -15,8 +15,7 @@ from rpyc.utils.server import ThreadedServer
 from vlora.client.sockets import PlainStream, TlsStream, enable_keepalive, shut_down
 from vlora.errors import BadConfig
 from vlora.server.frontend import FrontEnd
-from vlora.server.rpyc.channel import BoundedChannel, Peer, end_after
-from vlora.server.rpyc.protocol import PROTOCOL_CONFIG, ByteConnection
+from vlora.server.rpyc.protocol import PROTOCOL_CONFIG, BoundedChannel, ByteConnection, Peer, end_after
 from vlora.server.rpyc.service import VLoraService
 from vlora.server.security.access import Access
 from vlora.server.security.limits import ConnectionLimits, PeerSocket, connection_share

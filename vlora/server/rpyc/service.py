@@ -39,8 +39,7 @@ from vlora.server.frontend import FrontEnd
 from vlora.server.images import RawImage
 from vlora.server.operations import perform
 from vlora.server.prompts import TextRequest
-from vlora.server.rpyc.channel import Peer
-from vlora.server.rpyc.protocol import StreamedReply
+from vlora.server.rpyc.protocol import Peer, StreamedReply
 from vlora.server.security.access import Access
 from vlora.server.security.limits import ByteCharge
 from vlora.server.security.public_errors import error_for, shown_to, to_vlora_error
