@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.plots import Picture
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal, Row
-from vlora.orchestrator import Costs
+from vlora.orchestrator.cost_model import Costs
 from vlora.routing import RULES, Need, Report, Room, Router
 from vlora.simulator.arrivals import Arrival, adapter_name, power_law
 from vlora.simulator.cluster import ClusterConfig

@@ -26,7 +26,8 @@ from vlora.bench.timed_engine import TimedEngine
 from vlora.bench.timing import thread_counts, threads, threads_label, work_seconds
 from vlora.config import EngineConfig
 from vlora.models.loading import device_of, dummy_model
-from vlora.orchestrator import POLICIES, WaitStats
+from vlora.orchestrator.policies.registry import POLICIES
+from vlora.orchestrator.stats import WaitStats
 from vlora.simulator.arrivals import Arrival, adapter_name
 from vlora.simulator.workloads import Hottest, Video
 from vlora.types import VisionInput

@@ -37,7 +37,8 @@ from vlora.memory.host_to_device import Inline
 from vlora.models.forward_batch import ForwardBatch
 from vlora.models.processing import InputProcessor
 from vlora.models.runner import ModelRunner
-from vlora.orchestrator import CostModel, Costs, Scheduler
+from vlora.orchestrator.cost_model import CostModel, Costs
+from vlora.orchestrator.scheduler import Scheduler
 from vlora.server.detokenizer import AnswerText
 from vlora.server.frontend import FrontEnd
 from vlora.server.http.routes import make_app

@@ -25,7 +25,7 @@ from vlora.bench.timing import interleaved, median_ms, work_seconds
 from vlora.config import EngineConfig
 from vlora.lora.merge import ShadowSwitcher
 from vlora.models.loading import dummy_model
-from vlora.orchestrator import Costs
+from vlora.orchestrator.cost_model import Costs
 from vlora.simulator.arrivals import Arrival, adapter_name, hottest, power_law
 from vlora.simulator.cluster import ClusterConfig
 from vlora.simulator.replica import ReplicaConfig

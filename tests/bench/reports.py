@@ -25,7 +25,7 @@ from vlora.bench import costs, serve, step, tp
 from vlora.bench.harness import Measured, measured
 from vlora.bench.report import Goal, Report
 from vlora.bench.step import StepWork
-from vlora.orchestrator import StepSize
+from vlora.orchestrator.cost_model import StepSize
 
 Patch = Callable[..., None]
 """Replaces names of a module; names without a value by a mock."""

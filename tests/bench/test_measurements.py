@@ -37,7 +37,7 @@ from vlora.engine import LocalEngine
 from vlora.lora import adapted_linear
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import dummy_model
-from vlora.orchestrator import Costs, StepSize, TokenThresholds
+from vlora.orchestrator.cost_model import Costs, StepSize, TokenThresholds
 from vlora.types import Request, RequestOutput, SamplingParams
 
 CPU = torch.device("cpu")

@@ -35,7 +35,7 @@ from vlora.bench.report import Report, environment
 from vlora.bench.timing import threads
 from vlora.cli import cli
 from vlora.errors import BadConfig
-from vlora.orchestrator import Costs
+from vlora.orchestrator.cost_model import Costs
 from vlora.simulator.machine import read_costs
 
 # The figures that the benchmark is for; those of V-LoRA also have 22 and 23.

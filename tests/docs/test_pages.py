@@ -28,7 +28,7 @@ from tests.core_size import ROOT
 from tests.test_prose import listed
 from vlora.bench.harness import modules
 from vlora.models.families import FAMILIES
-from vlora.orchestrator import POLICIES
+from vlora.orchestrator.policies.registry import POLICIES
 
 DOCS = [
     page

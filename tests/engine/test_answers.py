@@ -25,8 +25,8 @@ from vlora.lora.merge_in_place import InPlaceSwitcher
 from vlora.models.forward_batch import ForwardBatch
 from vlora.models.hf_model import HFModel, Positions
 from vlora.models.runner import ModelRunner
-from vlora.orchestrator import make_policy
 from vlora.orchestrator.admission import kv_admission
+from vlora.orchestrator.policies.registry import make_policy
 from vlora.types import Mode
 
 pytestmark = pytest.mark.gpu

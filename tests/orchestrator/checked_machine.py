@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from tests.orchestrator.sample_requests import IMAGE_TOKEN, sampled_token
-from vlora.orchestrator import Costs
+from vlora.orchestrator.cost_model import Costs
 from vlora.simulator.machine import Clock, Machine
 from vlora.types import (
     Batch,

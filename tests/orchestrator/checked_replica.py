@@ -12,19 +12,12 @@ from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.block_manager import BlockManager
 from vlora.memory.page_allocator import PageAllocator
 from vlora.memory.prefix_cache import PrefixCache
-from vlora.orchestrator import (
-    Algorithm1,
-    Candidate,
-    CostModel,
-    Costs,
-    Decision,
-    Policy,
-    PolicyState,
-    Scheduler,
-    evict_for_kv,
-    load_needed_adapters,
-    make_policy,
-)
+from vlora.orchestrator.adapter_prefetch import evict_for_kv, load_needed_adapters
+from vlora.orchestrator.cost_model import CostModel, Costs
+from vlora.orchestrator.policies.algorithm1 import Algorithm1
+from vlora.orchestrator.policies.base import Candidate, Decision, Policy, PolicyState
+from vlora.orchestrator.policies.registry import make_policy
+from vlora.orchestrator.scheduler import Scheduler
 from vlora.simulator.machine import Clock
 from vlora.simulator.replica import Loader
 from vlora.types import Batch, EngineStats, MemoryView, Mode, Request, RequestOutput

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from tests.orchestrator.checked_replica import CheckedReplica, CheckedReplicaConfig
 from tests.orchestrator.sample_requests import make_request
 from vlora.errors import BadConfig
-from vlora.orchestrator import POLICIES, Algorithm1, Candidate, Costs, Decision, PolicyState, make_policy
+from vlora.orchestrator.cost_model import Costs
+from vlora.orchestrator.policies.algorithm1 import Algorithm1
+from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
+from vlora.orchestrator.policies.registry import POLICIES, make_policy
 from vlora.types import Batch, Mode
 
 THETA_S = 1.0

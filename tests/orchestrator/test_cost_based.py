@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from vlora.orchestrator import Candidate, Costs, Decision, PolicyState
+from vlora.orchestrator.cost_model import Costs
+from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
 from vlora.orchestrator.policies.cost_based import CostBased
 from vlora.simulator.arrivals import Arrival
 from vlora.simulator.machine import MEASURED, read_costs

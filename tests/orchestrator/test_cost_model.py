@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.example_counts import scaled
-from vlora.orchestrator import CostModel, Costs, StepSize, TokenThresholds
-from vlora.orchestrator.cost_model import measured_s
+from vlora.orchestrator.cost_model import CostModel, Costs, StepSize, TokenThresholds, measured_s
 from vlora.orchestrator.encoder_budget import encode_budget
 from vlora.orchestrator.latency_promise import LatencyPromise, PiecePrices
 from vlora.split.batching import Call, CallQueue

@@ -6,8 +6,8 @@ import pytest
 
 from tests.orchestrator.checked_replica import SMALL_COSTS, CheckedReplica, CheckedReplicaConfig
 from tests.orchestrator.sample_requests import IMAGE_TOKEN, expected_tokens, make_request
-from vlora.orchestrator import POLICIES, make_policy
 from vlora.orchestrator.encoder_budget import EncodeQueue
+from vlora.orchestrator.policies.registry import POLICIES, make_policy
 from vlora.orchestrator.request_state import TrackedRequest
 from vlora.types import Encode, Encoded, Request, RequestStatus
 

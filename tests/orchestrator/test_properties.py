@@ -22,11 +22,13 @@ from tests.orchestrator import checked_replica
 from tests.orchestrator.checked_replica import SMALL_COSTS, CheckedReplica, CheckedReplicaConfig, all_resident
 from tests.orchestrator.sample_requests import IMAGE_TOKEN, expected_tokens, make_request
 from vlora.errors import PromptTooLong
-from vlora.orchestrator import POLICIES, Candidate, CostModel, Costs, budgets, make_policy, scheduler
+from vlora.orchestrator import budgets, scheduler
 from vlora.orchestrator.adapter_prefetch import MemoryDemand
-from vlora.orchestrator.cost_model import FEATURE_SCALES
+from vlora.orchestrator.cost_model import FEATURE_SCALES, CostModel, Costs
 from vlora.orchestrator.credits import Credits
 from vlora.orchestrator.encoder_budget import SHARE
+from vlora.orchestrator.policies.base import Candidate
+from vlora.orchestrator.policies.registry import POLICIES, make_policy
 from vlora.orchestrator.request_state import TrackedRequest
 from vlora.types import Request, RequestStatus
 

@@ -16,8 +16,10 @@ from tests.example_counts import scaled
 from tests.orchestrator.checked_replica import CheckedReplica, Script, box, shares, tight
 from tests.orchestrator.sample_requests import EOS, make_request, sampled_token
 from vlora.errors import PromptTooLong
-from vlora.orchestrator import POLICIES, Candidate, CostModel, Costs, Decision, PolicyState, StepSize, make_policy
 from vlora.orchestrator.adapter_prefetch import ResidencyQuantum
+from vlora.orchestrator.cost_model import CostModel, Costs, StepSize
+from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
+from vlora.orchestrator.policies.registry import POLICIES, make_policy
 from vlora.orchestrator.request_state import TrackedRequest
 from vlora.types import ErrorValue, MemoryView, Mode
 

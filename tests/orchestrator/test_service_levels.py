@@ -14,9 +14,10 @@ from tests.example_counts import scaled
 from tests.orchestrator.checked_replica import SECONDS, SMALL_COSTS, CheckedReplica, CheckedReplicaConfig, all_resident
 from tests.orchestrator.checked_replica import box as any_box
 from tests.orchestrator.sample_requests import make_request
-from vlora.orchestrator import POLICIES, Costs
 from vlora.orchestrator.admission.early_abort import Admission
+from vlora.orchestrator.cost_model import Costs
 from vlora.orchestrator.fairness import FairShares, Queued, adapter_of, scheduling_order, tenant_of
+from vlora.orchestrator.policies.registry import POLICIES
 from vlora.orchestrator.request_state import TrackedRequest
 from vlora.types import Request
 

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from vlora.errors import BadConfig
-from vlora.orchestrator import POLICIES, Candidate, Costs, PolicyState, TokenThresholds
+from vlora.orchestrator.cost_model import Costs, TokenThresholds
 from vlora.orchestrator.encoder_budget import SHARE
+from vlora.orchestrator.policies.base import Candidate, PolicyState
 from vlora.orchestrator.policies.cost_based import CostBased
+from vlora.orchestrator.policies.registry import POLICIES
 from vlora.simulator.arrivals import Arrival
 from vlora.simulator.cluster import ClusterConfig
 from vlora.simulator.commands import lines, simulate

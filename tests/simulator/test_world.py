@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.example_counts import scaled
 from vlora.errors import BadConfig
-from vlora.orchestrator import Costs
+from vlora.orchestrator.cost_model import Costs
 from vlora.routing import RULES
 from vlora.simulator.arrivals import Arrival
 from vlora.simulator.cluster import ClusterConfig

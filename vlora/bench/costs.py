@@ -19,7 +19,7 @@ from vlora.bench.timing import thread_counts, threads, threads_label, work_secon
 from vlora.config import EngineConfig
 from vlora.engine.build import token_thresholds
 from vlora.models.loading import device_of, dummy_model
-from vlora.orchestrator import CostModel, Costs, StepSize, TokenThresholds
+from vlora.orchestrator.cost_model import CostModel, Costs, StepSize, TokenThresholds
 
 
 def cases(quick: bool, model: str = "qwen2-0.5b", device: str = "cpu") -> dict[str, tuple[bool, str, str, int]]:

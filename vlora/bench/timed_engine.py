@@ -19,7 +19,7 @@ from vlora.config import EngineConfig
 from vlora.engine import Engine
 from vlora.memory.host_to_device import Inline
 from vlora.models.loading import read_config
-from vlora.orchestrator import Candidate, Decision, PolicyState
+from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
 from vlora.types import Mode, Request, RequestOutput, SamplingParams, VisionInput
 
 

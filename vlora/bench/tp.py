@@ -31,7 +31,7 @@ from vlora.bench.timing import interleaved, median_ms, median_ratio
 from vlora.engine.tensor_parallel import worker
 from vlora.errors import BadConfig
 from vlora.models.loading import dummy_model
-from vlora.orchestrator import Candidate, Decision, PolicyState
+from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
 from vlora.parallel.adapter_sharding import ShardingKind
 from vlora.parallel.layer_sharding import ROW_PARALLEL
 from vlora.parallel.process_group import ProcessGroup

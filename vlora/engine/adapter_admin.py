@@ -17,7 +17,8 @@ from vlora.lora.registry import AdapterRegistry, Registration
 from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.arena import pages_for
 from vlora.memory.page_allocator import PageRun
-from vlora.orchestrator import Scheduler, pin_in_use
+from vlora.orchestrator.adapter_prefetch import pin_in_use
+from vlora.orchestrator.scheduler import Scheduler
 from vlora.types import AdapterStatus, HeadSummary
 
 

@@ -13,7 +13,8 @@ from vlora.errors import BadAdapter, StepFailed, VLoraError
 from vlora.lora.registry import AdapterRegistry
 from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.block_manager import BlockManager
-from vlora.orchestrator import Scheduler, evict_for_kv, load_needed_adapters
+from vlora.orchestrator.adapter_prefetch import evict_for_kv, load_needed_adapters
+from vlora.orchestrator.scheduler import Scheduler
 from vlora.types import MemoryView
 
 _WAIT_S = 0.005  # how long a step with nothing to run waits for a load before messages are handled

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from vlora.engine.compositions import Compositions
 from vlora.errors import AdapterChanged, BadRequest
 from vlora.lora.registry import AdapterRegistry, Registration
-from vlora.orchestrator import Scheduler
+from vlora.orchestrator.scheduler import Scheduler
 from vlora.types import ErrorValue, Request, RequestOutput
 
 

@@ -37,9 +37,11 @@ from vlora.models.hf_model import HFModel
 from vlora.models.loading import device_of, load_model, read_config
 from vlora.models.runner import ModelRunner
 from vlora.models.sharding import plan_of, shard
-from vlora.orchestrator import CostModel, Scheduler, TokenThresholds, make_policy
+from vlora.orchestrator.cost_model import CostModel, TokenThresholds
 from vlora.orchestrator.latency_promise import LatencyPromise
 from vlora.orchestrator.policies.base import Policy
+from vlora.orchestrator.policies.registry import make_policy
+from vlora.orchestrator.scheduler import Scheduler
 from vlora.parallel.process_group import ProcessGroup
 from vlora.types import Batch, Request, RequestOutput, StepResult
 

@@ -10,7 +10,7 @@ from vlora.config import EngineConfig
 from vlora.engine.build import build
 from vlora.engine.snapshot import EngineLoad, EngineSnapshot
 from vlora.errors import Aborted, BadRequest, VLoraError
-from vlora.orchestrator import CostModel
+from vlora.orchestrator.cost_model import CostModel
 from vlora.orchestrator.policies.base import Policy
 from vlora.types import AdapterStatus, EngineStats, ErrorValue, Request, RequestOutput
 

@@ -8,7 +8,7 @@ from concurrent.futures import Executor, Future
 
 from vlora.errors import BadRequest, VLoraError
 from vlora.models.grammar import Cursor, Grammar, GrammarCompiler
-from vlora.orchestrator import Scheduler
+from vlora.orchestrator.scheduler import Scheduler
 from vlora.threads import background_executor
 from vlora.types import ErrorValue, Request, RequestOutput
 

@@ -31,7 +31,7 @@ from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.block_manager import BlockManager
 from vlora.memory.page_allocator import PageRun
-from vlora.orchestrator import Scheduler
+from vlora.orchestrator.scheduler import Scheduler
 from vlora.types import Batch, EngineStats, Request, RequestStatus, StepResult, TrainingStatus, composed_of
 
 MAX_STEPS = 2000

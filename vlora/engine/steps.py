@@ -15,7 +15,7 @@ from vlora.errors import StepFailed
 from vlora.memory.block_manager import WrittenBlocks
 from vlora.models.launched_step import LaunchedStep
 from vlora.models.runner import ModelRunner
-from vlora.orchestrator import Scheduler
+from vlora.orchestrator.scheduler import Scheduler
 from vlora.types import Batch, ErrorValue, Request, RequestOutput, StepResult
 
 OnStep = Callable[[Batch, StepResult], None]  # called before the scheduler records the result

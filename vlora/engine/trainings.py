@@ -23,7 +23,7 @@ from vlora.errors import Aborted, BadConfig, BadRequest
 from vlora.lora.registry import AdapterRegistry
 from vlora.models.processing import InputProcessor
 from vlora.models.vision.encoder import VisionEncoder
-from vlora.orchestrator import CostModel
+from vlora.orchestrator.cost_model import CostModel
 from vlora.orchestrator.latency_promise import LatencyPromise, PiecePrices
 from vlora.threads import background_executor
 from vlora.training.job import TrainingJob

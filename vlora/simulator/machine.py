@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from vlora.errors import BadConfig
-from vlora.orchestrator import Costs, StepSize, TokenThresholds
+from vlora.orchestrator.cost_model import Costs, StepSize, TokenThresholds
 from vlora.types import Batch, BatchItem, Encode, Encoded, ErrorValue, HeadAnswer, StepResult
 
 MEASURED = Path(__file__).parent / "costs" / "epyc-qwen2-0.5b-rank64.json"

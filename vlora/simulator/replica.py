@@ -13,7 +13,10 @@ from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.block_manager import BlockManager
 from vlora.memory.page_allocator import PageAllocator
 from vlora.memory.prefix_cache import PrefixCache
-from vlora.orchestrator import CostModel, Costs, Scheduler, evict_for_kv, load_needed_adapters, make_policy
+from vlora.orchestrator.adapter_prefetch import evict_for_kv, load_needed_adapters
+from vlora.orchestrator.cost_model import CostModel, Costs
+from vlora.orchestrator.policies.registry import make_policy
+from vlora.orchestrator.scheduler import Scheduler
 from vlora.simulator.arrivals import Arrival, Job
 from vlora.simulator.machine import Clock, Machine
 from vlora.simulator.measures import IDLE_S, TenantContention, Totals
