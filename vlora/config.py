@@ -141,12 +141,7 @@ class BaseConfig:
     device: str = "cpu"
     dtype: str = "auto"
     shard: str = setting("1/1", "Batching", "I/N: one of N shards of every layer; clients connect to all of them.")
-    max_wait_ms: float = setting(
-        10.0, "Batching", "Maximum time that a call waits for others to be computed with.", least=0
-    )
     join_rows: int = setting(64, "Batching", "Compute calls with more rows by themselves.", least=1)
-    max_rows: int = setting(4096, "Limits", "Maximum rows of a call.", least=1)
-    max_clients: int = setting(64, "Limits", "Maximum clients.", least=1)
 
     def __post_init__(self) -> None:
         check_settings(self)

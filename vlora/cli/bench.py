@@ -143,20 +143,6 @@ def serve_options(command: Callable[..., Any]) -> Callable[..., Any]:
     type=click.Path(path_type=Path),
     help="Machine costs: JSON of `vlora bench costs --out`. Default: the file in the package.",
 )
-@click.option(
-    "--kv-tokens",
-    type=click.IntRange(min=1),
-    default=65_536,
-    show_default=True,
-    help="KV capacity per replica, in tokens.",
-)
-@click.option(
-    "--resident-adapters",
-    type=click.IntRange(min=1),
-    default=64,
-    show_default=True,
-    help="Adapter capacity per replica.",
-)
 @cluster_options
 @json_option
 def simulate(

@@ -289,7 +289,6 @@ def model() -> None:
 
 
 @model.command("eval")
-@click.option("--checkpoint", type=click.Path(exists=True), help="Checkpoint folder. Default: the package's own.")
 @click.option("--quick", is_flag=True, help="One seed and few pictures; figures are rough.")
 @click.option(
     "--quantize",
@@ -299,9 +298,7 @@ def model() -> None:
 @click.option("--quantize-head", is_flag=True, help="With --quantize: quantize the output head, too.")
 @json_option
 @needs("fuse")
-def model_eval(
-    checkpoint: str | None, quick: bool, quantize: Quantize | None, quantize_head: bool, as_json: bool
-) -> None:
+def model_eval(quick: bool, quantize: Quantize | None, quantize_head: bool, as_json: bool) -> None:
     """Measure every goal of the embedded model. The last line is JSON; with --json it is the only line. Exit code 1 if
     a goal is not met.
 
@@ -313,23 +310,13 @@ def model_eval(
     import warnings
 
     import torch
-    from transformers import AutoProcessor
-
     from fusion.embedded import checkpoint_path
     from fusion.embedded.exam import compare, examine
     from vlora.bench.report import Goal, Report
-    from vlora.models.pretrained import from_pretrained
 
     warnings.simplefilter("ignore", FutureWarning)
     logging.getLogger("vlora").setLevel(logging.WARNING)
     torch.set_num_threads(1)  # the goals are defined for one core
-    if checkpoint is not None:
-        try:
-            from_pretrained(AutoProcessor, checkpoint)
-        except (OSError, ValueError) as error:
-            raise BadConfig(
-                f"--checkpoint {checkpoint} has no model and processor that transformers reads: {error}"
-            ) from error
     if quantize_head and quantize is None:
         raise BadConfig("--quantize-head needs a format; set --quantize too")
     settings: dict[str, Any] = {
@@ -340,7 +327,7 @@ def model_eval(
     if quantize is not None:
         settings |= {"quantize": quantize, "quantize_head": quantize_head}
     with waiting("examining"):
-        rows, gates = (examine if quantize is None else compare)(checkpoint or checkpoint_path(), **settings)
+        rows, gates = (examine if quantize is None else compare)(checkpoint_path(), **settings)
     goals = [Goal(*gate) for gate in gates]
     report = Report("model eval", [row._asdict() for row in rows], goals, title="vlora model eval")
     report.print(only_json=as_json)

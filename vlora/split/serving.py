@@ -115,8 +115,8 @@ def serve_base(
         del model  # embeddings and norms are the clients'
         executor = BaseExecutor(layers, name=served.name, shard=config.part, device=device)
         del layers
-        queue: CallQueue[Peer] = CallQueue(max_wait_s=config.max_wait_ms / 1e3, join_rows=config.join_rows)
-        server = listeners.server(executor, queue, Limits(max_clients=config.max_clients, max_rows=config.max_rows))
+        queue: CallQueue[Peer] = CallQueue(join_rows=config.join_rows)
+        server = listeners.server(executor, queue, Limits())
     except BaseException:
         listeners.close()
         raise
