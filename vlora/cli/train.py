@@ -310,6 +310,7 @@ def model_eval(quick: bool, quantize: Quantize | None, quantize_head: bool, as_j
     import warnings
 
     import torch
+
     from fusion.embedded import checkpoint_path
     from fusion.embedded.exam import compare, examine
     from vlora.bench.report import Goal, Report
