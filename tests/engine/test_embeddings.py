@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,13 +18,11 @@ from tests.harness import RecordingEngine
 from tests.references import CASES, Reference, prompts_of
 from vlora.errors import BadRequest
 from vlora.types import Mode, Request, RequestOutput, SamplingParams
-from vlora.types.request import Pooling
 
 __all__ = ["qwen", "reference"]  # fixtures
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 TOLERANCE = 1e-5
-POOLINGS: Sequence[Pooling] = ("last", "mean")
 
 
 @torch.no_grad()
@@ -54,7 +51,7 @@ def test_embeddings_of_texts_and_pictures_in_a_batch_with_text(
     cases = [
         (f"{place} {pooling}", adapter, prompt, pooling)
         for place, (adapter, prompt) in enumerate(prompts_of(reference.family, reference.model, CASES))
-        for pooling in POOLINGS
+        for pooling in ("last", "mean")
         if mode != "merged" or adapter == "wide8"
     ]
     requests = [ask(prompt, name, adapter, pooling=pooling) for name, adapter, prompt, pooling in cases]
