@@ -1,7 +1,4 @@
-"""Requests to the hosts of given URLs: an address is resolved once, checked, and used for the connection.
-
-A host name that changes its address between check and connection cannot reach a private network.
-"""
+"""Requests to the hosts of URLs: an address is resolved once, checked, and used for the connection."""
 
 from __future__ import annotations
 

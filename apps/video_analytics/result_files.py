@@ -37,13 +37,8 @@ class ResultFiles:
     """The files of one head or question of a source. The video is complete once closed."""
 
     def __init__(self, base: Path | None, *, tracked: bool = False) -> None:
-        """
-        Args:
-            base: path of the files without suffixes; None writes none.
-            tracked: also write NAME.tracks.jsonl, a line for each frame, and NAME.tracks.csv, a line for each object.
-
-        Raises:
-            BadConfig: the files cannot be written.
+        """base: without suffixes; None writes no files. tracked: also write NAME.tracks.jsonl, a line for each frame,
+        and NAME.tracks.csv, a line for each object. Raises BadConfig if they cannot be written.
         """
         self._video = None if base is None else AnnotatedVideo(Path(f"{base}.webm"))
         self._rows = None if base is None else Rows(f"{base}", COLUMNS)

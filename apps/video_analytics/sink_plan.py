@@ -86,9 +86,7 @@ class Secret(PlanModel):
 
 
 class Webhook(PlanModel):
-    """An HTTP receiver. url_from: the URL as a secret. secret: of the signature; None sends none. allow_private: send
-    to addresses that are not public, too.
-    """
+    """An HTTP receiver. url_from: a URL that is secret. secret: of signatures. allow_private: not only public hosts."""
 
     url: str | None = None
     url_from: Secret | None = None
@@ -123,8 +121,8 @@ class Webhook(PlanModel):
 
 
 class Mqtt(PlanModel):
-    """A broker. port: None for 1883, or 8883 with TLS. ca: certificates that are trusted instead of the system's.
-    topic: prefix of all topics. discovery: Home Assistant's prefix; None publishes no discovery messages.
+    """A broker. port: None for 1883, or 8883 with TLS. ca: trusted instead of the system's certificates. topic: prefix
+    of all topics. discovery: Home Assistant's prefix; None publishes no discovery messages.
     """
 
     host: str = Field(min_length=1, pattern=r"^\S+$")
@@ -147,9 +145,7 @@ class Mqtt(PlanModel):
 
 
 class Jsonl(PlanModel):
-    """A file in the folder of the sinks, a line for each event. Above `max_mib` it becomes FILE.1, that FILE.2 and so
-    on; `keep` of them are kept.
-    """
+    """A file in OUT/sinks. Above `max_mib` it becomes FILE.1, that FILE.2 and so on; `keep` of them are kept."""
 
     file: str = Field(max_length=100, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*\.jsonl$")
     max_mib: Number = Field(64.0, gt=0)

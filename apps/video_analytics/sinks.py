@@ -205,9 +205,7 @@ Sender = _WebhookSender | _MqttSender | _JsonlSender
 
 
 class SinkStatus(msgspec.Struct, kw_only=True):
-    """waiting: events in the queue. dropped: for the bound of the queue; refused: by the receiver; both since the
-    start, as `sent`. problem: why the oldest event could not be sent; None if nothing is wrong.
-    """
+    """Numbers since the start, of the queue for `waiting`. problem: why the oldest event is not sent yet."""
 
     name: str
     waiting: int = 0
@@ -220,11 +218,10 @@ class SinkStatus(msgspec.Struct, kw_only=True):
 class EventQueue:
     """Messages of all sinks, in order, in an SQLite file. Used from several threads.
 
-    A message is on disk when `add` returns, and stays until `remove`. Methods raise sqlite3.Error.
+    A message is on disk when `add` returns, and stays until `remove`. Methods raise sqlite3.Error; the first BadConfig.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises BadConfig if the file cannot be used."""
         self._lock = threading.Lock()
         try:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -382,27 +379,22 @@ class Sinks:
 
 @contextlib.contextmanager
 def open_sinks(
-    folder: Path | None, cameras: Sequence[CameraPlan], shared: Sequence[SinkPlan], say: Callable[[str], None]
+    out: Path | None, cameras: Sequence[CameraPlan], shared: Sequence[SinkPlan], say: Callable[[str], None]
 ) -> Iterator[Sinks]:
-    """Start the sinks of cameras. At the end of the block, what could not be sent stays for the next start.
+    """Start the sinks of cameras: their own, and the shared ones. At the end of the block, what could not be sent stays
+    for the next start. Queue and files are in OUT/sinks; say: called with problems, from several threads.
 
-    Args:
-        folder: of the queue and the files; created and locked if there are sinks, which need one.
-        shared: sinks of all cameras, beside their own.
-        say: called with problems, from several threads.
-
-    Raises:
-        BadConfig: the folder is missing, in use or cannot be written, or a secret is missing.
+    Raises BadConfig if that folder is missing, in use or cannot be written, or a secret is missing.
     """
     found = [(each.name, each, cameras) for each in shared]
     found += [(f"{camera.name}.{each.name}", each, [camera]) for camera in cameras for each in camera.sinks]
     if not found:
         yield Sinks(EventQueue(Path(":memory:")), [], say)
         return
-    if folder is None:
+    if out is None:
         raise BadConfig("sinks need a folder for events that wait; set `out` in the plan, or give --out")
     with contextlib.ExitStack() as scope:
-        scope.enter_context(lock_folder(folder))
+        scope.enter_context(lock_folder(folder := out / "sinks"))
         queue = EventQueue(folder / _QUEUE)
         sinks: list[_Sink] = []
         with contextlib.ExitStack() as unstarted:

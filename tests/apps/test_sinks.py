@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import socket
+import socketserver
 import ssl
 import struct
 import threading
@@ -219,12 +220,13 @@ def test_lines_are_rotated_and_made_by_a_template(tmp_path: Path) -> None:
             running.send(event(number, event="full", confidence=3.0 if number == 6 else 0.9))
         running.send(event(7))
         running.send(event(8, source="other"))
-    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    folder = tmp_path / "sinks"
+    rows = [json.loads(line) for line in (folder / "a.jsonl").read_text().splitlines()]
     assert rows == [{"id": f"id{number}", "what": 'gate: a "b"'} for number in range(8)]
-    kept = "".join((tmp_path / name).read_text() for name in ("all.jsonl.2", "all.jsonl.1", "all.jsonl"))
+    kept = "".join((folder / name).read_text() for name in ("all.jsonl.2", "all.jsonl.1", "all.jsonl"))
     assert [json.loads(line)["id"] for line in kept.splitlines()] == ["id4", "id5", "id6"]
-    assert not (tmp_path / "all.jsonl.3").exists()
-    *fine, fallen, last = (tmp_path / "b.jsonl").read_text().splitlines()
+    assert not (folder / "all.jsonl.3").exists()
+    *fine, fallen, last = (folder / "b.jsonl").read_text().splitlines()
     assert json.loads(fallen)["id"] == "id6" and fine[0] == '"id0"' and last == '"id7"', "without the template"
     assert "event id6 is sent without the template" in "\n".join(said)
 
@@ -232,57 +234,45 @@ def test_lines_are_rotated_and_made_by_a_template(tmp_path: Path) -> None:
 # -- MQTT -------------------------------------------------------------------------------------------------------------
 
 
-class Broker:
+class Broker(socketserver.ThreadingTCPServer):
     """The part of MQTT 3.1.1 that senders use, with TLS.
 
     connects: the packets of connections, which have the will and the password. got: topic, body, and whether retained.
     loses: published messages that end their connection without an acknowledgement. code: 5 refuses connections.
     """
 
+    daemon_threads = True
+
     def __init__(self, context: ssl.SSLContext) -> None:
+        super().__init__(("127.0.0.1", 0), socketserver.BaseRequestHandler)
         self.connects: list[bytes] = []
         self.got: list[tuple[str, bytes, bool]] = []
         self.loses = self.code = 0
-        self._context, self._server = context, socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._server.getsockname()[1])
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._context, self.port = context, int(self.server_address[1])
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                plain, _ = self._server.accept()
-                threading.Thread(target=self._serve, args=(plain,), daemon=True).start()
-
-    def _serve(self, plain: socket.socket) -> None:
-        with contextlib.suppress(OSError), self._context.wrap_socket(plain, server_side=True) as link:
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        with contextlib.suppress(OSError), self._context.wrap_socket(request, server_side=True) as link:
             stream = link.makefile("rb")
             while head := stream.read(1):
                 size, shift = 0, 0
                 while (byte := stream.read(1)[0]) & 128:
                     size, shift = size | (byte & 127) << shift, shift + 7
                 packet = stream.read(size | byte << shift)
-                match head[0] >> 4:
-                    case 1:
-                        self.connects.append(packet)
-                        link.sendall(bytes((0x20, 2, 0, self.code)))
-                    case 3:
-                        (length,) = struct.unpack(">H", packet[:2])
-                        topic, number, body = (
-                            packet[2 : length + 2].decode(),
-                            packet[length + 2 :][:2],
-                            packet[length + 4 :],
-                        )
-                        retained = bool(head[0] & 1)
-                        if not retained and self.loses > 0:
-                            self.loses -= 1
-                            return
-                        self.got.append((topic, body, retained))
-                        link.sendall(b"\x40\x02" + number)
-                    case 12:
-                        link.sendall(b"\xd0\x00")
+                if head[0] >> 4 == 1:
+                    self.connects.append(packet)
+                    link.sendall(bytes((0x20, 2, 0, self.code)))
+                elif head[0] >> 4 == 3:
+                    end, retained = 2 + struct.unpack(">H", packet[:2])[0], bool(head[0] & 1)
+                    if not retained and self.loses > 0:
+                        self.loses -= 1
+                        return
+                    self.got.append((packet[2:end].decode(), packet[end + 2 :], retained))
+                    link.sendall(b"\x40\x02" + packet[end : end + 2])
 
-    def close(self) -> None:
-        self._server.close()
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
 
 
 @pytest.fixture
@@ -291,7 +281,7 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
     authority.issue_cert("127.0.0.1").configure_cert(context)
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     (tmp_path / "password").write_text(f"{SECRET}\n")
-    with contextlib.closing(Broker(context)) as running:
+    with Broker(context) as running:
         yield running
 
 
@@ -303,7 +293,7 @@ def mqtt(port: int, folder: Path, **fields: Any) -> SinkPlan:
 
 def test_events_reach_a_broker_with_its_availability_and_discovery(broker: Broker, tmp_path: Path) -> None:
     broker.loses = 1
-    with opened(tmp_path / "sinks", mqtt(broker.port, tmp_path)) as running:
+    with opened(tmp_path, mqtt(broker.port, tmp_path)) as running:
         for number in range(3):
             running.send(event(number))
         until(lambda: running.status()[0].waiting == 0)
@@ -402,7 +392,7 @@ def test_secrets_are_in_no_message_and_no_file(
     said: list[str] = []
     with (
         Receiver(status=lambda: 500) as receiver,
-        opened(tmp_path / "sinks", webhook(receiver.port), mqtt(broker.port, tmp_path), said=said) as running,
+        opened(tmp_path, webhook(receiver.port), mqtt(broker.port, tmp_path), said=said) as running,
     ):
         running.send(event(0))
         until(lambda: all(each.problem for each in running.status()))

@@ -161,8 +161,8 @@ class EventQuestions:
         sinks: Sinks,
         report: Callable[[EventResult], None],
     ) -> None:
-        """The folder of `analysis` gets CAMERA.events.jsonl, and pictures and clips in CAMERA.events. report: called with
-        each event after it was sent. Raises BadConfig if the files cannot be written.
+        """The folder of `analysis` gets CAMERA.events.jsonl, and pictures and clips in CAMERA.events. report: called
+        with each event after it was sent. Raises BadConfig if the files cannot be written.
         """
         self.num_events = 0
         self._client, self._source, self._out = client, camera.name, analysis.out if camera.events else None
