@@ -279,7 +279,7 @@ def vlora(*args: str) -> str:
 @pytest.mark.slow
 def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
     journal = str(folder / "routing.jsonl")
-    settings = ("--routing-rule", "least_loaded", "--routing-journal", journal)
+    settings = ("--replicas", "2:3", "--routing-rule", "least_loaded", "--routing-journal", journal)
     with replicas(folder, *settings) as on:
         ray, *lines, _ = on.lines
         assert ray == "starting Ray\n"
