@@ -363,6 +363,9 @@ class ServerConfig:
     camera_paths: tuple[str, ...] = setting(
         (), "Network", "Folder or device (/dev/video0) of cameras that admins may add; may be repeated."
     )
+    camera_sinks: bool = setting(
+        False, "Network", "Let admins give cameras sinks, which send events and read secrets of this machine."
+    )
     max_image_bytes: int = setting(20 * 2**20, "Limits", "Maximum size of an encoded image.", least=1)
     max_image_pixels: int = setting(40_000_000, "Limits", "Maximum size of a decoded image.", least=1)
     max_images: int = setting(

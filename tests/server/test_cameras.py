@@ -279,10 +279,11 @@ def wait_for(on: Served, holds: Callable[[CameraStatus], bool], name: str = "gat
 
 def serving_cameras(folder: Path) -> contextlib.AbstractContextManager[Served]:
     cam = write_adapter(folder / "cam", {"night": 1})
-    flags = ("--camera-hosts", "127.0.0.1", "--adapter-state", str(folder / "state"), "--adapter", f"cam={cam}")
+    flags = f"--camera-hosts 127.0.0.1 --camera-sinks --adapter-state {folder}/state --adapter cam={cam}".split()
     return serving(*SCRIPTED, "--model", "scripted", *flags)
 
 
+LINES = [{"name": "log", "jsonl": {"file": "events.jsonl"}}]
 EVENTS = [{"name": "seen", "when": {"head": "cam/night", "label": "bright"}}]
 
 
@@ -290,7 +291,8 @@ EVENTS = [{"name": "seen", "when": {"head": "cam/night", "label": "bright"}}]
 def test_a_camera_over_http_is_lost_comes_back_and_outlives_the_server(tmp_path: Path) -> None:
     """No credential is in any output."""
     port, shown = free_port(), list[str]()
-    wanted = described(source=f"http://user:{SECRET}@127.0.0.1:{port}/{SECRET}?key={SECRET}", events=EVENTS)
+    source = f"http://user:{SECRET}@127.0.0.1:{port}/{SECRET}?key={SECRET}"
+    wanted = described(source=source, events=EVENTS, sinks=LINES)
     with serving_cameras(tmp_path) as on:
         with mjpeg(port):
             assert call(on.http_port, "POST", "/v1/cameras", wanted)[0] == 201
@@ -302,12 +304,14 @@ def test_a_camera_over_http_is_lost_comes_back_and_outlives_the_server(tmp_path:
             wait_for(on, lambda each: each.health.num_reconnects == 1)
         for path in ("/v1/cameras", "/console/state", "/metrics"):
             shown.append(call(on.http_port, "GET", path)[1])
-        wrong = {**wanted, "name": "yard", "tasks": [{"head": "cam/none"}], "events": []}
+        wrong = {**wanted, "name": "yard", "tasks": [{"head": "cam/none"}], "events": [], "sinks": []}
         status, text = call(on.http_port, "POST", "/v1/cameras", wrong)
         assert status == 400 and "field `tasks[0].head`: adapter 'cam' has no head 'none'" in text
         on.process.send_signal(signal.SIGTERM)
         on.end()
         shown += [text, on.log]
+    (event,) = (tmp_path / "state" / "camera-sinks" / "gate").rglob("events.jsonl")
+    assert '"event":"seen"' in event.read_text()
     with serving_cameras(tmp_path) as on, mjpeg(port):
         assert wait_for(on, lambda each: each.health.num_answers > 0).tasks == ("cam/night",)
         assert call(on.http_port, "DELETE", "/v1/cameras/gate")[0] == 204

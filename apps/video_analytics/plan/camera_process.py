@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections import deque
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -32,6 +33,7 @@ from vlora.types.camera import CameraEvent, CameraHealth, CameraReport
 _INTERVAL_S, _RATE_S = 1.0, 5.0  # between reports, and over which frames are counted
 _HUNG_S = 120.0  # without a frame or an error, which OpenCV reports after 30 s, and pauses take as long
 _STOP_S = 3.0
+_SINKS = "VLORA_CAMERA_SINKS"  # variable with the folder of the sinks of all cameras
 
 
 class CameraProcess:
@@ -76,7 +78,8 @@ class CameraProcess:
     def _read(self, file: PlanFile, client: Client, name: str) -> None:
         own: dict[str, Any] = {"on_result": self._on_result, "on_event": self._on_event, "stop": self._stop}
         try:
-            run_plan(client, file, wait_s=float("inf"), health={name: self._health}, **own)
+            sinks = Path(os.environ[_SINKS]) / name if _SINKS in os.environ else None
+            run_plan(client, file, wait_s=float("inf"), health={name: self._health}, sinks=sinks, **own)
             self.report(ended="")
         except Exception as error:
             self.report(ended=value_of(error).message)
@@ -116,8 +119,10 @@ def main() -> None:
     with Client() as client:
         try:
             file = plan_of(json.loads(sys.stdin.readline()))
-            if file.plan.cameras[0].sinks:
-                raise BadPlan("field `sinks`: cameras of a server have none; run the plan with `vlora stream`")
+            if file.plan.cameras[0].clips is not None:
+                raise BadPlan("field `clips`: a server keeps none; run the plan with `vlora stream`")
+            if file.plan.cameras[0].sinks and _SINKS not in os.environ:
+                raise BadPlan("field `sinks`: not allowed; have the operator of this server set --camera-sinks")
             check_server(file, client.adapters())
         except Exception as error:
             process.report(refused=value_of(error))

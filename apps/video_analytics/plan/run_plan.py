@@ -144,6 +144,7 @@ def run_plan(
     file: PlanFile,
     *,
     out: Path | None = None,
+    sinks: Path | None = None,
     max_latency_s: float | None = None,
     wait_s: float = 0.0,
     stop: threading.Event | None = None,
@@ -156,6 +157,7 @@ def run_plan(
 
     Args:
         out: folder of the result files, instead of the plan's.
+        sinks: folder of the sinks, instead of that of the results.
         max_latency_s: of cameras without their own.
         wait_s, stop, on_result, say: see `run`.
         on_event: called with each event after the answer to its question, from several threads.
@@ -172,7 +174,7 @@ def run_plan(
     check_server(file, statuses)
     counts = PlanCounts({}, {}, {})
     with contextlib.ExitStack() as scope:
-        sending = scope.enter_context(open_sinks(out, file.plan.cameras, file.plan.sinks, analysis.print_line))
+        sending = scope.enter_context(open_sinks(sinks or out, file.plan.cameras, file.plan.sinks, analysis.print_line))
         cameras = [
             _Camera(client, camera, analysis, statuses, sending, on_event, counts, health.get(camera.name))
             for camera in file.plan.cameras
