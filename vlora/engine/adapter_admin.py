@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections import deque
@@ -48,6 +49,7 @@ class _Pin(_Call):
     pass
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class AdapterAdmin:
     """Adapter management for an engine.
 
@@ -59,31 +61,17 @@ class AdapterAdmin:
     at a time, in call order. `unload` and `unpin` take effect at once and abort earlier calls on the same name.
     """
 
-    def __init__(
-        self,
-        *,
-        registry: AdapterRegistry,
-        pool: AdapterPool,
-        adapter_cache: AdapterCache,
-        scheduler: Scheduler,
-        loader: AdapterLoader,
-        several_ranks: bool,
-    ) -> None:
-        """Create an empty queue of calls.
+    registry: AdapterRegistry
+    pool: AdapterPool
+    adapter_cache: AdapterCache
+    scheduler: Scheduler
+    loader: AdapterLoader
+    several_ranks: bool
 
-        Args:
-            loader: Knows the requests that use a registration.
-            several_ranks: Whether a status shows how factors are sharded over the ranks.
-        """
+    def __post_init__(self) -> None:
         self.pinned: dict[str, PageRun] = {}
-        self._registry = registry
-        self._pool = pool
-        self._adapter_cache = adapter_cache
-        self._scheduler = scheduler
-        self._loader = loader
-        self._several_ranks = several_ranks
-        self.former = FormerAdapters(registry, loader)
-        self.compositions = Compositions(registry, loader, self.former, lambda: self._room.num_pages)
+        self.former = FormerAdapters(self.registry, self.loader)
+        self.compositions = Compositions(self.registry, self.loader, self.former, lambda: self._room.num_pages)
         self._queue: deque[_Call] = deque()
 
     # -- in the caller's thread ---------------------------------------------------------------------------------------
@@ -98,15 +86,15 @@ class AdapterAdmin:
         Raises BadAdapter, OverCapacity, or BadRequest for a pinned name.
         """
         known = {name: self.former.with_content(name, path, versions.get(name, "")) for name, path in paths.items()}
-        changed = [name for name in paths if (found := known[name]) is None or not self._registry.is_current(found.key)]
+        changed = [name for name in paths if (found := known[name]) is None or not self.registry.is_current(found.key)]
         before = [self._replaced_key(name) for name in changed]
         new = {name: path for name, path in paths.items() if known[name] is None}
-        self._registry.register(new, self.check_room, versions)
+        self.registry.register(new, self.check_room, versions)
         for name, registration in known.items():
             if registration is not None:
                 # One that was not read yet fails with other content.
                 registration.header = registration.folder_header.expecting(versions[name])
-                self._registry.enter(registration)
+                self.registry.enter(registration)
         for key in before:
             self._retire(key)
 
@@ -116,18 +104,18 @@ class AdapterAdmin:
         Raises BadAdapter, OverCapacity, or BadRequest for a pinned name; the previous content then stays.
         """
         self._replaced_key(name)
-        return self._accept(self._registry.read_folder(name, path, self.check_room))
+        return self._accept(self.registry.read_folder(name, path, self.check_room))
 
     def unload(self, name: str) -> str | None:
         """Free the name. Returns its key, or None if its first load is still queued. Raises UnknownAdapter.
 
         Queued and running calls on the name end with Aborted.
         """
-        if self._abort(f"adapter {name!r} was unloaded", name) and name not in self._registry:
+        if self._abort(f"adapter {name!r} was unloaded", name) and name not in self.registry:
             return None
-        key = self._registry.get(name).key
+        key = self.registry.get(name).key
         self.unpin(name)
-        self._registry.remove(name)
+        self.registry.remove(name)
         self.compositions.drop(key)
         self.former.add(key)
         return key
@@ -136,7 +124,7 @@ class AdapterAdmin:
         """Keep these contents by name when others replace them, and no others. Returns those that are here."""
         for key in self.former.keep(versions):
             self.compositions.drop(key)
-            self._loader.retire(key)
+            self.loader.retire(key)
         return self.former.held
 
     def pin(self, name: str) -> AdapterStatus:
@@ -145,21 +133,21 @@ class AdapterAdmin:
         Raises UnknownAdapter, BadAdapter if reading it fails, and OverCapacity if there is no room for it or another
         adapter would no longer fit.
         """
-        registration = self._registry.get(name)
+        registration = self.registry.get(name)
         if name not in self.pinned:
-            self._registry.read(registration.key)
+            self.registry.read(registration.key)
             self._start_load(registration)
-            if registration.key in self._pool.loading:
-                self._pool.finish_load(registration.key)
+            if registration.key in self.pool.loading:
+                self.pool.finish_load(registration.key)
             self._pin_resident(registration)
         return self.status(registration)
 
     def unpin(self, name: str) -> AdapterStatus:
         """Allow an adapter to be evicted again; abort a queued or running pin. Raises UnknownAdapter."""
-        registration = self._registry.get(name)
+        registration = self.registry.get(name)
         self._abort(f"adapter {name!r} was unpinned", name, _Pin)
         if name in self.pinned:
-            self._adapter_cache.unpin(registration.key)
+            self.adapter_cache.unpin(registration.key)
             del self.pinned[name]
         return self.status(registration)
 
@@ -175,7 +163,7 @@ class AdapterAdmin:
         if not self._queue:
             return ()
         reading = self._queue[0].reading
-        return (*self._registry.pending, *self._pool.pending) if reading is None else (reading,)
+        return (*self.registry.pending, *self.pool.pending) if reading is None else (reading,)
 
     def load_in_background(self, name: str, path: str, version: str = "") -> Future[AdapterStatus]:
         """As `load`, but files are read in the background. `poll` sets the result or the exception.
@@ -226,7 +214,7 @@ class AdapterAdmin:
             self._replaced_key(call.name)
             # counted here: only this thread may read the arena's bookkeeping
             fits = functools.partial(_check_fits, self._room)
-            call.reading = self._registry.read_folder_in_background(call.name, call.path, fits, call.version)
+            call.reading = self.registry.read_folder_in_background(call.name, call.path, fits, call.version)
         if not call.reading.done():
             return None
         registration = call.reading.result()
@@ -235,21 +223,21 @@ class AdapterAdmin:
 
     def _advance_pin(self, name: str) -> AdapterStatus | None:
         """Advance a pin; None while the adapter is being read or copied."""
-        registration = self._registry.get(name)
+        registration = self.registry.get(name)
         key = registration.key
         if name in self.pinned:
             return self.status(registration)
-        if key in self._pool.loading:
-            if not self._pool.is_copied(key):
+        if key in self.pool.loading:
+            if not self.pool.is_copied(key):
                 return None
-            self._pool.finish_load(key)
-        if key not in self._pool.resident:
-            if self._registry.fetch(key) is None:
+            self.pool.finish_load(key)
+        if key not in self.pool.resident:
+            if self.registry.fetch(key) is None:
                 if registration.error is not None:
                     raise BadAdapter(registration.error)
                 return None
             self._start_load(registration)
-            if key in self._pool.loading:
+            if key in self.pool.loading:
                 return None
         self._pin_resident(registration)
         return self.status(registration)
@@ -258,8 +246,8 @@ class AdapterAdmin:
 
     def statuses(self, after: str = "", most: int | None = None) -> tuple[AdapterStatus, ...]:
         """Statuses in order of name: at most `most` of those after `after`."""
-        names = (name for name in self._registry.names if name > after)
-        return tuple(self.status(self._registry.get(name)) for name in itertools.islice(names, most))
+        names = (name for name in self.registry.names if name > after)
+        return tuple(self.status(self.registry.get(name)) for name in itertools.islice(names, most))
 
     def status(self, registration: Registration) -> AdapterStatus:
         adapter, header = registration.adapter, registration.header
@@ -269,8 +257,8 @@ class AdapterAdmin:
             version=adapter.version if adapter else "",
             rank=header.rank,
             num_bytes=registration.num_bytes,
-            resident=registration.key in self._pool.resident,
-            mergeable=self._loader.is_mergeable(registration.key),
+            resident=registration.key in self.pool.resident,
+            mergeable=self.loader.is_mergeable(registration.key),
             merge_fidelity=adapter.merge_fidelity if adapter else 0.0,
             touches_vision=header.touches_vision,
             heads=tuple(
@@ -284,10 +272,10 @@ class AdapterAdmin:
                 for head in header.heads.values()
             ),
             pinned=registration.name in self.pinned,
-            sharding=sharding if self._several_ranks else None,
+            sharding=sharding if self.several_ranks else None,
             loaded=adapter is not None,
             error=registration.error,
-            num_loads=self._pool.loads_of(registration.key),
+            num_loads=self.pool.loads_of(registration.key),
             domains=registration.folder_header.domains,
         )
 
@@ -295,34 +283,34 @@ class AdapterAdmin:
 
     @property
     def _room(self) -> _Room:
-        return _Room(self._adapter_cache.room_beside(self.pinned.values()), len(self.pinned))
+        return _Room(self.adapter_cache.room_beside(self.pinned.values()), len(self.pinned))
 
     def _replaced_key(self, name: str) -> str | None:
         """The key a name maps to before it gets new content. Raises BadRequest for a pinned name."""
         if name in self.pinned:
             raise BadRequest(f"adapter {name!r} is pinned; unpin it before loading other content under its name")
-        return self._registry.get(name).key if name in self._registry else None
+        return self.registry.get(name).key if name in self.registry else None
 
     def _accept(self, registration: Registration) -> AdapterStatus:
         before = self._replaced_key(registration.name)
-        current = self._registry.accept(registration)
+        current = self.registry.accept(registration)
         self._retire(before)
         return self.status(current)
 
     def _retire(self, key: str | None) -> None:
         """Drop the previous content of a name, and its compositions."""
-        if key is not None and not self._registry.is_current(key):
+        if key is not None and not self.registry.is_current(key):
             self.compositions.drop(key)
             self.former.add(key)
-            self._loader.retire(key)
+            self.loader.retire(key)
 
     def _start_load(self, registration: Registration) -> None:
         """Start to load an adapter that was read onto the device. Raises OverCapacity."""
         assert registration.adapter is not None
-        in_use = pin_in_use(self._scheduler.demand, self._adapter_cache)
-        fits = self._pool.load(registration.adapter)
+        in_use = pin_in_use(self.scheduler.demand, self.adapter_cache)
+        fits = self.pool.load(registration.adapter)
         for other in in_use:
-            self._adapter_cache.unpin(other)
+            self.adapter_cache.unpin(other)
         if not fits:
             raise OverCapacity(
                 f"no room to load adapter {registration.name!r} now: other adapters are in use; try again later"
@@ -330,17 +318,17 @@ class AdapterAdmin:
 
     def _pin_resident(self, registration: Registration) -> None:
         """Pin a resident adapter. Raises OverCapacity if another registered adapter would no longer fit."""
-        name, run = registration.name, self._adapter_cache.run(registration.key)
-        room = self._adapter_cache.room_beside((*self.pinned.values(), run))
-        named = map(self._registry.get, self._registry.names)
-        for other in (*named, *map(self._registry.known, {*self._loader.users, *self._loader.kept})):
+        name, run = registration.name, self.adapter_cache.run(registration.key)
+        room = self.adapter_cache.room_beside((*self.pinned.values(), run))
+        named = map(self.registry.get, self.registry.names)
+        for other in (*named, *map(self.registry.known, {*self.loader.users, *self.loader.kept})):
             needed = pages_for(other.num_bytes)
             if other.name != name and other.name not in self.pinned and needed > room:
                 raise OverCapacity(
                     f"pinning adapter {name!r} would leave {room} contiguous pages of the arena, but adapter "
                     f"{other.name!r} needs {needed}; unpin another one or start with a larger arena_bytes"
                 )
-        self._adapter_cache.pin(registration.key)
+        self.adapter_cache.pin(registration.key)
         self.pinned[name] = run
 
     def _abort(self, reason: str, name: str | None = None, kind: type[_Call] = _Call) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from vlora.engine.compositions import Compositions
@@ -44,32 +45,23 @@ def check_version(request: Request, registration: Registration | None, *, is_act
     )
 
 
+@dataclasses.dataclass(eq=False)
 class AdapterVersions:
     """Hooks that hold requests with an `adapter_version` until their adapter is read, and check its content then."""
 
-    def __init__(
-        self,
-        adapters: Compositions,
-        registry: AdapterRegistry,
-        scheduler: Scheduler,
-        waits_for_grammar: Callable[[str], bool],
-    ) -> None:
-        """Start without requests.
+    adapters: Compositions
+    registry: AdapterRegistry
+    scheduler: Scheduler
+    waits_for_grammar: Callable[[str], bool]
 
-        Args:
-            waits_for_grammar: Whether a request is held for its grammar too.
-        """
-        self._adapters = adapters
-        self._registry = registry
-        self._scheduler = scheduler
-        self._waits_for_grammar = waits_for_grammar
-        self._registrations: dict[str, Registration] = {}  # by request id, of active adapters
+    def __post_init__(self) -> None:
+        self._registrations: dict[str, Registration] = {}  # by request id, of active self.adapters
         self._unread: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
         if request.adapter is None:
             return
-        registration = self._adapters.get(request.adapter, request.adapter_version)
+        registration = self.adapters.get(request.adapter, request.adapter_version)
         if registration.header.first_token(request.prompt_ids) is None:
             return  # the adapter is off
         self._registrations[request.request_id] = registration
@@ -89,16 +81,16 @@ class AdapterVersions:
         outputs: list[RequestOutput] = []
         for request_id, request in tuple(self._unread.items()):
             registration = self._registrations[request_id]
-            self._registry.fetch(registration.key)  # starts the read, or collects its result
+            self.registry.fetch(registration.key)  # starts the read, or collects its result
             try:
                 if not check_version(request, registration):
                     continue
             except AdapterChanged as error:
-                output = self._scheduler.fail(request_id, ErrorValue.of(error))
+                output = self.scheduler.fail(request_id, ErrorValue.of(error))
                 outputs += [] if output is None else [output]
             else:
-                if not self._waits_for_grammar(request_id):
-                    self._scheduler.release(request_id)
+                if not self.waits_for_grammar(request_id):
+                    self.scheduler.release(request_id)
             del self._unread[request_id]
         return outputs
 

@@ -231,8 +231,8 @@ def build(
             served = base.start(device, trainings.promise, clock)
             other_work = WorkByTurns(trainings, served, trainings.promise, clock)
         monitor = Monitor(
-            config,
-            clock,
+            config=config,
+            clock=clock,
             scheduler=scheduler,
             device=device,
             block_manager=block_manager,

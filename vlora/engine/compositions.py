@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -17,20 +18,19 @@ MAX_USED, MAX_UNUSED = 64, 8
 """Compositions that requests use, and others that are kept: weights are free, and each has a copy of its factors."""
 
 
+@dataclasses.dataclass(eq=False)
 class Compositions:
     """A composition is made when a request names it. It is kept while requests use it, and then as one of the last few.
 
     A request for it also uses its parts: an unloaded part ends the request, and a replaced one is kept for it.
+
+    room: the number of contiguous pages that an adapter may have.
     """
 
-    def __init__(
-        self, registry: AdapterRegistry, loader: AdapterLoader, former: FormerAdapters, room: Callable[[], int]
-    ) -> None:
-        """room: The number of contiguous pages that an adapter may have."""
-        self._registry = registry
-        self._loader = loader
-        self._former = former
-        self._room = room
+    registry: AdapterRegistry
+    loader: AdapterLoader
+    former: FormerAdapters
+    room: Callable[[], int]
 
     def get(self, name: str, version: str | None = None) -> Registration:
         """The current registration of an adapter or a composition.
@@ -45,16 +45,16 @@ class Compositions:
             OverCapacity: Requests use `MAX_USED` other compositions.
         """
         named = composed_of(name)
-        parts = self._former.parts(named, version) if version else None
+        parts = self.former.parts(named, version) if version else None
         if parts is None:
-            parts = tuple(WeightedAdapter(self._registry.get(adapter), weight) for adapter, weight in named)
+            parts = tuple(WeightedAdapter(self.registry.get(adapter), weight) for adapter, weight in named)
         for part in parts:
             if part.registration.error is not None:
                 raise BadAdapter(part.registration.error)
         if len(parts) == 1 and parts[0].weight == 1:
             return parts[0].registration
-        found = self._registry.composition(adapter_name(name), parts)
-        needed, room = pages_for(found.num_bytes), self._room()
+        found = self.registry.composition(adapter_name(name), parts)
+        needed, room = pages_for(found.num_bytes), self.room()
         if needed > room:
             raise BadRequest(
                 f"adapter {name!r} has rank {found.header.rank} and needs {needed} contiguous pages of the arena, but "
@@ -62,27 +62,27 @@ class Compositions:
                 field="adapter",
             )
         self._limit_others(found)
-        if (replaced := self._registry.keep(found)) is not None:
-            self._loader.retire(replaced)
+        if (replaced := self.registry.keep(found)) is not None:
+            self.loader.retire(replaced)
         return found
 
     def drop(self, part: str) -> None:
         """Drop the compositions of a registration that is no longer current, those in use when their requests end."""
-        for composition in self._registry.compositions:
+        for composition in self.registry.compositions:
             if part in composition.uses:
-                self._registry.dissolve(composition)
-                self._loader.retire(composition.key)
+                self.registry.dissolve(composition)
+                self.loader.retire(composition.key)
 
     def _limit_others(self, needed: Registration) -> None:
-        others = [each for each in self._registry.compositions if each is not needed]
-        unused = [each for each in others if each.key not in self._loader.users]
+        others = [each for each in self.registry.compositions if each is not needed]
+        unused = [each for each in others if each.key not in self.loader.users]
         if len(others) - len(unused) >= MAX_USED:
             raise OverCapacity(
                 f"requests use {MAX_USED} other compositions of adapters, which is the limit; try again later"
             )
         for composition in unused[:-MAX_UNUSED]:
-            self._registry.dissolve(composition)
-            self._loader.retire(composition.key)
+            self.registry.dissolve(composition)
+            self.loader.retire(composition.key)
 
 
 _MAX_TRIED = 256  # combinations of former adapters, when the parts of a composition are looked for

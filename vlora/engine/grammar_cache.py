@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
@@ -71,32 +72,23 @@ def grammar_of(request: Request) -> str | None:
     return None if request.in_one_pass else request.sampling.grammar
 
 
+@dataclasses.dataclass(eq=False)
 class GrammarHook:
     """Releases requests to the scheduler when their grammar is compiled."""
 
-    def __init__(
-        self,
-        cache: GrammarCache,
-        scheduler: Scheduler,
-        begin_grammar: Callable[[str, Cursor], None],
-        waits_for_adapter: Callable[[str], bool],
-    ) -> None:
-        """Start without requests.
+    cache: GrammarCache
+    scheduler: Scheduler
+    begin_grammar: Callable[[str, Cursor], None]
+    waits_for_adapter: Callable[[str], bool]
 
-        Args:
-            waits_for_adapter: Whether a request is held for the content of its adapter too.
-        """
-        self._cache = cache
-        self._scheduler = scheduler
-        self._begin_grammar = begin_grammar
-        self._waits_for_adapter = waits_for_adapter
+    def __post_init__(self) -> None:
         self._answered: dict[str, tuple[int, ...]] = {}  # of resumed requests
 
     def add(self, request: Request) -> None:
         """Start to compile the grammar of a request that the scheduler holds."""
         grammar = grammar_of(request)
         if grammar is not None:
-            self._cache.compile_for(request.request_id, grammar)
+            self.cache.compile_for(request.request_id, grammar)
             if request.answered:
                 self._answered[request.request_id] = request.answered
 
@@ -106,23 +98,23 @@ class GrammarHook:
         The answer of a resumed request is ended too if it does not match its grammar so far.
         """
         outputs: list[RequestOutput] = []
-        for request_id, found in self._cache.collect():
+        for request_id, found in self.cache.collect():
             try:
                 if isinstance(found, VLoraError):
                     raise found
                 cursor = resumed(found, self._answered.pop(request_id, ()))
             except VLoraError as error:
-                output = self._scheduler.fail(request_id, ErrorValue.of(error))
+                output = self.scheduler.fail(request_id, ErrorValue.of(error))
                 outputs += [] if output is None else [output]
             else:
-                self._begin_grammar(request_id, cursor)
-                if not self._waits_for_adapter(request_id):
-                    self._scheduler.release(request_id)
+                self.begin_grammar(request_id, cursor)
+                if not self.waits_for_adapter(request_id):
+                    self.scheduler.release(request_id)
         return outputs
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended; unknown ids are ignored."""
-        self._cache.forget(request_id)
+        self.cache.forget(request_id)
         self._answered.pop(request_id, None)
 
 

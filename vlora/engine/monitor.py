@@ -5,6 +5,7 @@ This happens between two steps, so every part of a snapshot is bounded: a thousa
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import math
@@ -43,49 +44,32 @@ _LETTERS = "fakcp"  # of `ArenaMap`, by the kinds of `PageAllocator.page_kinds`;
 _PACKED = _LETTERS.index("p")
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Monitor:
-    """Reads the engine's parts and changes none."""
+    """Reads the engine's parts and changes none.
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        clock: Callable[[], float],
-        *,
-        scheduler: Scheduler,
-        device: DeviceRuntime,
-        block_manager: BlockManager,
-        adapter_cache: AdapterCache,
-        registry: AdapterRegistry,
-        loader: AdapterLoader,
-        pinned: Collection[str],
-        trainings: Callable[[], tuple[TrainingStatus, ...]],
-        served_base: Callable[[], Mapping[str, Any]],
-        environment: Mapping[str, Any],
-    ) -> None:
-        """Start without steps.
+    served_base: fields of `EngineStats` for clients of the base model. environment: those that never change.
+    """
 
-        Args:
-            scheduler, device, block_manager, adapter_cache, registry, loader: The engine's parts.
-            served_base: Fields of `EngineStats` for clients of the base model.
-            environment: Fields of `EngineStats` that never change.
-        """
-        self._config = config
-        self._clock = clock
-        self._scheduler = scheduler
-        self._device = device
-        self._block_manager = block_manager
-        self._allocator = block_manager.allocator
-        self._adapter_cache = adapter_cache
-        self._pool = device.pool
-        self._registry = registry
-        self._loader = loader
-        self._pinned = pinned
-        self._trainings = trainings
-        self._served_base = served_base
-        self._environment = environment
+    config: EngineConfig
+    clock: Callable[[], float]
+    scheduler: Scheduler
+    device: DeviceRuntime
+    block_manager: BlockManager
+    adapter_cache: AdapterCache
+    registry: AdapterRegistry
+    loader: AdapterLoader
+    pinned: Collection[str]
+    trainings: Callable[[], tuple[TrainingStatus, ...]]
+    served_base: Callable[[], Mapping[str, Any]]
+    environment: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self._allocator = self.block_manager.allocator
+        self._pool = self.device.pool
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
         self._num_steps = 0
-        self._rates = Rates(clock)
+        self._rates = Rates(self.clock)
 
     def count_request(self, request: Request) -> None:
         """Count the demand for the request's adapter, or for each one of its composition."""
@@ -94,13 +78,13 @@ class Monitor:
 
     def record_step(self, batch: Batch, result: StepResult) -> None:
         """Record a step that has run, before the scheduler ends requests for it."""
-        queue = self._scheduler.queue
+        queue = self.scheduler.queue
         num_others = len(queue) - len([item for item in batch.items if item.request_id in queue.admitted])
         self._num_steps += 1
         self._steps.append(
             StepRecord(
                 self._num_steps,
-                self._clock(),
+                self.clock(),
                 result.step_s,
                 result.switch_s if result.switched else 0.0,
                 batch.mode.value,
@@ -112,35 +96,35 @@ class Monitor:
         )
 
     def stats(self) -> EngineStats:
-        block_bytes = self._device.limits.block_pages * PAGE_BYTES
-        vision, loader = self._device.vision, self._loader
+        block_bytes = self.device.limits.block_pages * PAGE_BYTES
+        vision, loader = self.device.vision, self.loader
         return msgspec.structs.replace(
-            self._scheduler.stats(self._config.model),
-            max_context=self._device.limits.max_context,
+            self.scheduler.stats(self.config.model),
+            max_context=self.device.limits.max_context,
             arena_bytes=self._allocator.num_pages * PAGE_BYTES,
             kv_bytes=len(self._allocator.taken_blocks) * block_bytes,
-            cached_kv_bytes=self._block_manager.num_cached_blocks * block_bytes,
-            adapter_bytes=self._adapter_cache.num_pages * PAGE_BYTES,
-            num_adapters=len(self._registry.names),
+            cached_kv_bytes=self.block_manager.num_cached_blocks * block_bytes,
+            adapter_bytes=self.adapter_cache.num_pages * PAGE_BYTES,
+            num_adapters=len(self.registry.names),
             num_resident_adapters=len(self._pool.resident),
             num_vision_hits=vision.num_hits,
             num_vision_encoded=vision.num_encoded,
             vision_cache_bytes=vision.num_bytes,
-            host_adapter_bytes=self._registry.num_bytes,
-            relocated_bytes=self._device.arena.num_copied * PAGE_BYTES,
+            host_adapter_bytes=self.registry.num_bytes,
+            relocated_bytes=self.device.arena.num_copied * PAGE_BYTES,
             num_adapter_loads=self._pool.num_loads,
             num_adapter_hits=loader.num_hits,
             num_adapter_misses=loader.num_misses,
             num_load_waits=loader.num_waits,
             load_wait_s=loader.wait_s,
-            trainings=self._trainings(),
-            **self._served_base(),
-            **self._environment,
+            trainings=self.trainings(),
+            **self.served_base(),
+            **self.environment,
         )
 
     def load(self) -> EngineLoad:
-        queue, resident = self._scheduler.queue, self._pool.resident
-        blocks = self._block_manager
+        queue, resident = self.scheduler.queue, self._pool.resident
+        blocks = self.block_manager
         num_running = sum([t.status is RequestStatus.RUNNING for t in queue.admitted.values()])
         missing = 0
         for t in (*queue.admitted.values(), *queue.outside.waiting):
@@ -152,20 +136,20 @@ class Monitor:
             num_waiting=len(queue) - num_running,
             resident={
                 known.name: known.content.version
-                for known in map(self._registry.known, resident)
-                if self._registry.is_current(known.key)
+                for known in map(self.registry.known, resident)
+                if self.registry.is_current(known.key)
             },
-            loading=tuple(sorted(self._registry.known(key).name for key in self._loader.available - resident)),
+            loading=tuple(sorted(self.registry.known(key).name for key in self.loader.available - resident)),
         )
 
     def snapshot(self, since: int = 0) -> EngineSnapshot:
         """A snapshot with the recorded steps after number `since`."""
         wanted = min(len(self._steps), max(0, self._num_steps - since))
         return EngineSnapshot(
-            now_s=self._clock(),
+            now_s=self.clock(),
             stats=self.stats(),
-            theta_s=self._config.theta_s,
-            max_batch_size=self._config.max_batch_size,
+            theta_s=self.config.theta_s,
+            max_batch_size=self.config.max_batch_size,
             steps=tuple(itertools.islice(self._steps, len(self._steps) - wanted, None)),
             queue=self._queue(),
             arena=self._arena_map(),
@@ -175,7 +159,7 @@ class Monitor:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _queue(self) -> tuple[QueuedRequest, ...]:
-        now = self._clock()
+        now = self.clock()
         return tuple(
             QueuedRequest(
                 adapter=self._name_of(tracked.adapter),
@@ -186,11 +170,11 @@ class Monitor:
                 new_tokens=tracked.new_tokens,
                 num_sampled=tracked.num_sampled,
             )
-            for tracked, credit in self._scheduler.by_credit(_MAX_SHOWN)
+            for tracked, credit in self.scheduler.by_credit(_MAX_SHOWN)
         )
 
     def _arena_map(self) -> ArenaMap:
-        runs = self._adapter_cache.runs
+        runs = self.adapter_cache.runs
         size, cells = arena_cells(self._allocator.page_kinds, [run for key, run in runs if key is None])
         return ArenaMap(
             num_pages=self._allocator.num_pages,
@@ -204,8 +188,8 @@ class Monitor:
     def _loads(self) -> tuple[AdapterLoad, ...]:
         """Adapters in demand or on the device, the most requested first."""
         rates, resident, arriving = self._rates.read(), self._pool.resident, self._pool.loading
-        here = {known.name: known for known in map(self._registry.known, resident | arriving)}
-        there = {name: self._registry.get(name) for name in here | rates if name in self._registry}
+        here = {known.name: known for known in map(self.registry.known, resident | arriving)}
+        there = {name: self.registry.get(name) for name in here | rates if name in self.registry}
         there |= {name: known for name, known in here.items() if known.parts}
         loads = []
         for name in heapq.nsmallest(_MAX_SHOWN, there, key=lambda name: (-rates.get(name, 0.0), name)):
@@ -217,11 +201,11 @@ class Monitor:
                     rank=registration.header.rank,
                     num_bytes=registration.num_bytes,
                     place=_place(key in resident, key in arriving, content is not None),
-                    pinned=name in self._pinned,
-                    merged=key == self._device.switcher.merged_key,
-                    mergeable=self._loader.is_mergeable(key),
+                    pinned=name in self.pinned,
+                    merged=key == self.device.switcher.merged_key,
+                    mergeable=self.loader.is_mergeable(key),
                     rate=rates.get(name, 0.0),
-                    num_under_way=len(self._loader.users.get(key, ())),
+                    num_under_way=len(self.loader.users.get(key, ())),
                 )
             )
         return tuple(loads)

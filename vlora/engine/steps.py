@@ -8,6 +8,7 @@ tokens, which answers end, errors, and times. docs/decisions/0055-steps-ahead-on
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection
 from typing import Protocol
 
@@ -52,6 +53,7 @@ def failed(batch: Batch, error: StepFailed) -> StepResult:
     return StepResult(errors={item.request_id: value for item in batch.items})
 
 
+@dataclasses.dataclass(eq=False)
 class StepsAhead:
     """Keeps at most one step in flight while the next one is scheduled.
 
@@ -60,13 +62,12 @@ class StepsAhead:
     for a request, change inputs of the next decision and are collected at once.
     """
 
-    def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, block_manager: WrittenBlocks, on_step: OnStep
-    ) -> None:
-        self._runner = runner
-        self._scheduler = scheduler
-        self._block_manager = block_manager
-        self._on_step = on_step
+    runner: ModelRunner
+    scheduler: Scheduler
+    block_manager: WrittenBlocks
+    on_step: OnStep
+
+    def __post_init__(self) -> None:
         self._in_flight: tuple[Batch, LaunchedStep] | None = None
         self._plain: set[str] = set()  # unfinished requests that need nothing of their last token on the host
 
@@ -96,7 +97,7 @@ class StepsAhead:
         Returns:
             The outputs of the step.
         """
-        return self._collect() if self.pending and self._scheduler.demand.blocks_short() else ()
+        return self._collect() if self.pending and self.scheduler.demand.blocks_short() else ()
 
     def run(self, batch: Batch | None) -> tuple[RequestOutput, ...]:
         """Launch a step, then collect and record the one in flight; without a batch only the latter.
@@ -107,14 +108,14 @@ class StepsAhead:
         if batch is None:
             return self._collect()
         try:
-            step = self._runner.launch(batch)
+            step = self.runner.launch(batch)
         except StepFailed as error:
             outputs = self._collect()
-            self._scheduler.advance(batch)
+            self.scheduler.advance(batch)
             return outputs + self._finish(batch, failed(batch, error))
         ids = [item.request_id for item in batch.items]
         outputs = self._collect(written=ids)
-        self._scheduler.advance(batch)
+        self.scheduler.advance(batch)
         self._in_flight = batch, step
         decodes = batch.encode is None and batch.num_tokens == len(ids)
         if decodes and not step.switched and not step.errors and self._plain.issuperset(ids):
@@ -125,16 +126,16 @@ class StepsAhead:
         """Collect and record the step in flight. written: the requests of the step after it, if that was launched."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None:
-            self._block_manager.keep_written(written)
+            self.block_manager.keep_written(written)
             return ()
         batch, step = in_flight
         try:
-            result = self._runner.collect(step)
+            result = self.runner.collect(step)
         except StepFailed as error:
             result = failed(batch, error)
-        self._block_manager.keep_written(written)
+        self.block_manager.keep_written(written)
         return self._finish(batch, result)
 
     def _finish(self, batch: Batch, result: StepResult) -> tuple[RequestOutput, ...]:
-        self._on_step(batch, result)
-        return self._scheduler.finish(batch, result)
+        self.on_step(batch, result)
+        return self.scheduler.finish(batch, result)

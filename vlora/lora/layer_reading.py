@@ -6,6 +6,7 @@ The rows of Bt below the factors are computed here, once, from the base model.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,27 +27,18 @@ if TYPE_CHECKING:
     from vlora.memory.host_to_device import SideStream
 
 
+@dataclasses.dataclass(eq=False)
 class BaseLayers:
-    """The base model's adaptable layers with W0, whatever is merged. Thread-safe."""
+    """The base model's adaptable layers with W0, whatever is merged. Thread-safe.
 
-    def __init__(
-        self,
-        slabs: WeightSlabs,
-        unmerged: Mapping[str, nn.Linear | nn.Embedding],
-        base_weights: BaseWeights | None = None,
-        stream: SideStream | None = None,
-    ) -> None:
-        """Create the view.
+    unmerged: layers that are never merged: the vision side, the output head, the token embedding. base_weights: W0 in
+    host memory, for slabs that merged weights overwrite. stream: of the slabs' GPU, which computes; None: the caller's.
+    """
 
-        Args:
-            unmerged: The layers of the vision side, the output head and the token embedding, which are never merged.
-            base_weights: W0 in host memory, for slabs that merged weights overwrite; None if the slabs always hold W0.
-            stream: A separate stream of the slabs' GPU, which computes; None computes on the caller's.
-        """
-        self._slabs = slabs
-        self._unmerged = unmerged
-        self._base_weights = base_weights
-        self._stream = stream
+    slabs: WeightSlabs
+    unmerged: Mapping[str, nn.Linear | nn.Embedding]
+    base_weights: BaseWeights | None = None
+    stream: SideStream | None = None
 
     @torch.no_grad()
     def row_norms(self, site: str, a: Tensor, b: Tensor) -> Tensor:
@@ -57,12 +49,12 @@ class BaseLayers:
             b: [d_out, r] in float32, with the scaling.
         """
         weight = self._weight(site)
-        with contextlib.nullcontext() if self._stream is None else self._stream.current():
+        with contextlib.nullcontext() if self.stream is None else self.stream.current():
             return row_norms(weight, a.to(weight.device), b.to(weight.device)).cpu()
 
     def bias(self, site: str) -> Tensor:
         """The layer's bias on the CPU in float32, of shape [d_out], or [1] with 0 if it has none."""
-        layer = self._unmerged[site] if site in self._unmerged else self._slabs.linears[site]
+        layer = self.unmerged[site] if site in self.unmerged else self.slabs.linears[site]
         bias = layer.bias if isinstance(layer, nn.Linear) else None
         return torch.zeros(1) if bias is None else bias.detach().cpu().float()
 
@@ -74,10 +66,10 @@ class BaseLayers:
         return torch.equal(own.detach().cpu(), weight.to(own.dtype))
 
     def _weight(self, site: str) -> StoredWeight:
-        if site in self._unmerged:
-            layer = self._unmerged[site]
+        if site in self.unmerged:
+            layer = self.unmerged[site]
             return layer.stored if isinstance(layer, StoredLinear) else layer.weight
-        return self._slabs.entry(site) if self._base_weights is None else self._base_weights.weight(site)
+        return self.slabs.entry(site) if self.base_weights is None else self.base_weights.weight(site)
 
 
 def read_layer(

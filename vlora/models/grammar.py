@@ -6,6 +6,7 @@ the limits below bound the cost of a malicious grammar.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -86,16 +87,16 @@ class GrammarCompiler:
             raise BadRequest(f"this model does not support grammars: {error}") from error
 
 
+@dataclasses.dataclass(eq=False)
 class Grammar:
     """A compiled grammar for any number of answers. never_first: tokens that cannot be the first of an answer."""
 
-    def __init__(self, matcher: Any, num_tokens: int, never_first: np.ndarray | None = None) -> None:
-        self._matcher = matcher
-        self._num_tokens = num_tokens
-        self._never_first = never_first
+    matcher: Any
+    num_tokens: int
+    never_first: np.ndarray | None = None
 
     def begin(self) -> Cursor:
-        return Cursor(self._matcher.deep_copy(), self._num_tokens, self._never_first)
+        return Cursor(self.matcher.deep_copy(), self.num_tokens, self.never_first)
 
 
 class Cursor:

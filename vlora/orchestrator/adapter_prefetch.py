@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Set
 
 from vlora.memory.adapter_cache import AdapterCache
@@ -49,26 +50,17 @@ class ResidencyQuantum:
         return now - self._resident_since_s.get(name, now) >= _QUANTUM * self._load_s
 
 
+@dataclasses.dataclass(eq=False)
 class MemoryDemand:
     """The adapters and KV blocks that the unfinished requests need."""
 
-    def __init__(
-        self,
-        queue: RequestQueue,
-        budget: StepBudget,
-        credits: Credits,
-        encoding: EncodeQueue,
-        block_manager: BlockManager,
-        quantum: ResidencyQuantum,
-        clock: Callable[[], float],
-    ) -> None:
-        self.queue = queue
-        self._budget = budget
-        self._credits = credits
-        self._encoding = encoding
-        self._block_manager = block_manager
-        self._quantum = quantum
-        self._clock = clock
+    queue: RequestQueue
+    budget: StepBudget
+    credits: Credits
+    encoding: EncodeQueue
+    block_manager: BlockManager
+    quantum: ResidencyQuantum
+    clock: Callable[[], float]
 
     @property
     def needed_adapters(self) -> Set[str]:
@@ -83,7 +75,7 @@ class MemoryDemand:
         """The needed adapters in descending order of their requests' highest credit."""
         highest: dict[str, float] = {}
         tracked = [t for t in self.queue.admitted.values() if t.adapter is not None and t.entered]
-        for t, credit in zip(tracked, self._credits.current(tracked, self._clock()), strict=True):
+        for t, credit in zip(tracked, self.credits.current(tracked, self.clock()), strict=True):
             assert t.adapter is not None
             if credit > highest.get(t.adapter, -1.0):
                 highest[t.adapter] = credit
@@ -97,19 +89,19 @@ class MemoryDemand:
         those of requests that were preempted and have not produced a token since. The other requests keep their KV and
         wait in turn.
         """
-        now = self._clock()
-        holders = (self.queue.admitted[holder] for holder in self._block_manager.holders)
+        now = self.clock()
+        holders = (self.queue.admitted[holder] for holder in self.block_manager.holders)
         held = frozenset(
             t.adapter
             for t in holders
             if t.adapter is not None
-            and (t.protected or not self.queue.adapter_starves or not self._quantum.has_expired(t.adapter, now))
+            and (t.protected or not self.queue.adapter_starves or not self.quantum.has_expired(t.adapter, now))
         )
-        return held | self._encoding.adapters_encoding
+        return held | self.encoding.adapters_encoding
 
     def blocks_short(self) -> int:
         """Additional free KV blocks that the next step needs, see `budgets.blocks_short`."""
-        return blocks_short(self.queue.admitted.values(), self._block_manager, self._budget)
+        return blocks_short(self.queue.admitted.values(), self.block_manager, self.budget)
 
 
 def load_needed_adapters(demand: MemoryDemand, adapter_cache: AdapterCache, load: Callable[[str], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Iterable, Sequence
 
@@ -12,6 +13,7 @@ from vlora.orchestrator.policies.base import Candidate
 from vlora.orchestrator.request_state import TrackedRequest
 
 
+@dataclasses.dataclass(eq=False)
 class Credits:
     """Computes credits and theta from the learned costs.
 
@@ -27,14 +29,13 @@ class Credits:
         merged: the merged weights that were available after the last step.
     """
 
-    def __init__(
-        self, cost: CostModel, budget: StepBudget, encoding: EncodeQueue, theta_s: float, encode_share: float
-    ) -> None:
-        self._cost = cost
-        self._budget = budget
-        self._encoding = encoding
-        self._theta_s = theta_s
-        self._encode_share = encode_share
+    cost: CostModel
+    budget: StepBudget
+    encoding: EncodeQueue
+    theta_s: float
+    encode_share: float
+
+    def __post_init__(self) -> None:
         self.merged = MergedAdapters()
 
     def current(self, requests: Iterable[TrackedRequest], now: float) -> list[float]:
@@ -43,7 +44,7 @@ class Credits:
 
     def of(self, requests: Iterable[TrackedRequest], now: float, merged: str | None) -> list[float]:
         """The credits of requests while the weights of `merged` (None: W0) are in place."""
-        costs, limit = self._cost.costs, self._budget.max_step_tokens
+        costs, limit = self.cost.costs, self.budget.max_step_tokens
         # The step's fixed cost and its lanes' cost per token, by number of lanes, for short and long lanes. They are
         # precomputed, since this loop runs for every request in every step.
         prices, short = ((costs.lane_s, costs.adapter_s), (costs.long_lane_s, costs.long_adapter_s)), costs.short_lane
@@ -62,7 +63,7 @@ class Credits:
             fixed_s, lane_s = (own if adapter == merged else base if adapter is None else other)[tokens > short]
             own_s = fixed_s + (token_s if tokens == 1 else tokens_s(tokens)) + lane_s * tokens + context_s * cached
             if t.images:
-                own_s += patch_s * self._encoding.patches_left(t)
+                own_s += patch_s * self.encoding.patches_left(t)
             credits.append(now - t.last_ran_s + own_s)
         return credits
 
@@ -76,16 +77,16 @@ class Credits:
         Args:
             admitted: all admitted requests; images of those that are not ready may be encoded beside the step.
         """
-        costs, most = self._cost.costs, self._budget.max_batch_size
-        tokens = min(sum(sorted([t.device_len - t.cached_len for t in ready])[-most:]), self._budget.max_step_tokens)
+        costs, most = self.cost.costs, self.budget.max_batch_size
+        tokens = min(sum(sorted([t.device_len - t.cached_len for t in ready])[-most:]), self.budget.max_step_tokens)
         context = sum(sorted([t.cached_len for t in ready], reverse=True)[:most])
         lanes = min(len({t.active for t in ready}), most)
         branch_s = 0.0 if merged is None else costs.lanes_s(tokens)
         step_s = costs.merged_s(tokens, context) + costs.lanes_s(tokens, lanes) + branch_s
         if len(ready) < len(admitted) and any(t.images for t in admitted):
-            step_s *= 1 + min(self._encode_share, SHARE)
+            step_s *= 1 + min(self.encode_share, SHARE)
         num_rounds = -(-len(ready) // most)
-        return max(self._theta_s, (1 + num_rounds) * (step_s + costs.merge_s))
+        return max(self.theta_s, (1 + num_rounds) * (step_s + costs.merge_s))
 
     def candidates(
         self, ready: Sequence[TrackedRequest], now: float, merged: str | None, theta_s: float

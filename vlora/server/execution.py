@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -28,16 +29,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@dataclasses.dataclass(eq=False)
 class Execution:
     """One per front end, used from its event loop."""
 
-    def __init__(
-        self, engine: EngineInterface, processor: InputProcessor, encoder: PromptEncoder, metrics: Metrics
-    ) -> None:
-        self._engine = engine
-        self._processor = processor
-        self._encoder = encoder
-        self._metrics = metrics
+    engine: EngineInterface
+    processor: InputProcessor
+    encoder: PromptEncoder
+    metrics: Metrics
 
     async def head(
         self,
@@ -59,7 +58,7 @@ class Execution:
                 f"head {head.name!r} of adapter {adapter!r} reads {head.num_frames} "
                 f"image{'s' * (head.num_frames != 1)} per request; got {len(images)}"
             )
-        encoded = await self._encoder.encode(head.prompt, images, clock)
+        encoded = await self.encoder.encode(head.prompt, images, clock)
         request = Request(
             request_id=request_id,
             prompt_ids=encoded.prompt_ids,
@@ -86,7 +85,7 @@ class Execution:
             raise named(output.error, request.adapter)
         assert output.head is not None and output.timings is not None, "a request in one pass ends with its answer"
         total_s, queue_s = clock.elapsed_s, output.timings.queue_s
-        self._metrics.answered(request, total_s=total_s, first_s=total_s, queue_s=queue_s, num_completion=0)
+        self.metrics.answered(request, total_s=total_s, first_s=total_s, queue_s=queue_s, num_completion=0)
         return output.head, output.timings
 
     async def words(
@@ -99,7 +98,7 @@ class Execution:
             logprobs: Whether the caller reads log probabilities; without, they only give the answer's confidence.
         """
         sampling = request.sampling
-        own = self._processor
+        own = self.processor
         text = AnswerText(own.decode, own.token_text, sampling.stop, sampling.min_tokens, own.token_bytes)
         num_tokens = 0
         submitted_s, first_s = clock.elapsed_s, 0.0
@@ -118,7 +117,7 @@ class Execution:
                     if piece.text:
                         yield counted(piece)
                     if text.stopped and not output.finished:
-                        await self._engine.cancel(request.request_id)
+                        await self.engine.cancel(request.request_id)
         if output.error is not None and (output.timings is None or not text.stopped):
             raise named(output.error, request.adapter)
         piece = text.finish()
@@ -140,7 +139,7 @@ class Execution:
             domain=None if domain is None else domain.name,
             confidence=_confidence(text.logprobs),
         )
-        self._metrics.answered(
+        self.metrics.answered(
             request,
             total_s=answer.total_s,
             first_s=first_s,
@@ -151,7 +150,7 @@ class Execution:
 
     async def _outputs(self, request: Request, clock: RequestClock) -> AsyncGenerator[RequestOutput, None]:
         """The engine's outputs, each awaited within the deadline; closing early cancels the request."""
-        stream = cast(AsyncGenerator[RequestOutput, None], self._engine.generate(request, clock.deadline))
+        stream = cast(AsyncGenerator[RequestOutput, None], self.engine.generate(request, clock.deadline))
         loop = asyncio.get_running_loop()
         async with contextlib.aclosing(stream):
             with clock.bound():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import json
 import time
@@ -107,13 +108,13 @@ def make_app(
     return checked
 
 
+@dataclasses.dataclass(eq=False)
 class HealthRoutes:
     """Health checks and metrics."""
 
-    def __init__(self, front_end: FrontEnd, model: str, rpyc_listens: Callable[[], bool]) -> None:
-        self._front_end = front_end
-        self._model = model
-        self._rpyc_listens = rpyc_listens
+    front_end: FrontEnd
+    model: str
+    rpyc_listens: Callable[[], bool]
 
     def add_to(self, app: FastAPI) -> None:
         for path, endpoint in (("/health", self.health), ("/ready", self.ready)):
@@ -123,21 +124,21 @@ class HealthRoutes:
 
     async def health(self) -> dict[str, str]:
         """Whether the engine is alive."""
-        await self._front_end.stats()
-        return {"status": "ok", "model": self._model}
+        await self.front_end.stats()
+        return {"status": "ok", "model": self.model}
 
     async def ready(self) -> Response:
         """Whether requests are accepted: 503 during shutdown or when a part of the server is dead."""
-        if self._front_end.draining:
+        if self.front_end.draining:
             return JSONResponse({"status": "draining"}, 503)
-        if not self._rpyc_listens():
+        if not self.rpyc_listens():
             return JSONResponse({"status": "rpyc takes no connections"}, 503)
-        await self._front_end.stats()
+        await self.front_end.stats()
         return JSONResponse({"status": "ready"})
 
     async def metrics(self) -> Response:
         """Metrics in Prometheus text format."""
-        return Response(await self._front_end.read_metrics(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await self.front_end.read_metrics(), media_type=CONTENT_TYPE_LATEST)
 
 
 class ModelRoutes:

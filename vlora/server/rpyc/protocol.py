@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import functools
 import io
 import queue
@@ -99,37 +100,37 @@ class BoundedChannel(Channel):
         raise EOFError(why)
 
 
+@dataclasses.dataclass(eq=False)
 class Peer:
     """A service's view of its connection. Before authentication the peer may send only small messages."""
 
-    def __init__(self, channel: BoundedChannel, sock: PeerSocket, max_message_bytes: int) -> None:
-        self._channel = channel
-        self._sock = sock
-        self._max_message_bytes = max_message_bytes
+    channel: BoundedChannel
+    sock: PeerSocket
+    max_message_bytes: int
 
     @property
     def address(self) -> str:
         """The peer's address; empty once it is disconnected."""
         try:
-            return str(self._sock.sock.getpeername()[0])
+            return str(self.sock.sock.getpeername()[0])
         except OSError:
             return ""
 
     def restrict(self) -> None:
         """Accept only small messages, until the peer is authenticated."""
-        self._channel.max_bytes = min(_MAX_UNAUTHENTICATED_BYTES, self._max_message_bytes)
+        self.channel.max_bytes = min(_MAX_UNAUTHENTICATED_BYTES, self.max_message_bytes)
 
     def set_authenticated(self) -> None:
         """Accept messages up to the server's limit, and keep the connection when others must be closed."""
-        self._sock.authenticated = True
-        self._channel.max_bytes = self._max_message_bytes
+        self.sock.authenticated = True
+        self.channel.max_bytes = self.max_message_bytes
 
     def take_charge(self) -> ByteCharge:
         """Take over the bytes of the current call's message. Release them once its work has ended."""
-        return self._channel.take_charge()
+        return self.channel.take_charge()
 
     def close(self) -> None:
-        self._channel.close()
+        self.channel.close()
 
 
 _MAX_CALLS = 1024  # unanswered calls of one connection; further calls wait in the socket
