@@ -21,8 +21,8 @@ from tests.families import build_model
 from tests.lora.made_adapters import factors_of
 from vlora.errors import BadAdapter, UnknownAdapter
 from vlora.lora.host_adapter import HostAdapter
-from vlora.lora.legacy_names import resolve
 from vlora.lora.peft_format import read_header
+from vlora.lora.peft_settings import resolve
 from vlora.lora.peft_target import SiteShape
 from vlora.lora.registry import AdapterRegistry
 from vlora.models.hf_model import HFModel

@@ -271,7 +271,7 @@ class PlainMemoryDemand(MemoryDemand):
     """Recomputes the demand from all requests."""
 
     def blocks_short(self) -> int:
-        requests, blocks, budget = self.queue.admitted.values(), self._block_manager, self._budget
+        requests, blocks, budget = self.queue.admitted.values(), self.block_manager, self.budget
         running_first = [
             t
             for status in (RequestStatus.RUNNING, RequestStatus.WAITING)
@@ -292,8 +292,8 @@ class PlainCredits(Credits):
     """Computes each credit on its own, from the formula."""
 
     def theta(self, ready: Sequence[TrackedRequest], merged: str | None, admitted: Collection[TrackedRequest]) -> float:
-        costs, most = self._cost.costs, self._budget.max_batch_size
-        tokens = min(sum(heapq.nlargest(most, (t.new_tokens for t in ready))), self._budget.max_step_tokens)
+        costs, most = self.cost.costs, self.budget.max_batch_size
+        tokens = min(sum(heapq.nlargest(most, (t.new_tokens for t in ready))), self.budget.max_step_tokens)
         context = sum(heapq.nlargest(most, (t.cached_len for t in ready)))
         lanes = min(len({t.active for t in ready}), most)
         step_s = costs.merged_s(tokens, context) + costs.lanes_s(tokens, lanes)
@@ -301,14 +301,14 @@ class PlainCredits(Credits):
             step_s += costs.lanes_s(tokens, 1)
         if len(ready) < len(admitted) and any(t.images for t in admitted):
             step_s *= 1 + SHARE
-        return max(self._theta_s, (1 + math.ceil(len(ready) / most)) * (step_s + costs.merge_s))
+        return max(self.theta_s, (1 + math.ceil(len(ready) / most)) * (step_s + costs.merge_s))
 
     def of(self, requests: Iterable[TrackedRequest], now: float, merged: str | None) -> list[float]:
-        costs = self._cost.costs
+        costs = self.cost.costs
         credits = []
         for t in requests:
             lanes = 0 if t.active == merged else (t.active is not None) + (merged is not None)
-            tokens = min(t.new_tokens, self._budget.max_step_tokens)
+            tokens = min(t.new_tokens, self.budget.max_step_tokens)
             short = tokens <= costs.short_lane
             lane_s, adapter_s = (costs.lane_s, costs.adapter_s) if short else (costs.long_lane_s, costs.long_adapter_s)
             fixed_s = costs.base_s + lanes * adapter_s
@@ -317,7 +317,7 @@ class PlainCredits(Credits):
             tokens_s = costs.token_s * max(0, tokens - costs.hidden_tokens)
             tokens_s += costs.thin_token_s * min(tokens, costs.thin_tokens)
             own_s = fixed_s + tokens_s + lanes * lane_s * tokens + costs.context_token_s * t.cached_len
-            own_s += costs.patch_s * self._encoding.patches_left(t)
+            own_s += costs.patch_s * self.encoding.patches_left(t)
             credits.append(now - t.last_ran_s + own_s)
         return credits
 

@@ -23,7 +23,7 @@ from tests.qwen_vl.published import CONFIGS, make_adapter
 from tests.qwen_vl.test_model import pixels, prompt_ids
 from tests.references import Answer, assert_same
 from vlora.errors import BadAdapter, BadRequest
-from vlora.lora.legacy_names import fused_sites, resolve
+from vlora.lora.peft_settings import fused_sites, resolve
 from vlora.models.processing import vision_input
 from vlora.types import Mode
 

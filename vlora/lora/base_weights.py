@@ -32,7 +32,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from vlora.adapter_files import is_pointer
 from vlora.errors import BadConfig, EngineDead
-from vlora.lora.legacy_names import decoder_layers
+from vlora.lora.peft_settings import decoder_layers
 from vlora.lora.weight_slabs import WeightSlabs
 
 

@@ -32,8 +32,7 @@ from vlora.adapter_files import (
 )
 from vlora.errors import BadAdapter, listed
 from vlora.lora.layout import run_bytes
-from vlora.lora.legacy_names import fused_sites
-from vlora.lora.peft_settings import invocation_of, refuse_unsupported
+from vlora.lora.peft_settings import fused_sites, invocation_of, refuse_unsupported
 from vlora.lora.peft_target import (
     ROWS,
     SHARED_LAYERS,

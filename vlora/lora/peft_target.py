@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vlora.errors import BadAdapter
-from vlora.lora.legacy_names import resolve
-from vlora.lora.peft_settings import scale_of, tokens_of
+from vlora.lora.peft_settings import resolve, scale_of, tokens_of
 from vlora.parallel.adapter_sharding import Blocks, Cut, RowKind, ShardingKind, Side, plan_cut
 from vlora.parallel.layer_sharding import ROW_PARALLEL, LinearShard
 
