@@ -1,6 +1,9 @@
 """The settings of a PEFT configuration: an allow-list, and the rank and scale that they give a layer.
 
 A setting that is not listed is refused by name, so that a setting of a later version of PEFT is never ignored.
+
+Names of layers differ in adapters that were saved before transformers 5 renamed the modules of vision-language models,
+and in those of the code that comes with the checkpoints of Qwen-VL.
 """
 
 from __future__ import annotations
