@@ -23,6 +23,7 @@ import atmm
 from atmm import Lane, SegmentPlan, cache, cpu, merge
 from atmm.cpu.lanes import Compiled, Scattered
 from atmm.tuning import tables
+from tests.atmm import test_pointwise as pointwise
 from tests.atmm import test_quantized as quantized
 from tests.atmm.cases import check_against_reference, make_group, make_input, needs_compiler, segments
 from tests.atmm.test_merge import rounded_as_torch_does
@@ -102,6 +103,9 @@ def test_processors_without_wide_vectors_agree_with_the_reference(
             assert check_against_reference(group, plan, x, outputs) > 1
             assert check_against_reference(group, plan, x.t().contiguous().t(), columns) > 1
             assert all(isinstance(strategy, Scattered) for strategy in plan.prepared.values())
+            pointwise.test_gates(7, 4865, dtype)
+            pointwise.test_norms_of_sums(5, 100, dtype)
+            pointwise.test_rotated_keys_are_written(5, 3, 1, 16, dtype)
         rounded_as_torch_does(merge)
         built = cpu.library()
         assert built is not None and built.has_int8 is (older == "x86-64-v3")

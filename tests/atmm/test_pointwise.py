@@ -109,7 +109,7 @@ def test_rotations_equal_those_of_eager_torch_in_place(
 def test_gates(num: int, width: int, dtype: torch.dtype) -> None:
     gate, up = rows(num, 2 * width, dtype=dtype).split(width, 1)
     gate.mul_(torch.logspace(-2, 1.9, width))  # up to some hundreds, of either sign
-    gate[-1:, 5], gate[-1:, 6] = math.nan, -1e30
+    gate[-1:, 5], gate[-1:, 6] = math.nan, -6e4
     exact = F.silu(gate.double()).to(dtype) * up
     got = atmm.gate_product(gate, up)
     close = TOLERANCE[dtype]
@@ -197,7 +197,7 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         (lambda: atmm.rotate(torch.zeros(1, 16, 2).transpose(1, 2), torch.zeros(1, 2, 16), x, x), "last one must be 1"),
         (lambda: atmm.write_kv(cache, cache, x, x, torch.zeros(3, dtype=torch.int64)), "k is"),
         (lambda: atmm.add_rms_norm(x, x[:1], x[0], 1e-5), "added"),
-        (lambda: atmm.rotate_and_write(q, q, x[:1], x[:1], x[:1], cache, cache, torch.zeros(1).long()), "kv_heads"),
+        (lambda: atmm.rotate_and_write(q, q, x[:1], x[:1], x[:1], cache, cache, torch.zeros(1).long()), "kv_heads|k is"),
     ):
         with pytest.raises(ValueError, match=words):
             call()
