@@ -136,10 +136,10 @@ async def serve(
             own = Access((Token(name=_CAMERAS, secret=secret),))
             camera_server.start_in_thread(front_end, asyncio.get_running_loop(), model, own)
             variables = {"VLORA_SERVER": f"127.0.0.1:{camera_server.port}", "VLORA_TOKEN": secret}
-            folder = None if state is None else state.folder
-            if server_config.camera_sinks and folder is not None:
-                variables["VLORA_CAMERA_SINKS"] = str(folder / "camera-sinks")
-            front_end.cameras = Cameras(server_config, folder, variables)
+            kept_in = None if state is None else state.folder
+            if server_config.camera_sinks and kept_in is not None:
+                variables["VLORA_CAMERA_SINKS"] = str(kept_in / "camera-sinks")
+            front_end.cameras = Cameras(server_config, kept_in, variables)
         if http_server is not None:
             http_server.start(make_app(front_end, model, access, lambda: rpyc_server.listening, files))
         web = f" | {'http' if tls is None else 'https'} {http_server.address}" if http_server else ""
