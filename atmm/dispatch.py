@@ -12,13 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from atmm.batch_stats import BatchStats
 from atmm.cpu.lanes import serves
 from atmm.processor import prefers_float32
+from atmm.segments import BatchStats
 from atmm.strategies.hybrid import divides
 from atmm.strategies.registry import reads_in_place
-from atmm.tuning.buckets import Bucket
-from atmm.tuning.tables import table_for
+from atmm.tuning.tables import Bucket, table_for
 
 _THIN = 32  # tokens
 # For transposed outputs: the number of packed rows of a site up to which one product over all of them is faster than

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atmm.batch_stats import BatchStats
 from atmm.cpu import library
 from atmm.cpu.lanes import Scattered, serves
 from atmm.dispatch import choose, measured
@@ -22,11 +21,10 @@ from atmm.matmul import linear, widened
 from atmm.places import FactorTable
 from atmm.processor import prefers_float32
 from atmm.quantized import QuantizedWeight
-from atmm.segments import SegmentPlan, Strategy, check_not_capturing
-from atmm.strategies.hybrid import Hybrid
-from atmm.strategies.loop import Loop, Unpacked
+from atmm.segments import BatchStats, SegmentPlan, Strategy, check_not_capturing
+from atmm.strategies.hybrid import Hybrid, Loop, Unpacked
 from atmm.strategies.registry import NEED_NO_COPY, STRATEGIES, known, lies_transposed, prepare, prepare_tiled
-from atmm.tuning.buckets import DTYPES
+from atmm.tuning.tables import DTYPES
 
 # The highest rank at which one compiled pass over the weights is faster than torch's two with instructions for bfloat16
 # (docs/decisions/0008). On processors without such instructions the compiled pass serves every rank.

@@ -14,7 +14,7 @@ from atmm.segments import Lane, SegmentPlan
 from atmm.strategies.registry import triton_interprets
 from atmm.triton.tiling import Tiling, all_usual, block_r
 from atmm.tuning import tables
-from atmm.tuning.buckets import round_up
+from atmm.tuning.tables import round_up
 
 HIGHEST_RANK = 64
 _KEYS = ("own", "merged")

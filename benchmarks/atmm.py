@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import atmm
-from atmm.batch_stats import BatchStats
 from atmm.dispatch import choose
+from atmm.segments import BatchStats
 from atmm.strategies.registry import comes_transposed
 from atmm.tuning.search import Case, Shape
 from atmm.tuning.timing import DeviceCaches, factors_of, race, read_by

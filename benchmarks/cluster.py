@@ -25,7 +25,7 @@ from vlora.bench.report import Goal, Row
 from vlora.orchestrator.cost_model import Costs
 from vlora.routing import RULES, Need, Report, Room, Router
 from vlora.simulator.arrivals import Arrival, adapter_name, power_law
-from vlora.simulator.cluster import ClusterConfig
+from vlora.simulator.machine import ClusterConfig
 from vlora.simulator.measures import Measures
 from vlora.simulator.replica import ReplicaConfig
 from vlora.simulator.world import replay

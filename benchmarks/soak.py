@@ -24,11 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.embedded_server import HEAD, embedded_model_server, write_embedded_adapter
 from benchmarks.streams import Trial, observe
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
-from vlora.bench.serve.server_process import ServerProcess
+from vlora.bench.serve.server_process import HEAD, ServerProcess, embedded_model_server, write_embedded_adapter
 from vlora.bench.serve.surfaces import HttpConnection, connected
 from vlora.bench.timing import percentile
 from vlora.client import AsyncClient

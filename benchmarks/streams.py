@@ -25,12 +25,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
-from benchmarks.embedded_server import HEAD, embedded_model_server, write_embedded_adapter
 from benchmarks.plots import Picture
 from fusion.embedded import checkpoint_path
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal, Row
-from vlora.bench.serve.server_process import ServerProcess
+from vlora.bench.serve.server_process import HEAD, ServerProcess, embedded_model_server, write_embedded_adapter
 from vlora.bench.timing import percentile
 from vlora.client import AsyncClient, AsyncFrameStream
 from vlora.engine.host_resources import default_threads

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
 MODULES = (
     *("vlora.client", "vlora.types", "vlora.errors", "vlora.config", "vlora.engine", "atmm", "heads"),
-    *("vlora.routing", "vlora.split", "vlora.training", "fusion.embedded", "fusion.teachers.protocol"),
+    *("vlora.routing", "vlora.split", "vlora.training", "fusion.embedded", "fusion.teachers"),
     "fusion.packing.algorithm",
 )
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef

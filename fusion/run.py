@@ -33,9 +33,8 @@ from fusion.packing.algorithm import (
     pack_best,
     pack_in_sequence,
 )
-from fusion.packing.guided import Former, pack_guided
+from fusion.packing.guided import Former, max_trainings, min_trainings, pack_guided, trained_alone
 from fusion.packing.joint import Oracle, pack_jointly
-from fusion.packing.training_counts import max_trainings, min_trainings, trained_alone
 from fusion.plan.check import check_plan
 from fusion.plan.schema import Order, Plan, PlanFile, RelativeThreshold, read_plan_file
 from fusion.progress import Progress, duration

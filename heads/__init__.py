@@ -8,8 +8,7 @@ from vlora.lazy import attributes
 
 if TYPE_CHECKING:
     from heads.answer import Answer, Box, Grid, Value
-    from heads.spec import HeadSpec, TaskHead
-    from heads.storage import load_heads, save_heads
+    from heads.storage import HeadSpec, TaskHead, load_heads, save_heads
     from heads.task import Task
     from heads.tasks import TASKS
 
@@ -22,9 +21,9 @@ __getattr__ = attributes(
     Answer="heads.answer",
     Box="heads.answer",
     Grid="heads.answer",
-    HeadSpec="heads.spec",
+    HeadSpec="heads.storage",
     Task="heads.task",
-    TaskHead="heads.spec",
+    TaskHead="heads.storage",
     Value="heads.answer",
     load_heads="heads.storage",
     save_heads="heads.storage",

@@ -1,5 +1,5 @@
 """Regression, and all tasks by kind. Serving needs only the class and the entry of a kind; plans name it in
-fusion/plan/tasks.py.
+fusion/plan/schema.py.
 """
 
 from __future__ import annotations

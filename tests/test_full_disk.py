@@ -28,7 +28,7 @@ from apps.video_analytics import Chunk, ChunkResult
 from apps.video_analytics.annotate import AnnotatedVideo
 from apps.video_analytics.result_files import COLUMNS, Rows
 from atmm.tuning import tables
-from atmm.tuning.buckets import Bucket, Evenness
+from atmm.tuning.tables import Bucket, Evenness
 from fusion.folder import replace_results
 from fusion.training.checkpoint import Checkpoint, Key
 from fusion.training.features import FeatureCache

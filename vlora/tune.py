@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import AutoConfig
 
 from atmm.tuning import tables
-from atmm.tuning.buckets import Bucket
 from atmm.tuning.search import Case, Finding, Shape, cases, error, read, search
+from atmm.tuning.tables import Bucket
 from vlora.errors import BadConfig
 from vlora.lora.adapter_pool import site_groups
 from vlora.models.hf_model import HFModel

@@ -10,9 +10,9 @@ questions, writes the results.
         run(client, find_sources(["street.mp4", "rtsp://camera-7/main"]), "traffic", "jam", out=Path("results"))
 """
 
+from apps.video_analytics.analysis import run
 from apps.video_analytics.annotate import AnnotatedVideo
 from apps.video_analytics.answers import CHUNKS_IN_FLIGHT, ChunkResult, analyse
-from apps.video_analytics.run import run
 from apps.video_analytics.sampling import CHUNK_S, Chunk, ClipShape
 from apps.video_analytics.sources import Source, find_sources, read_clips
 

@@ -11,11 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atmm.batch_stats import BatchStats
 from atmm.cpu import library
 from atmm.cpu.table import Rows, hidden_places, lane_table
 from atmm.layers import Factors, Packed, Site, SiteGroup, check_reads, row_strides
-from atmm.segments import Lane
+from atmm.segments import BatchStats, Lane
 from atmm.strategies.shared_shrink import SharedShrink
 
 

@@ -31,14 +31,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atmm.batch_stats import BatchStats
 from atmm.cpu.lanes import Compiled, serves
 from atmm.layers import Layout, Packed, Site
 from atmm.places import PackedPlaces, PlaceSource
 from atmm.processor import prefers_weight_left
-from atmm.segments import SegmentPlan, Strategy
-from atmm.strategies.hybrid import Hybrid
-from atmm.strategies.loop import Loop
+from atmm.segments import BatchStats, SegmentPlan, Strategy
+from atmm.strategies.hybrid import Hybrid, Loop
 from atmm.strategies.shared_shrink import SharedShrink
 
 

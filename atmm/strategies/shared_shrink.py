@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from atmm.batch_stats import BatchStats
 from atmm.layers import Packed
+from atmm.segments import BatchStats
 
 
 class CachedInput:

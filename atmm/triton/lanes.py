@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atmm.batch_stats import BatchStats
 from atmm.layers import ROW_ALIGNMENT, Packed, Site, SiteGroup
 from atmm.places import Places, PlaceSource
-from atmm.segments import MOST_WITH_ROOM, Lane, SegmentPlan, check_not_capturing
+from atmm.segments import MOST_WITH_ROOM, BatchStats, Lane, SegmentPlan, check_not_capturing
 from atmm.strategies.shared_shrink import CachedInput
 from atmm.triton.handles import Handle, handle
 from atmm.triton.tiling import Tiling, block_r, shrink_programs, usual

@@ -24,16 +24,15 @@ import torch
 from torch import Tensor
 
 from atmm import reference
-from atmm.batch_stats import BatchStats
 from atmm.cpu.lanes import serves
 from atmm.dispatch import estimate, rule
 from atmm.layers import Factors, Site, SiteGroup
 from atmm.operator import add_delta, add_deltas
-from atmm.segments import Lane, SegmentPlan
+from atmm.segments import BatchStats, Lane, SegmentPlan
 from atmm.strategies.hybrid import divides
 from atmm.strategies.registry import comes_transposed, served
 from atmm.triton.tiling import Tiling, block_r
-from atmm.tuning.buckets import Bucket, Evenness
+from atmm.tuning.tables import Bucket, Evenness
 from atmm.tuning.timing import DeviceCaches, Replays, factors_of, race, read_by
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)

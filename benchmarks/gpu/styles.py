@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import atmm
-from atmm.batch_stats import BatchStats
 from atmm.dispatch import choose
+from atmm.segments import BatchStats
 from atmm.tuning.search import Case, Shape
 from benchmarks.gpu.profile import profiled
 from benchmarks.plain_baselines import lane_factors, padded_einsum

@@ -1,8 +1,8 @@
 """`vlora bench paper`: the figures of V-LoRA, S-LoRA, Punica, BD-LoRA and Symbiosis, each drawn beside the paper's
 numbers.
 
-Reading order: `figures.yaml` (all figures), `figure.py` (what its rows mean), `measuring.py` (the setting); then the
-measurements: `benches.py`, `heads.py`, `operators.py`, `steps.py`, `simulations.py`.
+Reading order: `figures.yaml` (all figures), `figure.py` (the setting, and what its rows mean); then the measurements:
+`benches.py`, `operators.py`, `steps.py`, `simulations.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from benchmarks import plots
 from benchmarks.paper import simulations
-from benchmarks.paper.figure import FORM, PAPERS, Figure, Found, read_figures
-from benchmarks.paper.measuring import Measuring, Setting
+from benchmarks.paper.figure import FORM, PAPERS, Figure, Found, Measuring, Setting, read_figures
 from vlora.bench.harness import Bench, Measured, Results, Store, joined
 from vlora.bench.report import Goal, Row, environment
 from vlora.bench.timing import threads

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 import atmm
-from atmm.batch_stats import BatchStats
 from atmm.dispatch import choose
-from atmm.segments import Lane, SegmentPlan
+from atmm.segments import BatchStats, Lane, SegmentPlan
 from atmm.strategies.registry import comes_transposed
 from atmm.tuning.search import Case, Shape
 from atmm.tuning.timing import DeviceCaches, factors_of
 from benchmarks.atmm import baselines, with_cold_caches
-from benchmarks.paper.measuring import RANK, Measuring, Setting
+from benchmarks.paper.figure import RANK, Measuring, Setting
 from benchmarks.plain_baselines import lane_factors, padded_einsum
 from vlora.bench.report import Row
 from vlora.bench.timing import by_turns, interleaved, work_seconds

@@ -15,7 +15,7 @@ import torch
 from atmm.tuning.search import Shape
 from benchmarks.arrivals import Clock, average_token_latency_ms, serve
 from benchmarks.gpu.merge import MergeableModel
-from benchmarks.paper.measuring import RANK, Measuring, Setting
+from benchmarks.paper.figure import RANK, Measuring, Setting
 from benchmarks.paper.operators import EINSUM, OURS, medians, operator_seconds
 from vlora.bench.costs import costs_as_dict, fit
 from vlora.bench.dummy import dummy_picture, random_peft
@@ -27,7 +27,7 @@ from vlora.lora.merge import ShadowSwitcher
 from vlora.models.loading import dummy_model
 from vlora.orchestrator.cost_model import Costs
 from vlora.simulator.arrivals import Arrival, adapter_name, hottest, power_law
-from vlora.simulator.cluster import ClusterConfig
+from vlora.simulator.machine import ClusterConfig
 from vlora.simulator.replica import ReplicaConfig
 from vlora.simulator.workloads import Gamma, Hottest, Video
 from vlora.simulator.world import replay

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from atmm.tuning.search import Shape
-from benchmarks.paper.measuring import QUICK_MODEL, RANK, Measuring, Setting
+from benchmarks.paper.figure import QUICK_MODEL, RANK, Measuring, Setting
 from benchmarks.paper.operators import OURS, medians, operator_seconds, segments_of
 from vlora.bench.dummy import random_peft
 from vlora.bench.report import Row

@@ -33,8 +33,7 @@ from fusion.plan.data_formats import (
     Voc,
     Yolo,
 )
-from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold
-from fusion.plan.tasks import HEADS, METRICS, MIN_LABELS, WORDS, trains_by_itself
+from fusion.plan.schema import HEADS, METRICS, MIN_LABELS, WORDS, DomainPlan, Plan, RelativeThreshold, trains_by_itself
 from fusion.progress import Progress
 from fusion.teachers import TeacherResult
 from fusion.training.text_metrics import box_of_words

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from fusion.data.samples import Answer, Item, NamedBox, Sample, Splits, Target
-from fusion.plan.tasks import HEADS, MIN_LABELS, ONE_LABEL, WORDS
+from fusion.plan.schema import HEADS, MIN_LABELS, ONE_LABEL, WORDS
 from heads import Box
 from vlora.plan_files.errors import PlanErrors
 

@@ -16,9 +16,8 @@ from transformers import AutoConfig
 from fusion.block_diagonal.blocks import num_parameters, undivided
 from fusion.data.load import DomainData
 from fusion.embedded import checkpoint_path
-from fusion.packing.training_counts import max_trainings, min_trainings, trained_alone
-from fusion.plan.schema import Plan
-from fusion.plan.tasks import HEAD_SAMPLES, HEAD_STEPS, READ_IMAGES
+from fusion.packing.guided import max_trainings, min_trainings, trained_alone
+from fusion.plan.schema import HEAD_SAMPLES, HEAD_STEPS, READ_IMAGES, Plan
 from fusion.training.frozen_base import Domain, FrozenBase
 from fusion.training.scoring import MAX_SAMPLES, answers_before_training
 from fusion.training.trainer import LoraTrainer, StepTime

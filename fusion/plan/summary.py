@@ -16,10 +16,23 @@ from rich.console import Console
 from fusion.data.load import DomainData
 from fusion.data.samples import Sample
 from fusion.data.targets import answer_in_words, labels_shown
-from fusion.packing.training_counts import max_trainings, trained_alone
+from fusion.packing.guided import max_trainings, trained_alone
 from fusion.plan.check import PlanChecked, check_plan
-from fusion.plan.schema import DomainPlan, LoraPlan, Plan, PlanFile, RelativeThreshold, read_plan_file
-from fusion.plan.tasks import HEADS, MEANS, METRIC_DESCRIPTIONS, METRICS, WORDS, head_training, trains_by_itself
+from fusion.plan.schema import (
+    HEADS,
+    MEANS,
+    METRIC_DESCRIPTIONS,
+    METRICS,
+    WORDS,
+    DomainPlan,
+    LoraPlan,
+    Plan,
+    PlanFile,
+    RelativeThreshold,
+    head_training,
+    read_plan_file,
+    trains_by_itself,
+)
 from fusion.progress import Progress, duration
 from vlora.run_folder import whole
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from fusion.plan.tasks import head_training, trains_by_itself
+from fusion.plan.schema import head_training, trains_by_itself
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,14 +9,12 @@ from typing import NamedTuple
 
 from fusion.data.samples import Answer, Item, NamedBox, Splits
 from fusion.data.targets import default_labels, reader
-from fusion.plan.schema import DomainPlan
-from fusion.plan.tasks import WORDS
+from fusion.plan.schema import WORDS, DomainPlan
 from fusion.plan.teacher_kinds import BuiltInTeacher
 from fusion.progress import Progress
-from fusion.teachers import TeacherResult
+from fusion.teachers import Clip, Labelled, Teacher, TeacherResult
 from fusion.teachers.built_in import TEACHERS
 from fusion.teachers.opening import open_teacher
-from fusion.teachers.protocol import Clip, Labelled, Teacher
 from fusion.training.objectives import metric_of_some, objective_of
 from vlora.plan_files.errors import PlanErrors
 

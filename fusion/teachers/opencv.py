@@ -11,7 +11,7 @@ import numpy as np
 
 from fusion.data.samples import NamedBox
 from fusion.plan.teacher_kinds import OnnxTeacher
-from fusion.teachers.protocol import Classifier, network_input
+from fusion.teachers import Classifier, network_input
 
 FACES = Path(cv2.__file__).parent / "data" / "haarcascade_frontalface_default.xml"
 _SCALE_STEP = 1.05

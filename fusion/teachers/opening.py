@@ -35,9 +35,9 @@ from fusion.plan.teacher_kinds import (
     TorchTeacher,
     TransformersTeacher,
 )
+from fusion.teachers import Classifier, Clip, Labelled, Teacher, network_input
 from fusion.teachers.onnx_detector import OnnxDetector
 from fusion.teachers.opencv import Cascade, People, onnx_classifier
-from fusion.teachers.protocol import Classifier, Clip, Labelled, Teacher, network_input
 from vlora.plan_files.errors import PlanErrors
 
 _KINDS = {

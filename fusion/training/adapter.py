@@ -13,11 +13,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from fusion.block_diagonal.blocks import block_config, scaled_alpha, undivided
-from fusion.plan.schema import Plan
-from fusion.plan.tasks import trains_by_itself
-from fusion.training.activation import pass_offsets
+from fusion.plan.schema import Plan, trains_by_itself
 from fusion.training.checkpoint import State
-from fusion.training.collator import EncodedSample, forward_samples, without_language_model
+from fusion.training.collator import EncodedSample, forward_samples, pass_offsets, without_language_model
 from fusion.training.frozen_base import Domain, FrozenBase
 from fusion.training.objectives import HIDDEN_UNITS, ForwardOutputs, HeadObjective, ImageHead
 from fusion.training.steps import mixed_precision

@@ -19,8 +19,15 @@ from fusion.data.targets import answer_in_words
 from fusion.embedded import checkpoint_path
 from fusion.plan.schema import DomainPlan, Plan
 from fusion.progress import Progress
-from fusion.training.activation import OFFSETS, invocation_tokens
-from fusion.training.collator import EncodedSample, TextInput, batch_arguments, embed, features_of_tokens
+from fusion.training.collator import (
+    OFFSETS,
+    EncodedSample,
+    TextInput,
+    batch_arguments,
+    embed,
+    features_of_tokens,
+    invocation_tokens,
+)
 from fusion.training.features import FEATURES_FORMAT, FeatureCache, OnDisk
 from fusion.training.fingerprint import hash_of_processing, hash_of_values, hash_of_weights
 from fusion.training.objectives import objective_of

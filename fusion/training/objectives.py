@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusion.data.samples import Splits, Target
-from fusion.plan.tasks import METRICS
+from fusion.plan.schema import METRICS
 from fusion.training.text_metrics import overlap, token_f1
 from heads import TASKS, Box, Grid, HeadSpec, Task, TaskHead
 from heads.answer import F1Counts
@@ -113,7 +113,7 @@ class ForwardOutputs(NamedTuple):
 class HeadObjective:
     """A head answers; if its labels have words, the language model learns the same answers.
 
-    num_outputs: rows of the head, 0 for none. metric_name: metric of the domain's threshold (`fusion.plan.tasks`).
+    num_outputs: rows of the head, 0 for none. metric_name: metric of the domain's threshold (`fusion.plan.schema`).
     needs_text: whether the metric needs decoded text. calibration_decides: whether calibration changes answers
     (`heads.Task`).
     """

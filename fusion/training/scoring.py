@@ -12,7 +12,7 @@ import torch
 from fusion.data.samples import Splits, Target
 from fusion.data.targets import answer_in_words, reader
 from fusion.packing.algorithm import Adapter, Score
-from fusion.plan.tasks import MEANS
+from fusion.plan.schema import MEANS
 from fusion.progress import Progress, ProgressCallback
 from fusion.training.adapter import TrainableAdapter
 from fusion.training.collator import EncodedSample

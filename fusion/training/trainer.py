@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from fusion.packing.algorithm import Adapter
-from fusion.plan.schema import Plan
-from fusion.plan.tasks import HEAD_SAMPLES, HEAD_STEPS
+from fusion.plan.schema import HEAD_SAMPLES, HEAD_STEPS, Plan
 from fusion.progress import Progress
 from fusion.training.adapter import Batch, TrainableAdapter
 from fusion.training.checkpoint import State

@@ -20,8 +20,8 @@ from torch import Tensor
 
 import atmm
 from atmm import Factors, Lane, SegmentPlan, Site, SiteGroup, add_delta, add_deltas, cpu, reference
-from atmm.batch_stats import BatchStats
 from atmm.layers import Layout
+from atmm.segments import BatchStats
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 STRATEGIES: tuple[str | None, ...] = (*atmm.STRATEGIES, None)

@@ -21,11 +21,11 @@ import atmm.operator
 import atmm.strategies.registry
 import atmm.warmup
 from atmm import FactorTable, Lane, SegmentPlan, add_deltas, compile_ahead, compile_merges, compile_quantized_merges
-from atmm.batch_stats import BatchStats
 from atmm.formats import Fp8
 from atmm.layers import SiteGroup
 from atmm.places import PackedPlaces
 from atmm.quantized import QuantizedWeight, quantized_empty
+from atmm.segments import BatchStats
 from atmm.triton import kernels
 from atmm.triton.handles import handle
 from atmm.triton.lanes import prepare

@@ -29,7 +29,7 @@ from atmm import (
     reference,
 )
 from atmm.cpu.lanes import Compiled, Scattered
-from atmm.strategies import loop, registry
+from atmm.strategies import hybrid, registry
 from atmm.strategies.hybrid import SHORT
 from tests.atmm.cases import (
     DTYPES,
@@ -361,7 +361,7 @@ def test_long_lanes_are_checked_once_per_site_and_short_ones_copy_no_output(
 ) -> None:
     """Outputs with the values of a feature side by side are copied to rows for long lanes only."""
     looked: list[str] = []
-    monkeypatch.setattr(loop, "check_reads", lambda site, key, *_: looked.append(f"{site.name} {key}"))
+    monkeypatch.setattr(hybrid, "check_reads", lambda site, key, *_: looked.append(f"{site.name} {key}"))
     group = make_group({"short": 4, "long": 8})
     for lengths, copies in (({"short": 4, "long": 36}, True), ({"short": 4, "long": 2}, False)):
         plan = SegmentPlan(sum(lengths.values()), segments(lengths))

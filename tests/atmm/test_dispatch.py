@@ -14,11 +14,11 @@ import torch
 
 import atmm.warmup
 from atmm import STRATEGIES, Lane, SegmentPlan, compile_ahead, compile_merges, dispatch, operator, processor
-from atmm.batch_stats import BatchStats
+from atmm.segments import BatchStats
 from atmm.strategies.hybrid import divides
 from atmm.triton.tiling import Tiling, all_usual, shrink_programs, usual
 from atmm.tuning import tables
-from atmm.tuning.buckets import DEVICE_TYPES, DTYPES, Bucket, Evenness
+from atmm.tuning.tables import DEVICE_TYPES, DTYPES, Bucket, Evenness
 from tests.atmm.cases import check_against_reference, make_group, make_input, needs_compiler, segments, stats_of
 
 # -- buckets ----------------------------------------------------------------------------------------------------------

@@ -16,20 +16,19 @@ import torch
 from torch import Tensor
 
 from atmm import STRATEGIES, matmul, processor, reference
-from atmm.batch_stats import BatchStats
 from atmm.cpu.lanes import serves
 from atmm.cpu.products import Weights
 from atmm.dispatch import rule
 from atmm.layers import Layout, SiteGroup
 from atmm.operator import add_delta
 from atmm.places import PackedPlaces
-from atmm.segments import SegmentPlan
+from atmm.segments import BatchStats, SegmentPlan
 from atmm.triton import tiling
 from atmm.triton.tiling import Tiling
 from atmm.tuning import matmul_choice, search
-from atmm.tuning.buckets import Bucket, Evenness
 from atmm.tuning.matmul_choice import Contention
 from atmm.tuning.search import Case, KernelKey, KernelSample, Shape, candidates, cases, compile_kernels, measure
+from atmm.tuning.tables import Bucket, Evenness
 from atmm.tuning.timing import DeviceCaches, factors_of, race, read_by
 
 SMALL = [Shape(48, (40, 16, 16)), Shape(40, (48,))]

@@ -207,7 +207,7 @@ def _paper(patch: Patch, slow: float) -> Report:
         of, to, column = claim.number.of, claim.number.to, claim.number.column
         own: dict[str, Any] = {name: value[0] if isinstance(value, list) else value for name, value in of.items()}
         value = slow if claim.at_most else slow**-2
-        rows = [{claim.number.against: 1.0, **own, column: value}, {**own, **to, column: 1.0}]
+        rows = [{str(claim.number.against): 1.0, **own, column: value}, {**own, **to, column: 1.0}]
         number = claim.number.number(rows if to else rows[:1])
         assert number is not None, f"no rows fit {claim}"
         return Goal(claim.name, number, claim.bound, claim.at_most)

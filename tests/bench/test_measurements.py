@@ -25,7 +25,7 @@ from benchmarks import cluster, packed
 from benchmarks import training as beside
 from benchmarks.arrivals import Clock, poisson
 from benchmarks.gpu.prefill import prefill_flops
-from benchmarks.paper import heads
+from benchmarks.paper import benches
 from benchmarks.training import Served
 from tests.families import build_model
 from vlora.bench.costs import StepSample, fit, fit_costs, patch_cost
@@ -222,7 +222,7 @@ def test_a_head_and_words_are_asked_of_one_engine(monkeypatch: pytest.MonkeyPatc
         return found
 
     monkeypatch.setattr(TimedEngine, "step", recorded)
-    ask = heads.asking(small_config())
+    ask = benches.asking(small_config())
     for tokens in (0, 1, 3):
         outputs.clear()
         ask(2, 1, tokens)
@@ -241,8 +241,8 @@ def test_shapes_after_one_that_takes_too_long_are_left_out(
             call()
         return {name: [asked[-1] / 2 if name == "0" else asked[-1]] for name in calls}
 
-    monkeypatch.setattr(heads, "interleaved", timed)
-    rows = heads.measure_tower(
+    monkeypatch.setattr(benches, "interleaved", timed)
+    rows = benches.measure_tower(
         "tower", lambda batch, *_: asked.append(batch), [(batch, 1) for batch in (1, 4, 8)], 1, limit_s
     )
     assert list(dict.fromkeys(row["batch"] for row in rows)) == measured

@@ -22,10 +22,9 @@ from atmm.layers import Site
 from atmm.tuning.search import Shape
 from benchmarks import paper, plots
 from benchmarks.paper import BENCH, ELSEWHERE, FIGURES, benches, chosen, find, operators
-from benchmarks.paper import measuring as measuring_module
+from benchmarks.paper import figure as figure_module
 from benchmarks.paper.benches import ranks
-from benchmarks.paper.figure import PAPERS, Comparison, Fact, Figure, Found
-from benchmarks.paper.measuring import Measuring, Setting
+from benchmarks.paper.figure import PAPERS, Comparison, Fact, Figure, Found, Measuring, Setting
 from benchmarks.paper.operators import EINSUM, OURS, operator_seconds, segments_of
 from benchmarks.paper.simulations import machine_costs, systems
 from vlora.bench import harness
@@ -235,7 +234,7 @@ def test_dlora_s_lanes_and_switches_cost_as_much_more_as_measured(measuring: Mea
 def test_other_operators_have_the_type_that_is_faster_here(
     slow: bool, dtype: torch.dtype, measuring: Measuring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measuring_module, "prefers_float32", lambda *_: slow)
+    monkeypatch.setattr(figure_module, "prefers_float32", lambda *_: slow)
     inputs: dict[str, torch.dtype] = {}
 
     def noted(site: Site, plan: object, rank: int, x: torch.Tensor, y: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
@@ -404,7 +403,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Setting:
     """The setting of a machine with a GPU, where `vlora bench paper` can run as far as measurements are replaced."""
     setting = Setting(True, torch.device("cuda"), TINY)
     monkeypatch.setattr(Setting, "here", lambda quick: setting)
-    monkeypatch.setattr(measuring_module, "environment", lambda: environment() | {"gpu": "a GPU"})
+    monkeypatch.setattr(figure_module, "environment", lambda: environment() | {"gpu": "a GPU"})
     return setting
 
 

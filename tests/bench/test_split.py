@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.paper import FIGURES, find
 from benchmarks.paper.benches import executor_rows
-from benchmarks.paper.measuring import Measuring, Setting
+from benchmarks.paper.figure import Measuring, Setting
 from benchmarks.split import base_process, mixed, split
 from benchmarks.split.base_process import LockstepQueue
 from benchmarks.split.mixed import Event, Window

@@ -21,8 +21,7 @@ import vlora.engine
 import vlora.types
 from examples import tour
 from fusion.plan.data_formats import DataPlan
-from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan, read_plan
-from fusion.plan.tasks import METRICS, TASKS
+from fusion.plan.schema import METRICS, TASKS, DomainPlan, LoraPlan, Plan, TrainingPlan, read_plan
 from fusion.plan.teacher_kinds import TeacherPlan
 from tests.core_size import ROOT
 from tests.test_prose import listed

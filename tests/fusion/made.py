@@ -10,8 +10,8 @@ import numpy as np
 
 from fusion.data.load import DomainData, load_domains
 from fusion.plan.schema import DomainPlan, read_plan_file
+from fusion.teachers import Teacher
 from fusion.teachers.opening import open_teacher
-from fusion.teachers.protocol import Teacher
 from vlora.plan_files.errors import PlanErrors, PlanText
 
 

@@ -15,9 +15,8 @@ from fusion.data.load import DomainData
 from fusion.data.samples import Splits
 from fusion.plan.check import check_plan
 from fusion.plan.estimate import Estimate, estimate, lora_size, shapes_of
-from fusion.plan.schema import LoraPlan, Plan, read_plan_file
+from fusion.plan.schema import HEAD_SAMPLES, HEAD_STEPS, LoraPlan, Plan, read_plan_file
 from fusion.plan.summary import summarize
-from fusion.plan.tasks import HEAD_SAMPLES, HEAD_STEPS
 from fusion.progress import Progress
 from fusion.training.frozen_base import FrozenBase, load_frozen_base
 from fusion.training.trainer import LoraTrainer, StepTime

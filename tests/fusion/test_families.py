@@ -23,8 +23,7 @@ from fusion.plan.estimate import lora_size, shapes_of
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
 from fusion.progress import Progress
 from fusion.run import fuse
-from fusion.training.activation import invocation_tokens
-from fusion.training.collator import forward_samples
+from fusion.training.collator import forward_samples, invocation_tokens
 from fusion.training.frozen_base import Domain, FrozenBase
 from fusion.training.trainer import LoraTrainer
 from tests.families import FAMILIES, MROPE_FAMILIES, build_model

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from fusion.data.samples import NamedBox
+from fusion.teachers import Teacher
 from fusion.teachers.detector_layouts import Output, raw_boxes
 from fusion.teachers.onnx_detector import place
-from fusion.teachers.protocol import Teacher
 from tests.fusion.made import load_plan, open_plans_teacher, write_plan
 from vlora.errors import BadPlan
 

@@ -31,9 +31,8 @@ from fusion.packing.algorithm import (
     pack_best,
     pack_in_sequence,
 )
-from fusion.packing.guided import BUDGET, Former, pack_guided
+from fusion.packing.guided import BUDGET, Former, max_trainings, min_trainings, pack_guided, trained_alone
 from fusion.packing.joint import MAX_DOMAINS, Oracle, pack_jointly
-from fusion.packing.training_counts import max_trainings, min_trainings, trained_alone
 from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold
 from fusion.run import orders_of, packing_of, thresholds_of
 from fusion.training.checkpoint import Checkpoint

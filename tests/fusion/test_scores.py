@@ -25,9 +25,8 @@ from fusion.data.targets import answer_in_words
 from fusion.embedded.drawing import NUMBERS
 from fusion.plan.check import PlanChecked
 from fusion.plan.estimate import Estimate, LoraSize
-from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold
+from fusion.plan.schema import HEADS, MEANS, METRICS, READ_IMAGES, TASKS, WORDS, DomainPlan, Plan, RelativeThreshold
 from fusion.plan.summary import POWER, print_summary, samples_needed
-from fusion.plan.tasks import HEADS, MEANS, METRICS, READ_IMAGES, TASKS, WORDS
 from fusion.synthetic.streets import KINDS, ask_traffic, count_vehicles, find_things
 from fusion.teachers.labelling import TeacherResult
 from fusion.training.collator import TextInput
@@ -83,7 +82,7 @@ def test_the_plans_metric_is_used(task: str, name: str) -> None:
 
 def test_the_plans_tasks_are_those_of_the_heads() -> None:
     with_heads = {task for task, names in HEADS.items() if names[0] != WORDS}
-    assert with_heads == heads.TASKS.keys(), "name every kind of head in `HeadKind` of fusion/plan/tasks.py"
+    assert with_heads == heads.TASKS.keys(), "name every kind of head in `HeadKind` of fusion/plan/schema.py"
     assert {kind for kind, task in heads.TASKS.items() if task.reads_images} == READ_IMAGES
 
 

@@ -20,10 +20,10 @@ from torch import nn
 from fusion.data.load import DomainData
 from fusion.data.samples import NamedBox, Sample, Splits
 from fusion.synthetic.sources import load_source
+from fusion.teachers import classify
 from fusion.teachers.built_in import TEACHERS, SmallNetwork
 from fusion.teachers.labelling import restrict_answers
 from fusion.teachers.opening import FromBoxes, UserFunction
-from fusion.teachers.protocol import classify
 from fusion.training.objectives import objective_of
 from heads import Box
 from tests.fusion.made import load_plan, open_plans_teacher, video, write_plan

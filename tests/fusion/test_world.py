@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from benchmarks.searched_videos import (
+from benchmarks.retrieve import (
     FPS,
     QUESTION,
     SECONDS,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import f1_score
 
-from fusion.plan.tasks import METRICS
+from fusion.plan.schema import METRICS
 from heads import TASKS, Box, Grid, Task, Value
 from heads.task import LESS_IS_BETTER
 from heads.tasks import Regression, make_task

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from atmm.strategies.loop import Loop
+from atmm.strategies.hybrid import Loop
 from tests.simulated_cuda import capture
 from tests.simulated_cuda.install import uncomputed_kernels
 from tests.simulated_cuda.tensor import SimulatedTensor

@@ -15,8 +15,7 @@ from vlora.errors import BadConfig
 from vlora.orchestrator.cost_model import Costs
 from vlora.routing import RULES
 from vlora.simulator.arrivals import Arrival
-from vlora.simulator.cluster import ClusterConfig
-from vlora.simulator.machine import MEASURED, read_costs
+from vlora.simulator.machine import MEASURED, ClusterConfig, read_costs
 from vlora.simulator.measures import Measures
 from vlora.simulator.replica import ReplicaConfig
 from vlora.simulator.workloads import make_workload

@@ -11,8 +11,7 @@ from typing import Any
 from vlora.errors import BadConfig
 from vlora.routing.journal import Replayed, replay_file
 from vlora.simulator.arrivals import Arrival
-from vlora.simulator.cluster import ClusterConfig
-from vlora.simulator.machine import MEASURED, read_costs
+from vlora.simulator.machine import MEASURED, ClusterConfig, read_costs
 from vlora.simulator.replica import ReplicaConfig
 from vlora.simulator.workloads import Lengths, among_tenants, make_workload, read_trace
 from vlora.simulator.world import replay

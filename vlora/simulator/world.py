@@ -13,7 +13,7 @@ from vlora.errors import BadConfig
 from vlora.routing import Advice, MoveCosts, Need, Placed, Report, Room, Router, ScalingPolicy, ScalingSettings
 from vlora.routing.scaling import Situation
 from vlora.simulator.arrivals import Arrival, Job
-from vlora.simulator.cluster import ClusterConfig
+from vlora.simulator.machine import ClusterConfig
 from vlora.simulator.measures import IDLE_S, Measures, Sample, contested_shares
 from vlora.simulator.replica import Replica, ReplicaConfig
 from vlora.simulator.stretches import QuickReplica

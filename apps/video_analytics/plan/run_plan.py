@@ -11,14 +11,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from apps.video_analytics.analysis import Analysis, Job, Recorder
+from apps.video_analytics.analysis import Analysis, Job, Recorder, prepare
 from apps.video_analytics.answers import ChunkResult
 from apps.video_analytics.asked import Asked, Group, by_name, find_head, grouped, name_of
 from apps.video_analytics.plan.events import EventQuestions, EventWatch
 from apps.video_analytics.plan.plan_file import PlanFile, check_server
 from apps.video_analytics.plan.schema import RATE, CameraPlan, Condition, EventPlan, StreamPlan, TaskPlan
 from apps.video_analytics.result_files import ResultFiles
-from apps.video_analytics.run import prepare
 from apps.video_analytics.sampling import Chunk, ClipShape
 from apps.video_analytics.sink_plan import EventResult
 from apps.video_analytics.sinks import Sinks, open_sinks

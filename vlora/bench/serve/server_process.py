@@ -1,4 +1,4 @@
-"""A running server of a benchmark, and its processes."""
+"""A running server of a benchmark, and its processes; `vlora serve` on the embedded model, and adapters for it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
+import torch
+from peft import LoraConfig, get_peft_model
 
+from fusion.embedded import checkpoint_path
+from vlora.bench.dummy import write_head
 from vlora.bench.harness import module_command
+from vlora.config import EngineConfig
 from vlora.errors import BadConfig
+from vlora.models.loading import load_model
 
 _ENDING_S = 20.0
 
@@ -52,3 +59,29 @@ def launched_server(module: str, *arguments: str) -> Iterator[ServerProcess]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+HEAD, _QUESTION = "kind", "what shape is shown ?"
+
+
+@contextlib.contextmanager
+def embedded_model_server(adapters: Path, *flags: str, threads: int = 1) -> Iterator[ServerProcess]:
+    """Run the embedded model in float32 with the adapters of a folder on loopback until the end of the block."""
+    ports = ("--rpyc-port", "0", "--http-port", "0", "--threads", str(threads))
+    with launched_server(
+        "vlora.cli", "serve", "--dtype", "float32", "--adapters", str(adapters), *ports, *flags
+    ) as server:
+        yield server
+
+
+def write_embedded_adapter(folder: Path, seed: int, **settings: Any) -> None:
+    """An adapter of rank 8 on every language layer of the embedded model, with a head of one frame. PEFT's initial
+    factors change no answer; settings: further ones of `LoraConfig`.
+    """
+    torch.manual_seed(seed)
+    model = load_model(EngineConfig(model=str(checkpoint_path()), dtype="float32"))
+    linears = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+    config = LoraConfig(r=8, lora_alpha=8, target_modules=linears, **settings)
+    get_peft_model(model, config).save_pretrained(str(folder))
+    hidden = model.config.text_config.hidden_size
+    write_head(folder, HEAD, hidden, ("disc", "board", "rings"), "classification", _QUESTION)
