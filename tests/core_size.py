@@ -53,14 +53,14 @@ BUDGETS = (
     Budget("vlora/cluster", 6_369, 3_700),
     Budget("vlora/wire", 920, 1_000),
     Budget("vlora/split", 2_540, 1_600),
-    Budget("vlora/training vlora/learning fusion/training", 7_230, 4_500),
-    Budget("vlora/simulator", 2_230, 1_500),
+    Budget("vlora/training vlora/learning fusion/training", 7_220, 4_500),
+    Budget("vlora/simulator", 2_220, 1_500),
     Budget("vlora/cli", 3_540, 2_600),
-    Budget("vlora/bench", 4_280, 2_500),
-    Budget("benchmarks", 8_270, 6_500),
-    Budget("fusion", 9_890, 6_200),
+    Budget("vlora/bench", 4_320, 2_500),
+    Budget("benchmarks", 8_170, 6_500),
+    Budget("fusion", 9_880, 6_200),
     Budget("tools", 910, 800),
-    Budget("atmm apps heads", 13_157, 10_500),
+    Budget("atmm apps heads", 13_100, 10_500),
 )
 """Each file counts for the longest folder that it is in."""
 
