@@ -197,7 +197,7 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         (lambda: atmm.rotate(torch.zeros(1, 16, 2).transpose(1, 2), torch.zeros(1, 2, 16), x, x), "last one must be 1"),
         (lambda: atmm.write_kv(cache, cache, x, x, torch.zeros(3, dtype=torch.int64)), "k is"),
         (lambda: atmm.add_rms_norm(x, x[:1], x[0], 1e-5), "added"),
-        (lambda: atmm.rotate_and_write(q, q, x[:1], x[:1], x[:1], cache, cache, torch.zeros(1).long()), "kv_heads|k is"),
+        (lambda: atmm.rotate_and_write(q, q, x[:1], x[:1], x[:1], cache, cache, torch.zeros(1).long()), "kv_head|k is"),
     ):
         with pytest.raises(ValueError, match=words):
             call()
