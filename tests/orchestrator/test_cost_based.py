@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from vlora.orchestrator.cost_model import Costs
 from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
 from vlora.orchestrator.policies.cost_based import CostBased
 from vlora.simulator.arrivals import Arrival
-from vlora.simulator.machine import MEASURED, read_costs
+from vlora.simulator.machine import MEASURED, Machine, read_costs
 from vlora.simulator.replica import ReplicaConfig
 from vlora.simulator.workloads import Hottest, Video
 from vlora.simulator.world import replay
-from vlora.types import Mode
+from vlora.types import Batch, Mode, StepResult
 
 COSTS = Costs(
     base_s=0.1, token_s=0.001, lane_s=0.0053, long_lane_s=0.0003, long_adapter_s=0.04, merge_s=0.25, short_lane=8
@@ -170,3 +172,61 @@ def assert_ahead(arrivals: list[Arrival], costs: Costs) -> None:
         for policy in BOUNDED
     }
     assert found["cost_based"] <= 1.03 * min(found.values()), found
+
+
+# -- machines that the cost model cannot fit --------------------------------------------------------------------------
+
+Factor = Callable[[int, Batch, bool], float]
+"""The factor of a step's time by its number, its contents, and whether weights were changed for it."""
+
+
+@pytest.mark.parametrize(
+    ("factor", "workload", "num_requests", "most"),
+    [
+        pytest.param(lambda n, batch, changed: 1.0, Hottest(rate=0.5, skew=0.95), 60, 0.88, id="as modelled"),
+        pytest.param(
+            lambda n, batch, changed: 1.0 if batch.merged_adapter is None else 1.25,
+            Hottest(rate=0.5, skew=0.6),
+            60,
+            1.01,
+            id="slow over merged weights",
+        ),
+        pytest.param(
+            lambda n, batch, changed: 1.5 if batch.mode is Mode.MIXED else 1.0,
+            Video(streams=4),
+            100,
+            1.01,
+            id="slow in mixed mode",
+        ),
+        pytest.param(
+            lambda n, batch, changed: 1.5 if changed else 1.0, Video(streams=4), 100, 1.03, id="slow after a change"
+        ),
+        pytest.param(
+            lambda n, batch, changed: 3.0 if n < 40 and batch.mode is Mode.UNMERGED else 1.0,
+            Hottest(rate=0.5, skew=0.3),
+            100,
+            1.01,
+            id="slow unmerged steps at first",
+        ),
+    ],
+)
+def test_little_is_lost_against_unmerged_steps_where_predictions_are_wrong(
+    factor: Factor, workload: Hottest | Video, num_requests: int, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other(Machine):
+        num_steps = 0
+
+        def run(self, batch: Batch) -> StepResult:
+            result, self.num_steps = super().run(batch), self.num_steps + 1
+            more_s = result.step_s * (factor(self.num_steps, batch, result.switched) - 1)
+            self._clock.now += more_s
+            return msgspec.structs.replace(result, step_s=result.step_s + more_s)
+
+    monkeypatch.setattr("vlora.simulator.replica.Machine", Other)
+    costs, load_s = read_costs(MEASURED)
+    latency_s = {}
+    for policy in ("cost_based", "unmerged_only"):
+        config = ReplicaConfig(costs=costs, load_s=load_s, policy=policy)
+        found = replay(workload.arrivals(num_requests, 8, seed=0), config).as_dict()
+        latency_s[policy] = found["average_token_latency_ms"] or found["mean_latency_s"]
+    assert latency_s["cost_based"] <= most * latency_s["unmerged_only"]

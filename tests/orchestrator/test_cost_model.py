@@ -65,8 +65,10 @@ def batch(merged: str | None, *items: tuple[str | None, int]) -> Batch:
 )
 def test_an_adapter_has_one_lane_and_all_others_share_the_branch(merged: str | None, lanes: tuple[int, ...]) -> None:
     items = (("a", 1), ("b", 30), (None, 4), ("a", 2), ("b", 1))
-    assert StepSize.of(batch(merged, *items)) == StepSize(38, lanes, 500)
-    assert StepSize.of(batch("a", ("a", 5))) == StepSize.of(batch(None, (None, 5))) == StepSize(5, (), 100)
+    mode = Mode.UNMERGED if merged is None else Mode.MIXED
+    assert StepSize.of(batch(merged, *items)) == StepSize(38, lanes, 500, mode=mode)
+    assert StepSize.of(batch(None, (None, 5))) == StepSize(5, (), 100)
+    assert StepSize.of(batch("a", ("a", 5))) == StepSize(5, (), 100, mode=Mode.MERGED)
 
 
 def test_the_cost_of_a_lane_depends_on_its_length() -> None:
@@ -79,7 +81,7 @@ def test_the_cost_of_a_lane_depends_on_its_length() -> None:
     assert TRUE.lanes_s(27, 3) == pytest.approx(3 * TRUE.lanes_s(9))
     assert TRUE.lanes_s(0, 0) == 0
     assert TRUE._replace(short_lane=0).lanes_s(1) == pytest.approx(0.0173), "none is short where all are computed alike"
-    assert step(9, (1, 8)).features(TokenThresholds())[3:] == (0, 9, 0, 0, 2)
+    assert step(9, (1, 8)).features(TokenThresholds())[3:] == (0, 9, 0, 0, 2, 0, 0, 0)
 
 
 THIN = Costs(base_s=0.07, token_s=0.006, thin_token_s=0.002, hidden_tokens=8, thin_tokens=32)

@@ -264,7 +264,8 @@ class PlainCostModel(CostModel):
     def costs(self) -> Costs:
         each = [weight * unit for weight, unit in zip(self._weights, FEATURE_SCALES, strict=True)]
         patch_s = self._encode_s / self._patches if self._patches else 0.0
-        return Costs._make((*each, self._switch_s or 0.0, self._back_s or 0.0, patch_s, *self._thresholds))
+        paid = (self._switch_s or 0.0, self._back_s or 0.0, patch_s)
+        return Costs._make((*each, *paid, *self._thresholds, self._error * 2 * math.sqrt(0.04)))
 
 
 class PlainMemoryDemand(MemoryDemand):

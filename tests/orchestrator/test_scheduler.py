@@ -320,7 +320,8 @@ def test_the_cost_model_observes_the_contents_of_each_step(monkeypatch: pytest.M
     simulation.step()
     simulation.step()
     # Tokens of the merged adapter have no lane, those of the other adapter their own; all others share the branch.
-    assert samples == [(StepSize(10, (5, 5 + 2), 0), 1.0), (StepSize(3, (1, 1 + 1), 10), 1.0)]
+    first = StepSize(10, (5, 5 + 2), 0, mode=Mode.MIXED, changed=True)
+    assert samples == [(first, 1.0), (StepSize(3, (1, 1 + 1), 10, mode=Mode.MIXED), 1.0)]
 
 
 # -- adapters and KV share one memory ---------------------------------------------------------------------------------

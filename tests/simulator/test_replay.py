@@ -22,11 +22,11 @@ from vlora.orchestrator.policies.cost_based import CostBased
 from vlora.orchestrator.policies.registry import POLICIES
 from vlora.simulator.arrivals import Arrival
 from vlora.simulator.commands import lines, simulate
-from vlora.simulator.machine import MEASURED, ClusterConfig, read_costs
+from vlora.simulator.machine import MEASURED, ClusterConfig, Machine, read_costs
 from vlora.simulator.replica import Replica, ReplicaConfig
 from vlora.simulator.workloads import among_tenants, make_workload
 from vlora.simulator.world import replay
-from vlora.types import Mode, RequestOutput
+from vlora.types import Batch, Mode, RequestOutput, StepResult
 
 COSTS = Costs(base_s=0.1, token_s=0.001, lane_s=0.0045, long_lane_s=0.0005, merge_s=0.2, short_lane=8)
 IN_PLACE = COSTS._replace(back_s=0.15)
@@ -171,6 +171,34 @@ def test_switches_are_counted_and_learned(
     assert learned.merge_s == pytest.approx(0.2), "the cost of unmerging is not averaged into that of merging"
     assert learned.back_s == pytest.approx(back_s)
     assert replica.scheduler.merged.shadow == (None if costs.back_s else "a")
+
+
+@pytest.mark.parametrize("slow_s", [0.0, 0.05], ids=["as predicted", "slower than predicted"])
+def test_what_modes_saved_is_counted_as_predicted_and_as_measured(
+    slow_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the clock of unmerged steps, with steps that become slower over merged weights after the first half."""
+
+    class Slower(Machine):
+        num_steps = 0
+
+        def run(self, batch: Batch) -> StepResult:
+            self.num_steps += 1
+            late_s = slow_s if batch.merged_adapter is not None and self.num_steps > 200 else 0.0
+            self.costs = COSTS._replace(base_s=COSTS.base_s + late_s)
+            return super().run(batch)
+
+    monkeypatch.setattr("vlora.simulator.replica.Machine", Slower)
+    ends_s = {}
+    for policy in ("unmerged_only", "cost_based"):
+        replica = Replica(ReplicaConfig(costs=COSTS, policy=policy))
+        for number in range(8):
+            replica.add(f"r{number}", Arrival(0.0, "a", 4, 400))
+        run_until(replica, 1000)
+        ends_s[policy] = replica.clock.now
+    saved_s, stats = ends_s["unmerged_only"] - ends_s["cost_based"], replica.stats()
+    assert stats.measured_saved_s == pytest.approx(saved_s, rel=0.1, abs=0.3)
+    assert stats.saved_s > 5 and (stats.saved_s - stats.measured_saved_s > 0.6) == bool(slow_s)
 
 
 # Two long prompts of different adapters: no lanes, one after the other, or two lanes for half of the tokens, together.

@@ -184,7 +184,7 @@ def fit_costs(samples: Sequence[StepSample], thresholds: TokenThresholds) -> Cos
     scale = features.max(axis=0)  # near 1, which keeps the problem well conditioned
     scale[scale == 0] = 1
     weights, _ = nnls(features / scale / seconds[:, None], np.ones(len(samples)))
-    return Costs._make((*map(float, weights / scale), 0.0, 0.0, 0.0, *thresholds))  # no costs of merging and images
+    return Costs._make((*map(float, weights / scale), 0.0, 0.0, 0.0, *thresholds, 0.0))  # none of merging and images
 
 
 def patch_cost(samples: Sequence[StepSample]) -> float:

@@ -51,13 +51,14 @@ def fit_budgets(
         ready: requests that may run, in order of arrival.
     """
     oldest = Decision(Mode.UNMERGED, None, tuple(t.request_id for t in ready[: budget.max_batch_size]))
-    for mode, merged, order, _ in (decision, oldest):
+    for mode, merged, order, _, saved_s in (decision, oldest):
         selected = [tracked[request_id] for request_id in order]
         assert mode is not Mode.MERGED or all(t.active == merged for t in selected), "merged mode serves one adapter"
         shares = share_tokens(selected, starving, budget.max_step_tokens)
         items, preempted = grant_blocks(selected, shares, block_manager, tracked, ready)
         if items:
-            return Batch(_mode_of(merged, items), merged, items, tuple(t.request_id for t in preempted))
+            evicted = tuple(t.request_id for t in preempted)
+            return Batch(_mode_of(merged, items), merged, items, evicted, saved_s=saved_s)
     assert block_manager.written, "the oldest request was admitted but does not fit"
     return None
 

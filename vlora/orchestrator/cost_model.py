@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Set
 from operator import mul
 from typing import NamedTuple
 
-from vlora.types import Batch, StepResult
+from vlora.types import Batch, Mode, StepResult
 
 _FORGET = 0.96  # decay per new sample: the fit follows a machine that slows down within some seventy steps
+_STANDARD_ERRORS = 2 * math.sqrt(1 - _FORGET)  # of the mean over the samples that the fit remembers
 _SMOOTH = 0.2  # weight of the newest switch in the moving average
 _SWEEPS = 4  # per sample; few suffice, since the fit starts from the last one
 # Lanes before tokens: while every observed step was unmerged, the two costs cannot be separated. Time attributed to
 # lanes encourages merging, and merged steps separate them; time attributed to tokens would never be corrected. Adapters
 # before lanes, for the same reason: while no two requests shared an adapter, time attributed to adapters encourages
-# running several requests of one adapter unmerged; merged steps would not separate these costs.
-_SWEEP_ORDER = (7, 6, 4, 3, 1, 2, 0, 5)
+# running several requests of one adapter unmerged; merged steps would not separate these costs. Changes and modes
+# before tokens: what a mode costs in addition ends it, and unmerged steps then separate it from a machine that slows
+# down.
+_SWEEP_ORDER = (7, 6, 4, 3, 10, 8, 9, 1, 2, 0, 5)
 _FORGOTTEN = 1e-12  # a feature decayed below this keeps its coefficient
 _LEAST_BASE = 1 / 64  # of a step's time does not depend on its contents, also if all steps so far were alike
 _LEAST_S, _MOST_S = 1e-6, 1e5  # of a measured time, so that squares and quotients are finite
@@ -54,10 +58,13 @@ class Costs(NamedTuple):
         context_token_s: a token of context.
         adapter_s: an adapter with a short lane.
         long_adapter_s: an adapter with a long lane.
+        merged_step_s, mixed_step_s: a step of this mode, in addition to what the other costs explain.
+        change_s: likewise a step for which other weights were put in place, besides `merge_s` and `back_s`.
         back_s: restoring W0; 0 where a shadow copy keeps both W0 and the last merged weights, so that switching between
             the two is free.
         patch_s: encoding an image patch, counted as in `VisionInput.num_patches`.
         short_lane, hidden_tokens, thin_tokens: see `TokenThresholds`.
+        error: twice the standard error of predictions, relative to the time of a step.
     """
 
     base_s: float = 0.0
@@ -68,12 +75,16 @@ class Costs(NamedTuple):
     context_token_s: float = 0.0
     adapter_s: float = 0.0
     long_adapter_s: float = 0.0
+    merged_step_s: float = 0.0
+    mixed_step_s: float = 0.0
+    change_s: float = 0.0
     merge_s: float = 0.0
     back_s: float = 0.0
     patch_s: float = 0.0
     short_lane: int = 0
     hidden_tokens: int = 0
     thin_tokens: int = 0
+    error: float = 0.0
 
     @property
     def thresholds(self) -> TokenThresholds:
@@ -81,8 +92,8 @@ class Costs(NamedTuple):
 
     @property
     def round_trip_s(self) -> float:
-        """Restoring W0 and merging again; 0 with a shadow copy."""
-        return self.back_s + self.merge_s if self.back_s else 0.0
+        """Restoring W0 and merging again; with a shadow copy only the changes of weights."""
+        return 2 * self.change_s + (self.back_s + self.merge_s if self.back_s else 0.0)
 
     def merged_s(self, num_tokens: float, num_context: float, num_steps: float = 1.0) -> float:
         """Seconds of `num_steps` equal steps with these totals, without their lanes."""
@@ -102,7 +113,11 @@ class Costs(NamedTuple):
 
     def step_s(self, size: StepSize) -> float:
         tokens_s = self.merged_s(size.num_tokens, size.num_context) if size.num_tokens else 0.0
-        return tokens_s + sum(map(self.lanes_s, size.lanes)) + self.patch_s * size.num_patches
+        extra_s = self.mode_s(size.mode) + self.change_s * size.changed
+        return tokens_s + sum(map(self.lanes_s, size.lanes)) + extra_s + self.patch_s * size.num_patches
+
+    def mode_s(self, mode: Mode) -> float:
+        return {Mode.MERGED: self.merged_step_s, Mode.MIXED: self.mixed_step_s}.get(mode, 0.0)
 
 
 class StepSize(NamedTuple):
@@ -114,12 +129,15 @@ class StepSize(NamedTuple):
             lane too, with all tokens of other adapters and of the base model.
         num_context: tokens with KV in place before the step, which is read.
         num_patches: image patches encoded in addition to the tokens.
+        changed: other weights were put in place for this step.
     """
 
     num_tokens: int
     lanes: tuple[int, ...]
     num_context: int
     num_patches: float = 0.0
+    mode: Mode = Mode.UNMERGED
+    changed: bool = False
 
     @classmethod
     def of(cls, batch: Batch) -> StepSize:
@@ -137,10 +155,11 @@ class StepSize(NamedTuple):
         others = total - by_adapter.pop(merged, 0)
         by_adapter.pop(None, None)
         branch = (others,) if others and merged is not None else ()
-        return cls(total, (*by_adapter.values(), *branch), num_context)
+        mode = Mode.UNMERGED if merged is None else Mode.MIXED if branch else Mode.MERGED
+        return cls(total, (*by_adapter.values(), *branch), num_context, mode=mode)
 
     def features(self, at: TokenThresholds) -> tuple[float, ...]:
-        """The factors of the linear model, in the order of the fields of `Costs` up to `long_adapter_s`."""
+        """The factors of the linear model, in the order of the fields of `Costs` up to `change_s`."""
         short = [lane for lane in self.lanes if lane <= at.short_lane]
         num_short, short_tokens = len(short), sum(short)
         return (
@@ -152,6 +171,9 @@ class StepSize(NamedTuple):
             self.num_context,
             num_short,
             len(self.lanes) - num_short,
+            self.mode is Mode.MERGED,
+            self.mode is Mode.MIXED,
+            self.changed,
         )
 
 
@@ -209,6 +231,7 @@ class CostModel:
         self._switch_s: float | None = None
         self._back_s: float | None = None
         self._patches = self._encode_s = 0.0  # exponentially decayed sums
+        self._error = 0.0  # mean relative error of predictions, decayed likewise
         self._costs = Costs(**thresholds._asdict())
 
     @property
@@ -220,17 +243,18 @@ class CostModel:
     def costs(self) -> Costs:
         return self._costs
 
-    def observe(self, batch: Batch, result: StepResult, before: MergedAdapters) -> None:
-        """Learn from a step, its images and its switch.
+    def observe(self, batch: Batch, result: StepResult, before: MergedAdapters) -> float:
+        """Learn from a step, its images and its switch from the merged weights that were available `before`.
 
-        Args:
-            before: the merged weights that were available before the step.
+        Returns the seconds that step and merge took longer than predicted.
         """
+        late_s = 0.0
         if result.switched:
             if batch.merged_adapter is None:
                 if result.in_place:
                     self.observe_back(result.switch_s)
             elif batch.merged_adapter != before.shadow:
+                late_s = result.switch_s - self.switch_s
                 self.observe_switch(result.switch_s)
         encode_s = 0.0
         if result.encoded is not None:
@@ -238,15 +262,18 @@ class CostModel:
             self.observe_encoding(result.encoded.num_patches, encode_s)
         if batch.items and result.step_s > encode_s and not result.errors:
             # Measured separately, so that encoding time is never attributed to tokens.
-            self.observe_step(StepSize.of(batch)._replace(num_patches=0.0), result.step_s - encode_s)
+            size = StepSize.of(batch)._replace(num_patches=0.0, changed=result.switched)
+            late_s += result.step_s - encode_s - self._costs.step_s(size)
+            self.observe_step(size, result.step_s - encode_s)
+        return late_s
 
     def observe_step(self, size: StepSize, seconds: float) -> None:
         """Learn from a step that took `seconds`, switching excluded."""
         seconds = measured_s(seconds)
-        features = [
-            feature * scale / seconds
-            for feature, scale in zip(size.features(self._thresholds), FEATURE_SCALES, strict=True)
-        ]
+        if self._gram[0][0]:
+            error = min(1.0, abs(1 - self._costs.step_s(size) / seconds))
+            self._error = _FORGET * self._error + (1 - _FORGET) * error
+        features = [f * unit / seconds for f, unit in zip(size.features(self._thresholds), FEATURE_SCALES, strict=True)]
         weights, moment = self._weights, self._moment
         for i, (row, feature) in enumerate(zip(self._gram, features, strict=True)):
             row[:] = [_FORGET * old + feature * other for old, other in zip(row, features, strict=True)]
@@ -278,7 +305,9 @@ class CostModel:
     def _expect(self) -> None:
         each = map(mul, self._weights, FEATURE_SCALES)
         patch_s = self._encode_s / self._patches if self._patches else 0.0
-        self._costs = Costs._make((*each, self.switch_s, self._back_s or 0.0, patch_s, *self._thresholds))
+        self._costs = Costs._make(
+            (*each, self.switch_s, self._back_s or 0.0, patch_s, *self._thresholds, self._error * _STANDARD_ERRORS)
+        )
 
 
 def _smoothed(average: float | None, newest: float) -> float:
@@ -292,5 +321,5 @@ def measured_s(seconds: float) -> float:
 
 
 # Feature scales: typical values are near 1, so that the descent is well conditioned.
-FEATURE_SCALES = (1.0, 1 / 64, 1 / 8, 1 / 64, 1 / 64, 1 / 4096, 1 / 8, 1 / 8)
+FEATURE_SCALES = (1.0, 1 / 64, 1 / 8, 1 / 64, 1 / 64, 1 / 4096, 1 / 8, 1 / 8, 1.0, 1.0, 1.0)
 _NUM = len(FEATURE_SCALES)

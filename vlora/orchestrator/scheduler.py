@@ -174,9 +174,9 @@ class Scheduler:
     def finish(self, batch: Batch, result: StepResult) -> tuple[RequestOutput, ...]:
         """The second part of `record`. Before it, no other step is advanced."""
         now = self._clock()
-        self._counters.count_step(batch, result)
+        late_s = self._cost.observe(batch, result, self._credits.merged)
+        self._counters.count_step(batch, result, late_s)
         self.waits.record_step(result.step_s + result.switch_s)
-        self._cost.observe(batch, result, self._credits.merged)
         self._credits.merged = self._credits.merged.after(batch, result)
         outputs = self._record_images(batch, result, now)
         for tracked, item in self._advanced:

@@ -30,9 +30,14 @@ class Counters:
     num_needed_tokens: int = 0
     num_encoded_patches: float = 0.0
     encode_s: float = 0.0
+    saved_s: float = 0.0
+    measured_saved_s: float = 0.0
 
-    def count_step(self, batch: Batch, result: StepResult) -> None:
+    def count_step(self, batch: Batch, result: StepResult, late_s: float) -> None:
         self.num_steps += 1
+        self.saved_s += batch.saved_s
+        if batch.merged_adapter is not None:
+            self.measured_saved_s += batch.saved_s - late_s
         if batch.items:
             self.steps_by_mode[batch.mode.value] += 1
         if result.encoded is not None:

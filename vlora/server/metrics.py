@@ -286,6 +286,9 @@ def _engine(stats: EngineStats | None, loads: Mapping[str, int]) -> Iterator[Met
     yield _counter("vlora_engine_requests", "Requests that ended in the engine.", ended, "outcome")
     yield _counter("vlora_switches", "Switches of the merged adapter.", stats.num_switches)
     yield _counter("vlora_switch_seconds", "Time spent switching.", stats.switch_s)
+    saved = {"predicted": stats.saved_s, "measured": stats.measured_saved_s}
+    gained = "Time that merged weights saved against unmerged steps; below 0: lost."
+    yield _gauge("vlora_mode_saved_seconds", gained, saved, "basis")
     preempted = "Preempted requests: their KV blocks were freed and recomputed."
     yield _counter("vlora_preemptions", preempted, stats.num_preemptions)
     tokens = {"first": stats.num_needed_tokens, "again": stats.num_step_tokens - stats.num_needed_tokens}

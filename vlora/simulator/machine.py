@@ -98,8 +98,8 @@ class Machine:
 def read_costs(path: Path) -> tuple[Costs, float]:
     """Read a machine's costs and `load_s`, the seconds to load an adapter, from a JSON file.
 
-    The file holds an object "costs" with these numbers, as `vlora bench costs --out DIR` writes it; all but `back_s`,
-    `patch_s`, `thin_token_s`, `hidden_tokens` and `thin_tokens` are required. Raises BadConfig with the invalid field.
+    The file holds an object "costs" with these numbers, as `vlora bench costs --out DIR` writes it; those of
+    `_OPTIONAL` may be missing. Raises BadConfig with the invalid field.
     """
     try:
         found = json.loads(path.read_text())
@@ -110,7 +110,7 @@ def read_costs(path: Path) -> tuple[Costs, float]:
     values = found.get("costs") if isinstance(found, dict) else None
     if not isinstance(values, dict):
         raise BadConfig(f'{path}: the object "costs" is missing')
-    values = {"back_s": 0.0, "patch_s": 0.0, "thin_token_s": 0.0, "hidden_tokens": 0, "thin_tokens": 0, **values}
+    values = {**dict.fromkeys(_OPTIONAL, 0), **values}
     for field in _PRICES:
         value = values.get(field)
         if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
@@ -125,9 +125,11 @@ def read_costs(path: Path) -> tuple[Costs, float]:
         thresholds[field] = value
     prices = {field: float(values[field]) for field in _PRICES}
     load_s = prices.pop("load_s")
-    return Costs._make([{**prices, **thresholds}[field] for field in Costs._fields]), load_s
+    return Costs(**prices, **thresholds), load_s
 
 
+_MODES = ("merged_step_s", "mixed_step_s", "change_s")
+_OPTIONAL = ("back_s", "patch_s", "thin_token_s", *_MODES, "hidden_tokens", "thin_tokens")
 _PRICES = (*(field for field in Costs._fields if field.endswith("_s")), "load_s")
 
 

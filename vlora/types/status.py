@@ -76,6 +76,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_adapter_hits, num_adapter_misses: requests that found, or did not find, their adapter on the device at arrival.
     highest_credit_s: highest credit of any request (V-LoRA section 4.4.3); 0 if none waits. trainings: since the start.
     num_encoded_patches, encode_s: work of the vision tower (see `VisionInput.num_patches`), and its duration.
+    saved_s, measured_saved_s: what merged weights saved against unmerged steps, switches deducted; as predicted at each
+    decision, and corrected by the measured times.
     num_adapter_loads: adapter loads to the device. num_load_waits, load_wait_s: steps in which every request waited for
     an adapter to be read or loaded, and the total wait. num_threads: threads that compute a step, on each rank.
     max_context: tokens of a request, prompt and answer together. arena_basis: how arena_bytes was determined.
@@ -129,6 +131,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int = 1
     num_encoded_patches: float = 0.0
     encode_s: float = 0.0
+    saved_s: float = 0.0
+    measured_saved_s: float = 0.0
     trainings: tuple[TrainingStatus, ...] = ()
     num_base_clients: int = 0
     num_base_calls: int = 0

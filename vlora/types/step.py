@@ -67,7 +67,7 @@ class Batch(msgspec.Struct, frozen=True):
     """The scheduler's decision for one step. merged_adapter: None runs with the base weights W0.
 
     preempted: requests that lost their KV blocks; their KV is recomputed from their tokens. encode: images to encode
-    in addition to the items, which may then be empty.
+    in addition to the items, which may then be empty. saved_s: see `vlora.orchestrator.Decision`.
     """
 
     mode: Mode
@@ -75,6 +75,7 @@ class Batch(msgspec.Struct, frozen=True):
     items: tuple[BatchItem, ...]
     preempted: tuple[str, ...] = ()
     encode: Encode | None = None
+    saved_s: float = 0.0
 
     @property
     def num_tokens(self) -> int:

@@ -65,12 +65,15 @@ class Decision(NamedTuple):
         order: request ids, most important first, at most max_batch_size; token and block budgets are applied
             afterwards.
         carried: passed to the next decision as `PolicyState.carried`. Policies that learn keep their state here.
+        saved_s: predicted seconds that merged weights save in this step against unmerged steps, the price of their
+            change deducted.
     """
 
     mode: Mode
     merged_adapter: str | None
     order: tuple[str, ...]
     carried: Any = None
+    saved_s: float = 0.0
 
 
 class Policy(Protocol):

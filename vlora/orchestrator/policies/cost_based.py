@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from operator import sub
+from operator import add, sub
 from typing import NamedTuple
 
+from vlora.orchestrator.cost_model import StepSize
 from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
 from vlora.types import Mode
 
 _OVERDUE = 0.75  # as a share of the time to answer the whole batch unmerged
+_VERIFY = 0.01  # of the time over merged weights is spent on unmerged steps that verify the cost of lanes
+_LEAST_VERIFY = 0.25  # of an unmerged step is the least that such a step is taken to cost
 
 
 class _Work(NamedTuple):
@@ -49,6 +52,20 @@ class _Plan(NamedTuple):
     one_by_one: bool = False
 
 
+class _Past(NamedTuple):
+    """What is carried from one decision to the next.
+
+    Attributes:
+        missed_s: by adapter, what the steps so far would have saved with it merged.
+        over_merged_s: seconds over merged weights since the last step over W0.
+        debt_s: prices of changes of weights that were paid and have not been gained since.
+    """
+
+    missed_s: Mapping[str | None, float] = {}
+    over_merged_s: float = 0.0
+    debt_s: float = 0.0
+
+
 class CostBased:
     """Minimizes the predicted mean time until the ready requests have their answers.
 
@@ -67,8 +84,15 @@ class CostBased:
     Algorithm 1 has no such intermediate plans: it pauses the minority until it starves, or runs all requests unmerged.
 
     Another adapter is merged when that pays off for the ready requests, or has been missed for long enough: the savings
-    that each step would have had with it merged accumulate and are deducted from the price of the merge. This is the
+    that each step would have had with it merged accumulate and are deducted from the price of the change. This is the
     ski-rental rule, with at most twice the cost of the best choice in hindsight.
+
+    Three rules bound what is lost against unmerged steps where predictions are wrong (docs/decisions/0102):
+
+    - a plan with merged weights must be faster by more than the measured error of predictions;
+    - a price that is not gained back is a debt, which raises the price of the next change, so that losses grow with the
+      square root of time at most;
+    - now and then a step is unmerged, since the cost of lanes is not measured over merged weights.
 
     Starving requests are in every batch, which keeps the waiting bound. Starving requests that decode come first and
     decide which half of a split runs. Starving prefills get one token per step, enough for the waiting bound; more
@@ -87,31 +111,41 @@ class CostBased:
         total = _Work(*map(sum, zip(*works.values(), strict=True)))
         lanes_s = _lanes_s(works, _num_steps(total, state), state)
         unmerged_s = _merged_s(total, state) + lanes_s + _place_s(None, state)
-        unmerged = _Plan(_mean_s(state, (total, unmerged_s)), None)
+        unmerged = _Plan(_mean_s(state, (total, unmerged_s)) / (1 + state.costs.error), None)
         alone_s = {adapter: _alone_s(adapter, work, state) for adapter, work in works.items()}
         round_s = sum(alone_s.values())
         plans = [
-            _best_with(adapter, works, total, lanes_s, round_s - alone_s[adapter], state)
+            _best_with(adapter, works, total, lanes_s, round_s - alone_s[adapter], starving, state)
             for adapter in _worth_merging(works, (starving or ready)[0], state)
         ]
-        at_hand = (state.merged_adapter, state.shadow_adapter)
-        chosen = min([unmerged, *(plan for plan in plans if plan.merged in at_hand)], key=lambda plan: plan.mean_s)
-        missed: dict[str | None, float] = {}
-        # Plans predict the time until all have answered, which may take many steps; only this step's part counts as
-        # missed.
+        past: _Past = state.carried or _Past()
+        # Plans predict the time until all have answered; only this step's part of it counts as missed or gained.
         num_steps = max(1.0, total.tokens / state.max_step_tokens)
-        carried: Mapping[str | None, float] = state.carried or {}
+        prices_s = {plan.merged: _price_s(plan.merged, state) for plan in plans}
+        chosen = min([unmerged, *(plan for plan in plans if not prices_s[plan.merged])], key=lambda plan: plan.mean_s)
+        missed_s: dict[str | None, float] = {}
         affordable = []
         for plan in plans:
-            if plan.merged not in at_hand:
-                missed_s, gain_s = carried.get(plan.merged, 0.0), chosen.mean_s - plan.mean_s
-                if gain_s > max(0.0, state.costs.merge_s - missed_s):
+            price_s = prices_s[plan.merged]
+            if price_s:
+                before_s, gain_s = past.missed_s.get(plan.merged, 0.0), chosen.mean_s - plan.mean_s
+                if gain_s > max(0.0, price_s + past.debt_s - before_s):
                     affordable.append(plan)
                 else:
-                    missed[plan.merged] = max(0.0, missed_s + gain_s / num_steps)
+                    missed_s[plan.merged] = max(0.0, before_s + gain_s / num_steps)
         chosen = min([chosen, *affordable], key=lambda plan: plan.mean_s)
+        over_merged_s, debt_s, saved_s = 0.0, past.debt_s, 0.0
+        if chosen.merged is not None:
+            gain_s, price_s = (unmerged.mean_s - chosen.mean_s) / num_steps, prices_s[chosen.merged]
+            over_merged_s = past.over_merged_s + chosen.mean_s / num_steps
+            least_s = _LEAST_VERIFY * unmerged.mean_s / num_steps
+            if _VERIFY * over_merged_s > max(gain_s, least_s) + state.costs.round_trip_s:
+                chosen, over_merged_s = unmerged, 0.0
+            else:
+                saved_s, debt_s = gain_s - price_s, max(0.0, past.debt_s + price_s - gain_s)
         overdue_s = max(state.theta_s, _OVERDUE * unmerged_s)
-        return _decision(chosen, works, total, starving, batch, ready, state, overdue_s)._replace(carried=missed)
+        decided = _decision(chosen, works, total, starving, batch, ready, state, overdue_s)
+        return decided._replace(carried=_Past(missed_s, over_merged_s, debt_s), saved_s=saved_s)
 
 
 def _starving(ready: Sequence[Candidate], state: PolicyState) -> list[Candidate]:
@@ -129,40 +163,23 @@ def _first_batch(ready: Sequence[Candidate], starving: Sequence[Candidate], stat
     """The starving requests and the first of the others, up to the batch size."""
     if len(ready) <= state.max_batch_size:
         return ready
-    starving_ids, seats = {c.request_id for c in starving}, state.max_batch_size - len(starving)
-    batch: list[Candidate] = []
-    for c in ready:
-        if c.request_id in starving_ids:
-            batch.append(c)
-        elif seats:
-            seats -= 1
-            batch.append(c)
-    return batch
+    chosen = {c.request_id for c in starving}
+    others = [c.request_id for c in ready if c.request_id not in chosen]
+    chosen.update(others[: state.max_batch_size - len(starving)])
+    return [c for c in ready if c.request_id in chosen]
 
 
 def _works(requests: Sequence[Candidate], max_step_tokens: int) -> dict[str | None, _Work]:
-    sums: dict[str | None, list[int]] = {}
+    sums: dict[str | None, tuple[int, ...]] = {}
     for _, adapter, _, new_tokens, cached_len, head, _, _, _ in requests:
         num_steps = 1 if new_tokens <= max_step_tokens else -(-new_tokens // max_step_tokens)
-        found = sums.get(adapter)
-        if found is None:
-            sums[adapter] = [1, new_tokens, cached_len, num_steps, new_tokens > 1, head]
-        else:
-            found[0] += 1
-            found[1] += new_tokens
-            found[2] += cached_len
-            found[3] += num_steps
-            found[4] += new_tokens > 1
-            found[5] += head
+        own = (1, new_tokens, cached_len, num_steps, int(new_tokens > 1), int(head))
+        sums[adapter] = tuple(map(add, sums[adapter], own)) if adapter in sums else own
     return {adapter: _Work._make(found) for adapter, found in sums.items()}
 
 
 def _worth_merging(works: Mapping[str | None, _Work], first: Candidate, state: PolicyState) -> list[str]:
-    """Adapters considered for merging.
-
-    These are the merged adapter, the shadow adapter, that of the first request, and those with most tokens and most
-    requests.
-    """
+    """Adapters that are in place, in the shadow copy, of the first request, or have most tokens or most requests."""
     known = [adapter for adapter in works if adapter is not None and adapter in state.mergeable]
     if not known:
         return []
@@ -172,20 +189,25 @@ def _worth_merging(works: Mapping[str | None, _Work], first: Candidate, state: P
 
 
 def _alone_s(adapter: str | None, work: _Work, state: PolicyState) -> float:
-    """Predicted time for one adapter's requests in steps of their own, following those of another adapter.
-
-    Includes merging where the adapter may be merged, because the previous adapter has replaced its merged weights.
-    """
+    """Predicted time for an adapter's requests in steps of their own, with the merge, after those of another."""
     if adapter is None or adapter not in state.mergeable:
-        return _unmerged_s({adapter: work}, work, state) + state.costs.back_s
-    return _merged_s(work, state) + state.costs.merge_s
+        return _unmerged_s({adapter: work}, work, state) + state.costs.back_s + state.costs.change_s
+    return _merged_s(work, state, Mode.MERGED) + state.costs.merge_s + state.costs.change_s
 
 
 def _place_s(merged: str | None, state: PolicyState) -> float:
-    """Predicted time to put the weights of a half in place; 0 if a shadow copy keeps those of both halves."""
-    if merged == state.merged_adapter or not state.costs.back_s:
+    """Predicted time to put the weights of a half in place, both halves of which a shadow copy keeps."""
+    costs = state.costs
+    if merged == state.merged_adapter:
         return 0.0
-    return state.costs.back_s if merged is None else state.costs.merge_s
+    return costs.change_s + (0.0 if not costs.back_s else costs.back_s if merged is None else costs.merge_s)
+
+
+def _price_s(merged: str | None, state: PolicyState) -> float:
+    """Predicted time to put the merged weights of a plan in place."""
+    if merged == state.merged_adapter:
+        return 0.0
+    return state.costs.change_s + (0.0 if merged == state.shadow_adapter else state.costs.merge_s)
 
 
 def _best_with(
@@ -194,23 +216,25 @@ def _best_with(
     total: _Work,
     lanes_s: float,
     others_alone_s: float,
+    starving: Sequence[Candidate],
     state: PolicyState,
 ) -> _Plan:
     """The cheapest plan with `adapter` merged, excluding that merge.
 
-    Args:
-        lanes_s: time of all lanes together, unmerged.
-        others_alone_s: time of the other adapters, each merged in turn.
+    lanes_s: of all lanes together, unmerged. others_alone_s: of the other adapters, each merged in turn.
     """
     own, num_steps = works[adapter], _num_steps(total, state)
     others = total.minus(own)
     if not others.requests:  # no other requests to alternate with
-        return _Plan(_mean_s(state, (own, _merged_s(own, state))), adapter)
-    own_s = _merged_s(own, state)
+        return _Plan(_mean_s(state, (own, _merged_s(own, state, Mode.MERGED))), adapter)
+    # Each step of the merged half has a token of every starving request of the others.
+    guests = StepSize.holding([(c.adapter, 1) for c in starving if c.adapter != adapter], adapter, 0)
+    guests_s = _num_steps(own, state) * sum(map(state.costs.lanes_s, guests.lanes))
+    own_s = _merged_s(own, state, guests.mode) + guests_s
     others_s = _unmerged_s(_without(adapter, works), others, state) + state.costs.round_trip_s
     # The others' tokens have the lane that subtracts the merged adapter.
     branch_s = state.costs.lanes_s(others.tokens, num_steps)
-    together_s = _merged_s(total, state) + (lanes_s - _lanes_s({adapter: own}, num_steps, state)) + branch_s
+    together_s = _merged_s(total, state, Mode.MIXED) + (lanes_s - _lanes_s({adapter: own}, num_steps, state)) + branch_s
     return min(
         _Plan(_mean_s(state, (total, together_s)), adapter),
         _Plan(_mean_s(state, (own, own_s), (others, others_s)), adapter, split=True),
@@ -281,13 +305,13 @@ def _turn(
         own_turn = plan.merged in starving_of
     else:
         work = works[plan.merged]
-        rest = works[first] if one else total.minus(work)
-        rest_s = (
-            _alone_s(first, rest, state)
-            if one
-            else _unmerged_s(_without(plan.merged, works), rest, state) + _place_s(None, state)
-        )
-        own_s = _merged_s(work, state) + _place_s(plan.merged, state)
+        if one:
+            rest = works[first]
+            rest_s = _alone_s(first, rest, state)
+        else:
+            rest = total.minus(work)
+            rest_s = _unmerged_s(_without(plan.merged, works), rest, state) + _place_s(None, state)
+        own_s = _merged_s(work, state, Mode.MERGED) + _place_s(plan.merged, state)
         own_turn = _rate(work, own_s, state) >= _rate(rest, rest_s, state)
     if own_turn:
         return plan.merged, [c for c in ready if c.adapter == plan.merged]
@@ -299,12 +323,8 @@ def _turn(
 def _mean_s(state: PolicyState, *parts: tuple[_Work, float]) -> float:
     """Mean time until the requests of parts that run one after the other have their answers.
 
-    A request that continues has its next answer one whole round later, in whichever part it is, so the length of the
-    round counts. A request with a single answer is done with its part or earlier, because prompts are computed one
-    after the other.
-
-    Args:
-        *parts: work and its seconds, in the order of execution.
+    A request that continues has its next answer one whole round later, in whichever part it is. A request with a
+    single answer is done with its part or earlier, because prompts are computed one after the other.
     """
     left_s = round_s = sum([seconds for _, seconds in parts])
     saved_s = 0.0
@@ -327,9 +347,10 @@ def _unmerged_s(works: Mapping[str | None, _Work], total: _Work, state: PolicySt
     return _merged_s(total, state) + _lanes_s(works, _num_steps(total, state), state)
 
 
-def _merged_s(work: _Work, state: PolicyState) -> float:
-    """Predicted time for this work with its own weights in place."""
-    return state.costs.merged_s(work.tokens, work.context, _num_steps(work, state))
+def _merged_s(work: _Work, state: PolicyState, mode: Mode = Mode.UNMERGED) -> float:
+    """Predicted time for this work in steps of a mode, without lanes."""
+    num_steps = _num_steps(work, state)
+    return state.costs.merged_s(work.tokens, work.context, num_steps) + state.costs.mode_s(mode) * num_steps
 
 
 def _lanes_s(works: Mapping[str | None, _Work], num_steps: float, state: PolicyState) -> float:
@@ -338,14 +359,12 @@ def _lanes_s(works: Mapping[str | None, _Work], num_steps: float, state: PolicyS
     An adapter has one lane per step for all its requests in that step. A request is in as many steps as its prompt
     takes, assumed to be drawn at random. The requests of an adapter count as equally long.
     """
-    lanes_s = state.costs.lanes_s
     seconds = 0.0
     for adapter, (num_requests, tokens, _, steps, _, _) in works.items():
-        if adapter is None:
-            continue
-        left_out = 1 - steps / num_requests / num_steps  # of all steps, by one request
-        num_lanes = num_steps * (1 - left_out**num_requests) if left_out > 0 else num_steps
-        seconds += lanes_s(tokens, num_lanes)
+        if adapter is not None:
+            left_out = 1 - steps / num_requests / num_steps  # of all steps, by one request
+            num_lanes = num_steps * (1 - left_out**num_requests) if left_out > 0 else num_steps
+            seconds += state.costs.lanes_s(tokens, num_lanes)
     return seconds
 
 
@@ -359,9 +378,9 @@ def _num_steps(work: _Work, state: PolicyState) -> float:
 
 
 def _rate(work: _Work, seconds: float, state: PolicyState) -> float:
-    """Answers per second of the cost excluding tokens, which must be computed sooner or later.
+    """Answers per second of the cost excluding tokens, which must be computed sooner or later: prompts delay no half.
 
-    A prompt is therefore no reason to delay its half. Infinite while the machine's speed is unknown.
+    Infinite while the machine's speed is unknown.
     """
     beside_s = seconds - state.costs.tokens_s(work.tokens, _num_steps(work, state))
     return work.requests / beside_s if beside_s > 0 else math.inf

@@ -290,7 +290,10 @@ function tellModes(shown) {
     return `${mode} ${(share * 100).toFixed(0)} %`;
   });
   const switches = shown.filter((step) => step.switchS > 0).length;
-  setText(at("modes-summary"), `${shares.join(" · ")} · ${plural(switches, "switch").replace("switchs", "switches")}`);
+  const { saved_s: predicted, measured_saved_s: saved } = state.stats;
+  const gain = `${saved < 0 ? "lost" : "saved"} ${seconds(Math.abs(saved))} (predicted ${predicted.toFixed(1)} s)`;
+  const changes = plural(switches, "switch").replace("switchs", "switches");
+  setText(at("modes-summary"), `${shares.join(" · ")} · ${changes} · ${gain} since the start`);
 }
 
 function describeStep(step) {
