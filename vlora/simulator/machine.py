@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from vlora.errors import BadConfig
 from vlora.orchestrator.cost_model import Costs, StepSize, TokenThresholds
@@ -123,7 +124,7 @@ def read_costs(path: Path) -> tuple[Costs, float]:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise BadConfig(f"{path}: costs.{field} is {value!r}; it must be a whole number of tokens, 0 or more")
         thresholds[field] = value
-    prices = {field: float(values[field]) for field in _PRICES}
+    prices: dict[str, Any] = {field: float(values[field]) for field in _PRICES}
     load_s = prices.pop("load_s")
     return Costs(**prices, **thresholds), load_s
 
