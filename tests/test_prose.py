@@ -20,7 +20,7 @@ RARE = re.compile(
     r"\b(who|whom|whose|whoever|nobody|somebody|anybody|everybody|told|tells?|telling|anew|of late|at hand|in vain)\b",
     re.IGNORECASE,
 )
-MOST_PER_1000 = 0.5
+MOST_PER_1000 = 0.17  # of all words, which is about 0.5 of those of prose
 COMMENTED = (".cpp", ".h", ".cu")
 
 
@@ -57,8 +57,9 @@ def test_words_that_personify_are_rare() -> None:
     words, found = 0, []
     for path in listed():
         if path.suffix in (".py", ".md", *COMMENTED) and path.is_file():
-            for line, text in prose_of(path):
-                words += len(text.split())
+            content = path.read_text(errors="replace")
+            words += len(content.split())
+            for line, text in prose_of(path) if RARE.search(content) else ():  # parsing all files takes 6 seconds
                 found += [f"{path.relative_to(ROOT)}:{line}: {match[0]}" for match in RARE.finditer(text)]
     assert words > 100_000, "the project's files were not found"
     density = 1000 * len(found) / words

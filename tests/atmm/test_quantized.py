@@ -180,7 +180,7 @@ def test_products_without_the_kernel(kind: WeightFormat, dtype: torch.dtype, mon
     held = quantized(random(70, 256), kind)
     held = QuantizedWeight(held.values, held.scales, dtype, kind)
     x, offset = random(13, 256, seed=1).to(dtype), random(70, seed=2).to(dtype)
-    for module in ("grouped", "int8"):
+    for module in ("grouped", "formats"):
         monkeypatch.setattr(f"atmm.{module}.library", lambda: None)
     monkeypatch.setattr("atmm.grouped.BLOCK", 256 * 9)
     read = held.rounded(x) if kind is INT8 else x

@@ -275,7 +275,7 @@ def test_the_clock_counts_work_and_skipped_time() -> None:
     assert clock() == 9.0, "time does not run backwards"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_way_serves_all_requests_and_only_training_trains(tmp_path: Path) -> None:
     clock = Clock(time.thread_time)
     engine = beside.start(tmp_path, 1, clock)
