@@ -42,6 +42,7 @@ def without_others(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.mark.gpu_sim
 def test_the_engine_and_every_stage_are_imported_without_a_servers_packages(without_others: str) -> None:
     stages = [
         f"{'vlora.bench.gpu.stages' if each.name in INSTALLED else 'benchmarks.gpu'}.{each.name}" for each in STAGES
