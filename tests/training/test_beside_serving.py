@@ -182,7 +182,7 @@ def test_trainings_may_be_cancelled_and_submitted_again_at_any_piece(case: Case,
                 on.settle(most=number % 3)
                 on.submit(case.plan("often", [name]))
         on.settle()
-        assert set(on.states().values()) == {FINISHED} and num_cancelled > 10
+        assert set(on.states().values()) == {FINISHED} and num_cancelled > 5
     for name, losses in alone.losses.items():
         assert losses_of(case.folder / "often" / name) == pytest.approx(losses, abs=1e-5)
 
