@@ -60,7 +60,7 @@ def other_version(world: World) -> Path:
     return other
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the drawn held-out part is rarely too small for a promotion
 def test_the_promoted_adapter_is_the_one_that_was_evaluated(world: World, tmp_path: Path) -> None:
     async def work(serving: Serving, own: World) -> None:
         before = (await serving.ask(question(1000))).text
