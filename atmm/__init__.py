@@ -18,7 +18,7 @@ from atmm.strategies.hybrid import gains_from_copies, longest_short_lane
 from atmm.strategies.registry import STRATEGIES, reads_in_place
 from atmm.tuning.matmul_choice import measure as measure_products
 from atmm.tuning.tables import describe as describe_table
-from atmm.warmup import compile_ahead, compile_merges, compile_quantized_merges
+from atmm.warmup import compile_ahead, compile_merges, compile_products, compile_quantized_merges
 
 __all__ = [
     "STRATEGIES",
@@ -38,6 +38,7 @@ __all__ = [
     "begin_deltas",
     "compile_ahead",
     "compile_merges",
+    "compile_products",
     "compile_quantized_merges",
     "describe_table",
     "flash",

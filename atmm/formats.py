@@ -12,7 +12,7 @@ from torch import Tensor
 
 from atmm.cpu import library
 from atmm.grouped import Grouped
-from atmm.quantized import BLOCK, WeightFormat
+from atmm.quantized import BLOCK, Integers, WeightFormat
 
 _SMALLEST = 1e-12  # largest value of a row from which its scale is computed: a row of zeros needs a scale too
 
@@ -98,15 +98,21 @@ def multiplies_int8() -> bool:
 
 
 class Int8(RowScaled):
-    """Eight-bit integers, for CPUs. A compiled kernel for AVX512-VNNI or AVX2 multiplies them and reads the weights in
-    place; both give the same sums. Elsewhere they are multiplied in float32.
+    """Eight-bit integers. On a CPU a compiled kernel for AVX512-VNNI or AVX2 multiplies them and reads the weights in
+    place; both give the same sums. On a GPU weights are restored in registers, and inputs are not rounded. Elsewhere
+    they are multiplied in float32.
     """
 
     name = "int8"
     value_dtype = torch.int8
     largest = 127.0
+    integers = Integers(8, 0, 128, signed=True, offsets=False)
 
     def product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        if x.device.type == "cuda":
+            from atmm.triton.products import multiply  # importing Triton is slow
+
+            return multiply(x, values, scales, bias, self.integers)
         kernels = library()
         d_out, d_in = values.shape
         if kernels is None or not kernels.has_int8 or x.dtype not in kernels.int8 or d_in > _MOST_INPUTS:

@@ -15,7 +15,8 @@ from torch import Tensor
 from atmm.cpu import library
 from atmm.cpu.lanes import Scattered, serves
 from atmm.dispatch import choose, measured
-from atmm.formats import Fp8
+from atmm.formats import RowScaled
+from atmm.grouped import Grouped
 from atmm.layers import HeadRows, Layout, Packed, Site, SiteGroup
 from atmm.matmul import linear, widened
 from atmm.places import FactorTable
@@ -319,21 +320,27 @@ def merge_quantized(
 ) -> None:
     """Write `base + delta` into `out` for n layers, both [n, o, i]. The sums are computed in float32.
 
-    On a GPU one launch merges a delta of one block into eight-bit floats; other merges restore one layer at a time.
+    On a GPU one launch merges a delta of one block, except into integers with one scale and offset for a row; other
+    merges restore one layer at a time.
 
     Args:
         out: The result, with scales of its own. May be `base`.
         parts: The delta as blocks: the outputs and inputs of a block, its a [n, r, inputs] and bt [n, r, outputs].
     """
     blocks = list(parts)
-    if len(blocks) == 1 and out.device.type == "cuda" and isinstance(out.format, Fp8):
+    if len(blocks) == 1 and out.device.type == "cuda":
         *_, a, bt = blocks[0]
+        kind, weights = out.format, (out.values, out.scales, base.values, base.scales)
         # Tiles of float32 factors would spill registers.
         if (a.shape[2], bt.shape[2]) == (out.shape[2], out.shape[1]) and a.dtype.itemsize == 2:
-            from atmm.triton.merging import merge_rows  # importing Triton is slow
+            from atmm.triton import merging  # importing Triton is slow
 
-            merge_rows(out.values, out.scales, base.values, base.scales, a, bt, out.format.largest)
-            return
+            if isinstance(kind, RowScaled):
+                merging.merge_rows(*weights, a, bt, kind.largest)
+                return
+            if isinstance(kind, Grouped) and kind.group:
+                merging.merge_groups(*weights, a, bt, kind.integers)
+                return
     for layer in range(len(base)):  # one at a time: a layer in float32 takes four times the bytes of all its values
         sums = base[layer : layer + 1].float()
         for outputs, inputs, a, bt in blocks:

@@ -14,6 +14,20 @@ BLOCK = 2 * 2**20
 """Weights converted at a time: 8 MiB in float32. Larger ones are mapped and unmapped (docs/decisions/0035)."""
 
 
+class Integers(NamedTuple):
+    """A format of integers [d_out, d_in] with float32 scales.
+
+    bits: 4 or 8. group: inputs with one scale; 0: all inputs of a row. zero: the value of weight 0; 0 with offsets.
+    signed: values are two's complement, and 128 is added to them.
+    """
+
+    bits: int
+    group: int
+    zero: int
+    signed: bool
+    offsets: bool
+
+
 class WeightFormat(Protocol):
     """A way to store weights [..., out, in] as values [..., out, v] and scales [..., out, s].
 

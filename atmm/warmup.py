@@ -9,7 +9,7 @@ import torch
 
 from atmm.layers import Factors, Site, SiteGroup
 from atmm.operator import add_deltas, merge_quantized
-from atmm.quantized import Allocate, QuantizedWeight
+from atmm.quantized import Allocate, QuantizedWeight, StoredWeight
 from atmm.segments import Lane, SegmentPlan
 from atmm.strategies.registry import triton_interprets
 from atmm.triton.tiling import Tiling, all_usual, block_r
@@ -17,6 +17,7 @@ from atmm.tuning import tables
 from atmm.tuning.tables import round_up
 
 HIGHEST_RANK = 64
+_MOST_TOKENS = 4096  # of a step, whose number of tokens decides how many programs share a sum
 _KEYS = ("own", "merged")
 
 
@@ -73,6 +74,16 @@ def compile_quantized_merges(
             a, bt = (torch.zeros(1, HIGHEST_RANK, d, dtype=dtype, device=device) for d in (d_in, d_out))
             for rank in range(1, HIGHEST_RANK + 1):
                 merge_quantized(weight, weight, [(everything, everything, a[:, :rank], bt[:, :rank])])
+
+
+def compile_products(weights: Iterable[StoredWeight], dtype: torch.dtype, device: torch.device) -> None:
+    """Launch the kernels of products with quantized weights [d_out, d_in] once for every number of tokens."""
+    if triton_interprets():
+        return
+    shapes = {(each.shape, each.format): each for each in weights if isinstance(each, QuantizedWeight)}
+    with torch.inference_mode():
+        for weight, power in itertools.product(shapes.values(), range(_MOST_TOKENS.bit_length())):
+            weight.product(torch.zeros(2**power, weight.shape[1], dtype=dtype, device=device), None)
 
 
 def _plain_group(d_in: int, d_outs: Sequence[int], rank: int, dtype: torch.dtype, device: torch.device) -> SiteGroup:

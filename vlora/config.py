@@ -177,7 +177,7 @@ class EngineConfig:
     quantize: Quantize = setting(
         "none",
         "Model",
-        "Format of the text model's linear layers; fp8: for GPUs, int8, int4: for CPUs (docs/limits.md).",
+        "Format of the text model's linear layers; fp8: for GPUs (docs/limits.md).",
     )
     quantize_head: bool = setting(False, "Model", "Also quantize the output head.")
     seed: int = setting(0, "Model", "Seed of dummy weights.")

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atmm.triton import kernels
+from atmm.triton import kernels, weight_kernels
+
+KERNELS: Mapping[str, Any] = {**vars(kernels), **vars(weight_kernels)}
 
 
 class Handle:
@@ -26,7 +28,7 @@ class Handle:
     __slots__ = ("_kernel", "_made", "_options", "_sizes")
 
     def __init__(self, name: str, sizes: Mapping[str, Any], options: Mapping[str, int]) -> None:
-        self._kernel = getattr(kernels, name)
+        self._kernel = KERNELS[name]
         self._sizes, self._options = sizes, options
         self._made: dict[tuple, Any] = {}
 
@@ -53,11 +55,17 @@ class Handle:
 def handle(
     name: str, dtype: torch.dtype, device: torch.device, sizes: tuple[tuple[str, Any], ...], **options: int
 ) -> Handle:
-    """The shared handle of a kernel of `atmm.triton.kernels` for a dtype, a device and compile-time sizes.
+    """The shared handle of one of `KERNELS` for a dtype, a device and compile-time sizes.
 
     sizes: in the order in which the kernel declares them. options: num_warps and num_stages; default: Triton's.
     """
     return Handle(name, dict(sizes), options)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; without one, those of an H100."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def _kind(number: int) -> tuple[bool, bool, bool]:

@@ -183,89 +183,6 @@ def single(
     tl.store(y_at, (y + sums).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _merged(
-    base_ptr, base_row, base_scale, a_ptr, a_row, bt_ptr, bt_row, n, k, in_row, in_sum, rank, scale,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, MAX_RANK: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """base * base_scale + scale * Bt^T A for outputs n and inputs k of a layer, in float32; undefined outside."""
-    r = tl.arange(0, BLOCK_R)
-    sums = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    for first in tl.static_range(0, MAX_RANK, BLOCK_R):
-        if first < rank:
-            in_rank = (first + r) < rank
-            bt_mask = in_rank[:, None] if EVEN else in_rank[:, None] & in_row[None, :]
-            a_mask = in_rank[:, None] if EVEN else in_rank[:, None] & in_sum[None, :]
-            row = (first + r)[:, None]
-            bt = tl.load(bt_ptr + row * bt_row + n[None, :], mask=bt_mask, other=0.0)
-            a = tl.load(a_ptr + row * a_row + k[None, :], mask=a_mask, other=0.0)
-            sums = tl.dot(tl.trans(bt), a, sums, input_precision=PRECISION)
-    mask = None if EVEN else in_row[:, None] & in_sum[None, :]
-    base = tl.load(base_ptr + n.to(tl.int64)[:, None] * base_row + k[None, :], mask=mask)
-    return base.to(tl.float32) * base_scale + scale * sums
-
-
-@triton.jit
-def merge(
-    out_ptr, base_ptr, a_ptr, bt_ptr, rank, d_out, d_in,
-    out_stride, out_row, base_stride, base_row, a_stride, a_row, bt_stride, bt_row, scale,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, MAX_RANK: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """out = base + scale * Bt^T A for one block of one layer. Grid (layers, blocks of d_out, blocks of d_in)."""
-    layer = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.program_id(2) * BLOCK_K + tl.arange(0, BLOCK_K)
-    in_row, in_sum = n < d_out, k < d_in
-    merged = _merged(
-        base_ptr + layer * base_stride, base_row, 1.0, a_ptr + layer * a_stride, a_row, bt_ptr + layer * bt_stride,
-        bt_row, n, k, in_row, in_sum, rank, scale, BLOCK_N, BLOCK_K, BLOCK_R, MAX_RANK, EVEN, PRECISION,
-    )  # fmt: skip
-    mask = None if EVEN else in_row[:, None] & in_sum[None, :]
-    out_at = out_ptr + layer * out_stride + n.to(tl.int64)[:, None] * out_row + k[None, :]
-    tl.store(out_at, merged.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def merge_rows(
-    values_ptr, scale_ptr, base_ptr, base_scale_ptr, a_ptr, bt_ptr, rank, d_out, d_in,
-    values_stride, values_row, scale_stride, base_stride, base_row, base_scale_stride, a_stride, a_row, bt_stride,
-    bt_row, largest,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, MAX_RANK: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """values * scale = base * base_scale + Bt^T A for whole rows of one layer, with scales as in `quantize_rows`.
-
-    Grid (layers, blocks of d_out). A row's scale depends on all of its sums, which are therefore computed twice.
-    """
-    layer = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_row = n < d_out
-    base_ptr, a_ptr, bt_ptr = base_ptr + layer * base_stride, a_ptr + layer * a_stride, bt_ptr + layer * bt_stride
-    base_scale = tl.load(base_scale_ptr + layer * base_scale_stride + n, mask=in_row, other=0.0)[:, None]
-    most = tl.full((BLOCK_N,), 1e-12, dtype=tl.float32)
-    for first in range(0, d_in, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        merged = _merged(
-            base_ptr, base_row, base_scale, a_ptr, a_row, bt_ptr, bt_row, n, k, in_row, k < d_in, rank, 1.0,
-            BLOCK_N, BLOCK_K, BLOCK_R, MAX_RANK, EVEN, PRECISION,
-        )  # fmt: skip
-        in_rows = in_row[:, None] & (k < d_in)[None, :]
-        most = tl.maximum(most, tl.max(tl.where(in_rows, tl.abs(merged), 0.0), 1))
-    scale = most / largest
-    tl.store(scale_ptr + layer * scale_stride + n, scale, mask=in_row)
-    values_at = values_ptr + layer * values_stride + n.to(tl.int64)[:, None] * values_row
-    for first in range(0, d_in, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        merged = _merged(
-            base_ptr, base_row, base_scale, a_ptr, a_row, bt_ptr, bt_row, n, k, in_row, k < d_in, rank, 1.0,
-            BLOCK_N, BLOCK_K, BLOCK_R, MAX_RANK, EVEN, PRECISION,
-        )  # fmt: skip
-        mask = None if EVEN else in_row[:, None] & (k < d_in)[None, :]
-        tl.store(values_at + k[None, :], (merged / scale[:, None]).to(values_ptr.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize_on_alignment=["place_ptr", "length_ptr", "table_ptr"])
 def decode_part(
     out_ptr, part_ptr, stat_ptr, q_ptr, kv_ptr,
@@ -433,18 +350,3 @@ def write_kv(
     row = tl.load(rows_ptr + token).to(tl.int64) * row_stride
     tl.store(k_cache_ptr + row + c, tl.load(k_ptr + token * k_stride + c, mask=in_row), mask=in_row)
     tl.store(v_cache_ptr + row + c, tl.load(v_ptr + token * v_stride + c, mask=in_row), mask=in_row)
-
-
-@triton.jit
-def quantize_rows(
-    values_ptr, scale_ptr, x_ptr, width, x_stride, largest,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """values[row] = x[row] / scale[row]; the scale maps the row's largest value to `largest`. Grid (rows)."""
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BLOCK)
-    in_row = c < width
-    x = tl.load(x_ptr + row * x_stride + c, mask=in_row, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / largest
-    tl.store(scale_ptr + row, scale)
-    tl.store(values_ptr + row * width + c, (x / scale).to(values_ptr.dtype.element_ty), mask=in_row)

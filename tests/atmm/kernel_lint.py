@@ -22,21 +22,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from atmm.formats import Int8
 from atmm.layers import ROW_ALIGNMENT
-from atmm.triton import kernels
+from atmm.quantized import Integers
 from atmm.triton.attention import GROUP_ROWS, JOIN_WARPS, tile_of
+from atmm.triton.handles import KERNELS
+from atmm.triton.products import product_tile
 from atmm.triton.tiling import Tiling, all_usual, block_r, merge_blocks, space
 
-_SHARED_BYTES = {80: 166_912, 90: 232_448}
-"""Maximum shared memory per block, by compute capability (NVIDIA's CUDA programming guide, technical
-specifications)."""
+SHARED_BYTES = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Maximum shared memory per block, by compute capability (NVIDIA's CUDA programming guide, technical specifications):
+A100, RTX 30, Jetson Orin, RTX 40 and L4, H100 and H200, B200, RTX 50."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """One kernel with its compile-time sizes, for values of 2 bytes (bfloat16) or 4 (float32).
 
-    capability: the lowest compute capability that has the kernel's instructions.
+    capability: the lowest compute capability that has the kernel's instructions. weights: the type of quantized ones.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Kernel:
     num_stages: int = 3
     itemsize: int = 2
     capability: int = 80
+    weights: str = "fp8e4nv"
 
 
 class Facts(NamedTuple):
@@ -76,16 +80,22 @@ _NUMBERS = {
     "rotate": ("q_stride", "q_head_stride", "k_stride", "k_head_stride", "angle_stride"),
     "write_kv": ("width", "row_stride", "k_stride", "v_stride"),
     "quantize_rows": ("width", "x_stride"),
+    "multiply_integers": ("num_tokens", "d_out", "d_in", "y_stride", "x_stride", "values_stride", "scale_stride"),
+    "join_products": ("num_tokens", "d_out", "y_stride"),
+    "merge_groups": (
+        "rank", "d_out", "d_in", "values_stride", "values_row", "scale_stride", "scale_row", "base_stride", "base_row",
+        "base_scale_stride", "base_scale_row", "a_stride", "a_row", "bt_stride", "bt_row",
+    ),
 }  # fmt: skip
 _VALUES = (
     "x_ptr", "a_ptr", "bt_ptr", "origin_ptr", "y_ptr", "out_ptr", "base_ptr", "q_ptr", "k_ptr", "v_ptr", "kv_ptr",
     "k_cache_ptr", "v_cache_ptr", "cos_ptr", "sin_ptr", "weight_ptr", "gate_ptr", "up_ptr",
+    "bias_ptr",
 )  # fmt: skip
 _FLOATS = ("scale", "epsilon", "largest")
 _TABLES = ("tile_ptr", "place_ptr", "length_ptr", "table_ptr", "rows_ptr")
 _POINTERS = {
     **dict.fromkeys(("hidden_ptr", "part_ptr", "stat_ptr", "scale_ptr", "base_scale_ptr"), "*fp32"),
-    "values_ptr": "*fp8e4nv",
     **dict.fromkeys(_TABLES, "*i32"),
     **dict.fromkeys(("places_ptr", "rows_ptr"), "*i64"),
 }
@@ -93,13 +103,13 @@ _MOST_REGISTERS = {"decode_part": 168}  # three programs of four warps per multi
 
 
 def inspect(kernel: Kernel, capability: int) -> Facts:
-    """Compile for compute capability 80 or 90, and list the faults."""
-    function = getattr(kernels, kernel.name)
+    """Compile for a compute capability of `SHARED_BYTES`, and list the faults."""
+    function = KERNELS[kernel.name]
     names = function.arg_names
     values = dict.fromkeys(_VALUES, "*fp32" if kernel.itemsize == 4 else "*bf16")
     integers = dict.fromkeys(_NUMBERS[kernel.name], "i32")
-    types = {**_POINTERS, **values, **integers, **dict.fromkeys(_FLOATS, "fp32")}
-    if kernel.name == "merge_rows":
+    types = {**_POINTERS, **values, **integers, **dict.fromkeys(_FLOATS, "fp32"), "values_ptr": f"*{kernel.weights}"}
+    if kernel.name in ("merge_rows", "merge_groups"):
         types["base_ptr"] = types["values_ptr"]
     source = ASTSource(
         fn=function,
@@ -108,7 +118,7 @@ def inspect(kernel: Kernel, capability: int) -> Facts:
         attrs={
             (names.index(name),): [["tt.divisibility", 16]]
             for name in names
-            if name not in kernel.sizes and name not in (*_FLOATS, "rank", *_TABLES)
+            if name not in kernel.sizes and name not in (*_FLOATS, "rank", "num_tokens", *_TABLES)
         },
     )
     options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "enable_fp_fusion": True}
@@ -116,8 +126,8 @@ def inspect(kernel: Kernel, capability: int) -> Facts:
     registers, stack = _resources(made.asm["cubin"])
     loads = _loads(_disassembled(made.asm["cubin"]))
     faults = []
-    if made.metadata.shared > _SHARED_BYTES[capability]:
-        faults.append(f"{made.metadata.shared} bytes of shared memory, {_SHARED_BYTES[capability]} available")
+    if made.metadata.shared > SHARED_BYTES[capability]:
+        faults.append(f"{made.metadata.shared} bytes of shared memory, {SHARED_BYTES[capability]} available")
     if stack:
         faults.append(f"{stack} bytes spilled")
     if registers > _MOST_REGISTERS.get(kernel.name, registers):
@@ -151,6 +161,8 @@ def _narrow(kernel: Kernel, loads: Counter[int]) -> list[str]:
         "merge_rows": 4,
         "rotate": 8,
     }
+    if kernel.name in ("multiply_integers", "merge_groups"):
+        return []  # weights have their words where the layout of the product's operand allows it, and scales are narrow
     starts = {"shrink": 2, "expand": 1 + 2 * parts, "single": 1 + 4 * parts, "rotate": 8, "write_kv": 1}
     allowed, needed = Counter({32: entries.get(kernel.name, 0), 64: starts.get(kernel.name, 0)}), 1
     if kernel.name == "rotate":
@@ -218,7 +230,8 @@ def merging(rank: int, itemsize: int = 2) -> list[Kernel]:
     rows, (block_n, block_k) = block_r(rank), merge_blocks(itemsize)
     blocks = {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": rows, "MAX_RANK": rows}
     sizes = {**blocks, "EVEN": True, "PRECISION": "ieee"}
-    rows_of_eight_bits = [Kernel("merge_rows", sizes, capability=89)] if itemsize == 2 else []
+    rounded = Kernel("merge_rows", {**sizes, "INTEGERS": False}, capability=89)
+    rows_of_eight_bits = [rounded] if itemsize == 2 else []
     return [Kernel("merge", sizes, itemsize=itemsize), *rows_of_eight_bits]
 
 
@@ -252,6 +265,36 @@ def rounding(itemsize: int = 2) -> list[Kernel]:
     ]
 
 
+FORMATS = [
+    *(Integers(bits, group, 0 if offsets else 2 ** (bits - 1), signed=False, offsets=offsets)
+      for bits in (4, 8) for group in (0, 32, 64, 128) for offsets in (False, True)),
+    Int8.integers,
+]  # fmt: skip
+
+
+def integers(formats: Iterable[Integers] = FORMATS, tokens: Iterable[int] = (16, 32, 64, 512)) -> list[Kernel]:
+    """The kernels of products with integers, and of merges into them."""
+    found = [Kernel("join_products", {"BLOCK": 1024, "SPLITS": splits, "BIAS": True}) for splits in (2, 8)]
+    for kind in formats:
+        weights = {"GROUP": kind.group, "BITS": kind.bits, "OFFSETS": kind.offsets, "PRECISION": "ieee"}
+        held = "i8" if kind.signed else "u8"
+        for itemsize, num_tokens in ((4, 16), *((2, number) for number in tokens)):
+            tile = product_tile(num_tokens, itemsize)
+            blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+            more = {"ZERO": kind.zero, "FLIPPED": kind.signed, "SPLITS": 2, "EVEN_K": True, "BIAS": False}
+            sizes = {**blocks, **weights, **more}
+            found.append(Kernel("multiply_integers", sizes, tile.num_warps, tile.num_stages, itemsize, weights=held))
+        for rank in (16, 64):
+            rows, (block_n, block_k) = block_r(rank), merge_blocks(2)
+            blocks = {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_R": rows, "MAX_RANK": rows, "EVEN": True}
+            if kind.signed:
+                whole = {**blocks, "PRECISION": "ieee", "INTEGERS": True}
+                found.append(Kernel("merge_rows", whole, weights=held))
+            elif kind.group:
+                found.append(Kernel("merge_groups", {**blocks, **weights}, weights=held))
+    return found
+
+
 def whole_space() -> list[Kernel]:
     """Every kernel that the search may time or that is launched without measurements, each once.
 
@@ -268,12 +311,12 @@ def whole_space() -> list[Kernel]:
     for itemsize, (group, kv_heads), splits, dim in itertools.product((2, 4), heads, (1, 2, 4, 8, 16), (64, 128)):
         for kernel in decoding(group, kv_heads, dim, splits, itemsize):
             found.setdefault(repr(kernel), kernel)
-    return [*found.values(), *pointwise(), *pointwise(4), *rounding(), *rounding(4)]
+    return [*found.values(), *pointwise(), *pointwise(4), *rounding(), *rounding(4), *integers()]
 
 
 def compilations(space: Iterable[Kernel]) -> list[tuple[Kernel, int]]:
-    """Each kernel with each compute capability, of 80 and 90, that has its instructions."""
-    return [(kernel, capability) for kernel in space for capability in (80, 90) if capability >= kernel.capability]
+    """Each kernel with each compute capability that has its instructions."""
+    return [(kernel, capability) for kernel in space for capability in SHARED_BYTES if capability >= kernel.capability]
 
 
 def sample() -> list[Kernel]:
@@ -288,7 +331,8 @@ def sample() -> list[Kernel]:
         decoding(7, 4, 128, 16, 4), decoding(1, 32, 128, 1, 4),
     )  # fmt: skip
     lanes = itertools.chain(*(kernels_of(*own) for own in some))
-    return [*lanes, *merges, *itertools.chain(*decodes), *pointwise(), *rounding()]
+    weights = integers([Integers(4, 32, 8, signed=False, offsets=False), Int8.integers], tokens=(16, 512))
+    return [*lanes, *merges, *itertools.chain(*decodes), *pointwise(), *rounding(), *weights]
 
 
 if __name__ == "__main__":

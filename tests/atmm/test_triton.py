@@ -32,6 +32,8 @@ _SAMPLE = (
     "test_pointwise.py::test_gates[3-1024-torch.float16]",
     "test_pointwise.py::test_writes_to_the_cache[4-128-torch.int32-torch.float32]",
     "test_pointwise.py::test_rounding_to_eight_bits[3-1024-torch.float32]",
+    "interpreted/check_products.py::test_products[int4-32-symmetric-5-130-4-torch.float32]",
+    "interpreted/check_products.py::test_merges_round_the_exact_sum[int4-32-symmetric-24-torch.bfloat16-70-160]",
 )
 
 
@@ -45,9 +47,10 @@ def test_one_kernel_of_each_kind_agrees_with_the_reference_in_the_interpreter() 
     "checks",
     (
         ("test_add_delta.py", "test_merge.py", "test_pointwise.py", "check_tiled.py", "check_decode.py"),
+        ("check_products.py",),
         ("check_styles.py", "check_engine.py"),
     ),
-    ids=("kernels", "bench and engine"),
+    ids=("kernels", "products", "bench and engine"),
 )
 def test_kernels_agree_with_the_reference_in_the_interpreter(checks: tuple[str, ...]) -> None:
     """Checks share a process, which takes seconds to start."""
@@ -74,7 +77,8 @@ def _passes(checks: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 @pytest.mark.gpu_sim
-@pytest.mark.parametrize("capability", (80, 90))
+@pytest.mark.timeout(1200)  # for a busy machine
+@pytest.mark.parametrize("capability", (80, 86, 87, 89, 90, 100, 120))
 def test_kernels_compile_ahead_without_spilling_and_larger_ones_are_found(capability: int) -> None:
     from atmm.triton.tiling import Tiling
     from tests.atmm.kernel_lint import compilations, inspect, kernels_of, sample

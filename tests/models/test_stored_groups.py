@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from atmm.grouped import Grouped
+from tests import device
 from tests.engine.test_quantized_answers import EXACT, language_linears
 from tests.families import build_model, make_prompt
 from tests.harness import FixedModes, RecordingEngine
@@ -77,6 +78,7 @@ def test_zeros_of_the_second_version_without_its_name(tmp_path: Path) -> None:
         assert torch.equal(linear.weight, wanted[name].weight)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
@@ -95,7 +97,8 @@ def test_answers_are_those_of_the_restored_weights(
     def exact_product(own: Grouped, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, own.decode(values, scales).to(x.dtype), bias)
 
-    monkeypatch.setattr(Grouped, "product", exact_product)
+    if device.name == "cpu":  # a GPU does not round inputs
+        monkeypatch.setattr(Grouped, "product", exact_product)
     monkeypatch.setattr(quantize, "FORMATS", EXACT)
     own = Stored(family, layout, tmp_path / "model")
     oracle = Oracle(family, own.model)
@@ -108,7 +111,7 @@ def test_answers_are_those_of_the_restored_weights(
     wanted = language_linears(own.model)
     for name, linear in recorded.engine.parts.device.slabs.linears.items():
         assert linear.quantized is not None
-        assert torch.equal(linear.quantized.float(), wanted[name.removeprefix("model.language_model.")].weight)
+        assert torch.equal(linear.quantized.float().cpu(), wanted[name.removeprefix("model.language_model.")].weight)
         if layout.method not in EXACT:
             group = None if layout.group == -1 else layout.group
             assert linear.quantized.format == Grouped(layout.bits, group, symmetric=layout.symmetric)

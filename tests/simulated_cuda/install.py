@@ -104,13 +104,14 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
 
         from atmm import operator
         from atmm.strategies import registry
-        from atmm.triton import attention, merging, pointwise
+        from atmm.triton import attention, merging, pointwise, products
         from tests.simulated_cuda import ranks
         from tests.simulated_cuda.kernels_in_torch import (
             decode_in_torch,
             lanes_in_torch,
             merging_in_torch,
             pointwise_in_torch,
+            products_in_torch,
         )
         from vlora.engine.tensor_parallel import worker
 
@@ -121,6 +122,7 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
         yield attention, {"decode": decode_in_torch(attention.decode)}
         yield pointwise, pointwise_in_torch(pointwise)
         yield merging, merging_in_torch(merging)
+        yield products, products_in_torch(products)
         yield operator, {"strategy_in_place": lanes_in_torch(operator.strategy_in_place)}
         yield (
             GridExecutor,

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from atmm.formats import Int8
+from atmm.grouped import Grouped
+from atmm.quantized import Integers
 from atmm.strategies.hybrid import Loop
 from tests.simulated_cuda import capture
 from tests.simulated_cuda.install import uncomputed_kernels
@@ -59,7 +62,16 @@ def pointwise_in_torch(module: Any) -> dict[str, Callable[..., Any]]:
 
 def merging_in_torch(module: Any) -> dict[str, Callable[..., Any]]:
     """The functions of `atmm.triton.merging`."""
-    return {"merge": _launched(module.merge, _merge), "merge_rows": _launched(module.merge_rows, _merge_rows)}
+    return {
+        "merge": _launched(module.merge, _merge),
+        "merge_rows": _launched(module.merge_rows, _merge_rows),
+        "merge_groups": _launched(module.merge_groups, _merge_groups),
+    }
+
+
+def products_in_torch(module: Any) -> dict[str, Callable[..., Any]]:
+    """The functions of `atmm.triton.products`."""
+    return {"multiply": _launched(module.multiply, _multiply)}
 
 
 def _launched(launch: Callable[..., Any], compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +119,25 @@ def _merge_rows(
 ) -> None:
     sums = base.float() * base_scales + bt.float().transpose(1, 2) @ a.float()
     scales.copy_(sums.abs().amax(2, keepdim=True).clamp(min=1e-12) / largest)
-    values.copy_(sums / scales)
+    quotients = sums / scales
+    values.copy_(quotients if values.dtype.is_floating_point else quotients.round())
+
+
+def _format_of(kind: Integers) -> Any:
+    return Int8() if kind.signed else Grouped(kind.bits, kind.group or None, symmetric=not kind.offsets)
+
+
+def _merge_groups(
+    values: torch.Tensor, scales: torch.Tensor, base: torch.Tensor, base_scales: torch.Tensor, *factors: Any
+) -> None:
+    a, bt, kind = factors
+    sums = _format_of(kind).decode(base, base_scales) + bt.float().transpose(1, 2) @ a.float()
+    for target, own in zip((values, scales), _format_of(kind).encode(sums), strict=True):
+        target.copy_(own)
+
+
+def _multiply(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: Any, kind: Integers) -> torch.Tensor:
+    return F.linear(x.float(), _format_of(kind).decode(values, scales), None if bias is None else bias.float())
 
 
 def _write_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Any) -> None:

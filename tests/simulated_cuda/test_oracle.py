@@ -84,6 +84,13 @@ def test_other_oracle_tests_and_their_negative_controls() -> None:
 
 @pytest.mark.gpu_sim
 @pytest.mark.timeout(600)
+def test_integers_rounded_at_load_and_stored_by_groups() -> None:
+    files = f"{ENGINE}/test_quantized_answers.py", "tests/models/test_stored_groups.py"
+    passes(*files, "-k", "bfloat16_on_the_device and (int4-qwen2_5_vl or int8-llava) or answers_are_those and gptq4")
+
+
+@pytest.mark.gpu_sim
+@pytest.mark.timeout(600)
 def test_own_layers_and_compositions_in_every_mode() -> None:
     """No decode graph serves a merged adapter that has an output head of its own."""
     passes(f"{ANSWERS}::test_other_forms", "-k", "(own_layers or composed) and qwen2_5_vl and (merged or mixed)")

@@ -216,6 +216,8 @@ class DeviceRuntime:
             atmm.compile_merges(merged_shapes, merged_dtype, hf_model.device)
             if config.quantize != "none":
                 atmm.compile_quantized_merges(merged_shapes, slabs.allocate, hf_model.dtype, hf_model.device)
+                weights = (*(joined[0] for joined in slabs.joined), hf_model.lm_head.stored)
+                atmm.compile_products(weights, hf_model.dtype, hf_model.device)
         self.merge_fidelity = MergeFidelity(slabs, layout.base_weights, stream)
         unmerged = {**hf_model.vision_linears, **{name: own.layer for name, own in hf_model.own.by_name.items()}}
         self.base_layers = BaseLayers(slabs, unmerged, layout.base_weights, stream)

@@ -19,8 +19,6 @@ from vlora.models.stored_quantized import stored_format, stored_groups
 
 log = logging.getLogger(__name__)
 
-_FOR_CPUS = ("int8", "int4")
-
 
 def with_stored_format(config: EngineConfig) -> EngineConfig:
     """The configuration with the format in which the model's weights are stored, if they are.
@@ -47,8 +45,8 @@ def check_device(config: EngineConfig, device: torch.device) -> None:
     Raises:
         BadConfig: The device has no such products.
     """
-    integers = config.quantize in _FOR_CPUS
-    if config.quantize == "none" or (integers and device.type == "cpu" and formats.multiplies_int8()):
+    integers = config.quantize in ("int8", "int4")
+    if config.quantize == "none" or (integers and (device.type == "cuda" or formats.multiplies_int8())):
         return
     if device.type == "cpu":
         log.warning(
@@ -57,7 +55,6 @@ def check_device(config: EngineConfig, device: torch.device) -> None:
             "inputs are not rounded" if config.quantize == "int4" else "the answers are the same up to rounding",
         )
         return
-    _refuse_integers_on_a_gpu(config, device)
     capability = torch.cuda.get_device_capability(device)
     if capability < formats.FP8_CAPABILITY:
         raise BadConfig(
@@ -74,11 +71,10 @@ def format_of(config: EngineConfig, device: torch.device, hf_model: HFModel) -> 
     """
     if config.quantize == "none":
         return None
-    _refuse_integers_on_a_gpu(config, device)
     linears: dict[str, nn.Linear] = {**hf_model.language_linears}
     if config.quantize_head:
         linears["lm_head"] = hf_model.lm_head
-    for name, linear in linears.items() if device.type == "cuda" else ():
+    for name, linear in linears.items() if device.type == "cuda" and config.quantize == "fp8" else ():
         if linear.weight.dtype is not torch.bfloat16:
             raise BadConfig(f"quantize fp8 on a GPU needs dtype bfloat16; the weights are {linear.weight.dtype}")
         if linear.in_features % formats.FP8_ALIGNMENT or linear.out_features % formats.FP8_ALIGNMENT:
@@ -95,13 +91,6 @@ def format_of(config: EngineConfig, device: torch.device, hf_model: HFModel) -> 
                 f"{name} has {linear.in_features}; set quantize int8"
             )
     return weight_format
-
-
-def _refuse_integers_on_a_gpu(config: EngineConfig, device: torch.device) -> None:
-    if config.quantize in _FOR_CPUS and device.type == "cuda":
-        raise BadConfig(
-            f"quantize {config.quantize} is for CPUs; on a GPU set quantize fp8, for a checkpoint in bfloat16"
-        )
 
 
 def _version(capability: tuple[int, int]) -> str:

@@ -35,7 +35,7 @@ class JoinedWeights:
             )
             for layer, part in zip(layers, self.bias.split(heights), strict=True):
                 if layer.bias is not None:
-                    layer.bias.data = part
+                    layer.bias = nn.Parameter(part, requires_grad=False)  # which may be on another device
 
     def hold(self, weight: HeldWeight) -> None:
         """Use another weight, as `StoredLinear.hold`."""

@@ -187,7 +187,7 @@ def _read_scales(files: Sequence[str]) -> dict[str, torch.Tensor]:
 def _unsupported(config: Any, form: str) -> UnsupportedModel:
     return UnsupportedModel(
         f"{config.model_type} with weights that are stored quantized ({form}) is not supported; served are "
-        "compressed-tensors' fp8 and int8 with a scale per output and per token, and on a CPU GPTQ, AWQ (gemm) and "
+        "compressed-tensors' fp8 and int8 with a scale per output and per token, GPTQ, AWQ (gemm) and "
         "compressed-tensors' pack-quantized in groups of 32, 64, 128 or all inputs. Use the checkpoint in bfloat16 or "
         "float16; quantize fp8, int8 or int4 rounds its weights at load"
     )

@@ -22,6 +22,7 @@ _FILES = (
     "tests/engine/test_answers.py::test_without_a_part_answers_are_wrong",
     "tests/engine/test_answers.py::test_in_bfloat16_every_mode_is_as_close_to_float32_as_unmerged",
     "tests/engine/test_heads.py",
+    "tests/engine/test_quantized_answers.py",
     "tests/engine/test_reuse.py",
     "tests/engine/test_switching.py",
 )

@@ -11,6 +11,8 @@ import torch
 from transformers import LlavaConfig
 
 import atmm
+from atmm.formats import FORMATS
+from atmm.quantized import QuantizedWeight
 from atmm.tuning.search import Case, Shape, error
 from vlora.bench.dummy import clip_config, dummy_picture, llava_config, small_served_config
 from vlora.bench.gpu.context import Context
@@ -162,7 +164,20 @@ def _kernels(context: Context) -> dict[str, float]:
         found[f"{strategy}, {dtype}"] = checked(strategy, dtype, error(case, strategy, device))
     for dtype in ("float32", "bfloat16"):
         found[f"merge, {dtype}"] = checked("merge", dtype, _merge_error(context, getattr(torch, dtype)))
+        # A CPU also rounds its inputs.
+        for name, tokens in itertools.product(("int8", "int4"), (1, 40, 300) if context.on_gpu else ()):
+            own = _product_error(context, name, tokens, getattr(torch, dtype))
+            found[f"{name}, {tokens} tokens, {dtype}"] = checked(name, dtype, own)
     return found
+
+
+def _product_error(context: Context, name: str, num_tokens: int, dtype: torch.dtype) -> float:
+    """Of a product with integers, relative to float64."""
+    kind = FORMATS[name]
+    weight, x = (torch.randn(*shape, device=context.device) for shape in ((96, 512), (num_tokens, 512)))
+    held = QuantizedWeight(*kind.encode(weight), dtype, kind)
+    exact = x.to(dtype).double() @ held.float().to(dtype).double().t()
+    return float((held.product(x.to(dtype), None).double() - exact).norm() / exact.norm())
 
 
 def checked(name: str, dtype: str, found: float) -> float:
