@@ -147,6 +147,35 @@ def test_files_belong_to_their_token(tmp_path: Path) -> None:
         assert api._replace(token=other.secret).call("GET", "/v1/files")[1]["data"] == []
 
 
+def test_a_token_has_half_of_the_store_and_expired_files_go_without_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "EXPIRY_S", 0.01)
+    now = [1000.0]
+    monkeypatch.setattr(FileStore.__init__, "__defaults__", (lambda: now[0],))
+    with running_api(file_folder=str(tmp_path), tokens=TOKENS, max_file_bytes=1000) as api:
+        assert upload(api.url, b"x" * 400, USER).status_code == 200
+        refused = upload(api.url, b"x" * 101, USER)
+        assert refused.status_code == 429 and "this token keeps 1 files and batches with 400 bytes" in refused.text
+        assert upload(api.url, b"x" * 500, ADMIN).status_code == 200
+        refused = upload(api.url, b"x" * 101, ADMIN)
+        assert refused.status_code == 429 and "this server keeps 2 files and batches with 900 bytes" in refused.text
+        assert len([*tmp_path.glob("file-*")]) == 4
+        now[0] += 30 * 24 * 3600
+        until(lambda: not [*tmp_path.glob("file-*")])
+
+
+def test_the_room_of_a_file_that_is_being_written_is_taken(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, ServerConfig(max_file_bytes=10))
+    with store.room(3, None), store.room(4, "shop"):
+        for size, who in ((4, "this server keeps 2"), (2, "this token keeps 1")):
+            with pytest.raises(OverCapacity, match=f"{who} files and batches with"):
+                store.check_room(size, "shop")
+        store.check_room(3, "other")
+    store.check_room(5, "shop")
+    store.close()
+
+
 def test_a_batch_continues_after_a_restart_with_what_is_missing(tmp_path: Path) -> None:
     """Also after a line of results that was cut."""
     texts = {f"r{number}": "x" * (1 + number % 40) for number in range(60)}

@@ -118,17 +118,17 @@ def test_scores_do_not_depend_on_piece_boundaries(answer: str, cuts: list[int]) 
     st.booleans(),
 )
 @example([b"end", "é".encode(), b"a"], ["end"], 4, [], False)
-def test_min_tokens_holds_for_any_chunks(
+def test_min_tokens_and_the_count_up_to_a_stop_string_hold_for_any_chunks(
     parts: list[bytes], stop: list[str], min_tokens: int, cuts: list[int], scored: bool
 ) -> None:
     data = b"".join(parts)
 
-    def read(chunks: Sequence[Sequence[int]], scored: bool) -> tuple[str, bool]:
+    def read(chunks: Sequence[Sequence[int]], scored: bool) -> tuple[str, bool, int]:
         answer = AnswerText(decode, name, stop, min_tokens)
         for tokens in chunks:
             answer.feed(tokens, [TokenScore(-1.0, ())] * len(tokens) if scored else ())
         answer.finish()
-        return answer.text, answer.stopped
+        return answer.text, answer.stopped, answer.num_tokens
 
     assert read(cut(data, cuts), scored) == read([[token] for token in data], False)
 

@@ -116,7 +116,9 @@ class AnswerText:
         min_tokens: int = 0,
         token_bytes: Callable[[int], bytes | None] = lambda _: None,
     ) -> None:
-        self._unsearched = min_tokens
+        self.num_tokens = 0  # up to the one that completed a stop string
+        self._unsearched = min_tokens if stop else 0
+        self._one_by_one = bool(stop)
         self._detokenizer = Detokenizer(decode)
         self._filter = StopFilter(stop)
         self._token_text = token_text
@@ -144,18 +146,19 @@ class AnswerText:
     def feed(self, token_ids: Sequence[int], scores: Sequence[TokenScore] = ()) -> Piece:
         """The newly released text, possibly empty. scores: empty, or one per token."""
         text = ""
-        # Without scores, the tokens in whose text stop strings are searched are decoded together.
-        num_single = len(token_ids) if scores else self._unsearched
-        single, later = token_ids[:num_single], token_ids[num_single:]
-        given: Sequence[TokenScore | None] = scores or [None] * len(single)
-        for token_id, score in zip(single, given, strict=True):
-            if score is not None:
-                self._waiting.append((self._decoded, self._to_logprob(token_id, score)))
-            decoded = self._detokenizer.feed((token_id,))
+        # Only a text in which no stop string is searched and no token has a score is decoded together.
+        parts = [(token_id,) for token_id in token_ids] if scores or self._one_by_one else [token_ids] * bool(token_ids)
+        for place, part in enumerate(parts):
+            if self.stopped:  # tokens that came in one message with the one that completed the stop string
+                break
+            if scores:
+                self._waiting.append((self._decoded, self._to_logprob(part[0], scores[place])))
+            decoded = self._detokenizer.feed(part)
             self._decoded += len(decoded)
             text += decoded if self._unsearched else self._filter.feed(decoded)
-            self._unsearched = max(0, self._unsearched - 1)
-        return self._release(text + (self._filter.feed(self._detokenizer.feed(later)) if later else ""))
+            self._unsearched = max(0, self._unsearched - len(part))
+            self.num_tokens += len(part)
+        return self._release(text)
 
     def finish(self) -> Piece:
         """Release the held text at the end of the answer."""

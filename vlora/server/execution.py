@@ -100,19 +100,17 @@ class Execution:
         sampling = request.sampling
         own = self.processor
         text = AnswerText(own.decode, own.token_text, sampling.stop, sampling.min_tokens, own.token_bytes)
-        num_tokens = 0
         submitted_s, first_s = clock.elapsed_s, 0.0
 
         def counted(piece: Piece) -> Piece:
             scores = piece.logprobs if logprobs else ()
-            return Piece(piece.text, scores, len(request.prompt_ids), num_tokens)
+            return Piece(piece.text, scores, len(request.prompt_ids), text.num_tokens)
 
         async with contextlib.aclosing(self._outputs(request, clock)) as outputs:
             async for output in outputs:
-                if output.token_ids and not num_tokens:
+                if output.token_ids and not text.num_tokens:
                     first_s = clock.elapsed_s
                 if not text.stopped:  # drop tokens that arrive before the engine cancels
-                    num_tokens += len(output.token_ids)
                     piece = text.feed(output.token_ids, output.scores)
                     if piece.text:
                         yield counted(piece)
@@ -131,7 +129,7 @@ class Execution:
             finish_reason="length" if output.finish_reason == "length" and not text.stopped else "stop",
             adapter=request.adapter,
             num_prompt_tokens=len(request.prompt_ids),
-            num_completion_tokens=num_tokens,
+            num_completion_tokens=text.num_tokens,
             timings=output.timings,
             total_s=clock.elapsed_s,
             logprobs=text.logprobs if logprobs else (),

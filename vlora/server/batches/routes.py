@@ -67,10 +67,10 @@ class FileRoutes:
     ) -> dict[str, Any]:
         """Keep a file, for a batch its requests as JSON lines."""
         store = self._runner.store
-        store.check_room(file.size or 0)
-        await asyncio.to_thread(store.write, file_id := f"file-{secrets.token_hex(16)}", file.file)
-        name = (file.filename or "")[:255].encode(errors="replace").decode()
-        return msgspec.to_builtins(store.add(file_id, kept_s, filename=name, purpose=purpose, tenant=tenant(request)))
+        name, owner = (file.filename or "")[:255].encode(errors="replace").decode(), tenant(request)
+        with store.room(file.size or 0, owner):
+            await asyncio.to_thread(store.write, file_id := f"file-{secrets.token_hex(16)}", file.file)
+            return msgspec.to_builtins(store.add(file_id, kept_s, filename=name, purpose=purpose, tenant=owner))
 
     async def list_files(
         self, request: Request, purpose: Purpose | None = None, after: str | None = None, limit: Limit = 10_000

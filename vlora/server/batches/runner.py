@@ -40,6 +40,7 @@ _MAX_REQUESTS = 50_000  # of a batch, as in OpenAI's API
 _MAX_PROBLEMS = 100
 _AT_ONCE = 16  # requests; enough for the server to batch
 PAUSE_S = 0.5  # before a request is sent again
+EXPIRY_S = 60.0  # between two removals of what has expired
 _MOST_TRIES = {EngineDead.code: 3, DeadlineMissed.code: 3, OverCapacity.code: float("inf")}  # until it is the answer
 
 
@@ -64,7 +65,8 @@ class BatchRunner:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Continue the batches that have not ended, until the end of the block."""
+        """Continue the batches that have not ended, and remove what expires, until the end of the block."""
+        self._tasks[""] = asyncio.create_task(self._expire())
         for batch in reversed(self.store.all(StoredBatch)):
             if not batch.ended:
                 self.begin(batch)
@@ -74,6 +76,12 @@ class BatchRunner:
             for task in (tasks := tuple(self._tasks.values())):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRY_S)
+            with contextlib.suppress(OSError):  # of a disk that fails: the next caller gets it
+                self.store.remove_expired()
 
     def begin(self, batch: StoredBatch) -> None:
         task = self._tasks[batch.id] = asyncio.create_task(self._run(batch))

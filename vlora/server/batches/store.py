@@ -9,7 +9,7 @@ import contextlib
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -78,6 +78,7 @@ class FileStore:
         self._folder = folder
         self._config = config
         self._records: dict[str, StoredFile | StoredBatch] = {}
+        self._coming: list[tuple[str | None, int]] = []  # the tokens and bytes of files that are written now
         with contextlib.ExitStack() as stack:
             stack.enter_context(lock_folder(folder))
             folder.chmod(0o700)
@@ -89,7 +90,7 @@ class FileStore:
                     raise BadConfig(f"{path} is not the record of a file or a batch ({error}); move it away") from error
                 self._records[record.id] = record
             for path in folder.glob("file-*"):
-                if path.suffix != ".json" and path.name not in self._names():
+                if path.suffix != ".json" and path.name not in _names(self._records.values()):
                     path.unlink()
             self.close = stack.pop_all().close
 
@@ -108,21 +109,34 @@ class FileStore:
 
     def find(self, kind: type[Record], name: str, caller: Token | None) -> Record:
         """Raises UnknownFile, also for a record of another token."""
-        self._remove_expired()
+        self.remove_expired()
         for each in self.all(kind, caller):
             if each.id == name:
                 return each
         raise UnknownFile(f"there is no file or batch {name[:64]!r} of this kind; it may be deleted or expired")
 
-    def check_room(self, num_bytes: int = 0) -> None:
-        """Raises OverCapacity if there is no room for a batch, or a file of this size."""
-        self._remove_expired()
-        used, most = sum(map(self.size, self._names())), self._config.max_file_bytes
-        if len(self._records) >= _MAX_RECORDS or used + num_bytes > most:
-            raise OverCapacity(
-                f"no room for {num_bytes} bytes: this server keeps {len(self._records)} files and batches with {used} "
-                f"bytes, at most {_MAX_RECORDS} with {most}; delete files, or wait until some expire"
-            )
+    def check_room(self, num_bytes: int = 0, tenant: str | None = None) -> None:
+        """Raises OverCapacity if there is no room for a batch, or a file of this size. A token may take half of it."""
+        self.remove_expired()
+        for who, part in (("this server", 1), ("this token", 2))[: 1 if tenant is None else 2]:
+            own = [each for each in self._records.values() if part == 1 or each.tenant == tenant]
+            coming = [size for name, size in self._coming if part == 1 or name == tenant]
+            number, used = len(own) + len(coming), sum(map(self.size, _names(own))) + sum(coming)
+            if number >= (most := _MAX_RECORDS // part) or used + num_bytes > self._config.max_file_bytes // part:
+                raise OverCapacity(
+                    f"no room for {num_bytes} bytes: {who} keeps {number} files and batches with {used} bytes, at most "
+                    f"{most} with {self._config.max_file_bytes // part}; delete files, or wait until some expire"
+                )
+
+    @contextlib.contextmanager
+    def room(self, num_bytes: int, tenant: str | None) -> Iterator[None]:
+        """A block that writes and adds a file of this size. Raises OverCapacity."""
+        self.check_room(num_bytes, tenant)
+        self._coming.append((tenant, num_bytes))
+        try:
+            yield
+        finally:
+            self._coming.remove((tenant, num_bytes))
 
     def write(self, file_id: str, content: BinaryIO) -> None:
         """Write an uploaded file, in any thread; `add` makes it known. Raises NotWritten."""
@@ -134,7 +148,7 @@ class FileStore:
         return self._save(StoredFile(id=file_id, bytes=size, created_at=now, expires_at=now + kept_s, **fields))
 
     def create_batch(self, **fields: Any) -> StoredBatch:
-        self.check_room()
+        self.check_room(tenant=fields.get("tenant"))
         now, name = int(self.clock()), f"batch_{secrets.token_hex(16)}"
         return self._save(StoredBatch(id=name, created_at=now, expires_at=now + _WINDOW_S, **fields))
 
@@ -155,7 +169,7 @@ class FileStore:
         self._forget(file)
         self.path(file.id).unlink(missing_ok=True)
 
-    def _remove_expired(self) -> None:
+    def remove_expired(self) -> None:
         """Also batches, as long after their end at the latest."""
         needed, now = self._readers(), self.clock()
         for file in self.all(StoredFile):
@@ -168,9 +182,6 @@ class FileStore:
     def _readers(self) -> dict[str, str]:
         return {each.input_file_id: each.id for each in self.all(StoredBatch) if not each.ended}
 
-    def _names(self) -> set[str]:
-        return {*self._records, *(name for each in self.all(StoredBatch) for name in each.results.values())}
-
     def _forget(self, record: StoredFile | StoredBatch) -> None:
         self._records.pop(record.id, None)
         self.path(f"{record.id}.json").unlink(missing_ok=True)
@@ -180,3 +191,9 @@ class FileStore:
             write_whole(self.path(f"{record.id}.json"), msgspec.json.encode(record), mode=0o600)
         self._records[record.id] = record
         return record
+
+
+def _names(records: Iterable[StoredFile | StoredBatch]) -> set[str]:
+    """The names of their files; a batch has none of its own."""
+    results = (name for each in records if isinstance(each, StoredBatch) for name in each.results.values())
+    return {*results, *(each.id for each in records)}
