@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{each: set() for each in own("adapter_files lazy logging_format")},
     **dict.fromkeys(own("plan_files opencv config auth_rate_limit parallel"), BASE),
     **dict.fromkeys(own("types run_folder public_hosts"), own("errors")),
-    "vlora.client": BASE | own("operations"),
+    "vlora.client": BASE | own("adapter_files operations"),
     "vlora.operations": own("types"),
     "vlora.wire": BASE | own("config"),
     "vlora.memory": LEVEL_1,

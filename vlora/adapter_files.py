@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -30,13 +30,17 @@ _OWN = frozenset((*ADAPTER_FILES, "adapter_model.bin", "adapter_model.pt"))  # t
 
 
 def other_weights(folder: Path) -> str:
-    """The reason to refuse a folder with weights that neither PEFT nor an engine loads; empty if there are none.
+    """As `unread_weights`, of a folder; folders in it are ignored. Raises OSError."""
+    return unread_weights(name for name in os.listdir(folder) if not (folder / name).is_dir())
 
-    Ignored are the state of the training, hidden files and all folders. Raises OSError.
+
+def unread_weights(names: Iterable[str]) -> str:
+    """The reason to refuse files with weights that neither PEFT nor an engine loads; empty if there are none.
+
+    Ignored are the state of the training and hidden files.
     """
-    names = sorted(name for name in os.listdir(folder) if _WEIGHTS.fullmatch(name) and name not in _OWN)
-    for name in names:
-        if name[0] != "." and not _TRAINING_STATE.match(name) and not (folder / name).is_dir():
+    for name in sorted(name for name in names if _WEIGHTS.fullmatch(name) and name not in _OWN):
+        if name[0] != "." and not _TRAINING_STATE.match(name):
             return (
                 f"{name} has weights that PEFT does not load with the adapter, whose answers would lack them; merge "
                 "them into the base model, or remove the file if the adapter was trained without them"

@@ -9,6 +9,7 @@ import ipaddress
 import math
 import operator
 import os
+import re
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -19,6 +20,8 @@ from vlora.types.request import MAX_VISUALS
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 MIN_SECRET = 16
+HUB = "hub:"
+"""Prefix of an organisation of the hub, as a source of adapters."""
 SHARDINGS = ("replicated", "slora", "auto")
 Quantize = Literal["none", "fp8", "int8", "int4"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -348,6 +351,12 @@ class ServerConfig:
     tls_client_ca: str | None = setting(
         None, "Network", "CA certificate (PEM); clients must also present a certificate signed by it."
     )
+    adapter_source: tuple[str, ...] = setting(
+        (), "Adapters", "Folder, or hub:ORGANISATION, of adapters that a request may load by name; may be repeated."
+    )
+    max_found_adapters: int = setting(
+        256, "Adapters", "Maximum number of adapters from --adapter-source; the one used last stays.", least=1
+    )
     image_hosts: tuple[str, ...] = setting(
         (), "Network", "Host of image URLs that HTTP requests may use, * for every public host; may be repeated."
     )
@@ -420,6 +429,10 @@ class ServerConfig:
                 )
         if wrong := [path for path in self.camera_paths if not os.path.isabs(path)]:
             raise BadConfig(f"camera_paths is {wrong[0]!r}; use an absolute path of a folder or a device (/dev/video0)")
+        for source in self.adapter_source:
+            organisation = source.removeprefix(HUB) if source.startswith(HUB) else None
+            if not (os.path.isdir(source) if organisation is None else re.fullmatch(r"\w[\w.-]*", organisation)):
+                raise BadConfig(f"adapter_source is {source!r}; give a folder that exists, or {HUB}ORGANISATION")
         if self.image_folder is not None and not os.path.isdir(self.image_folder):
             raise BadConfig(f"image_folder is {self.image_folder!r}; there is no such folder")
         if self.max_held_bytes < self.max_message_bytes:

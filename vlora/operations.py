@@ -43,6 +43,15 @@ class LoadAdapter(Operation, frozen=True):
     path: str
 
 
+class UploadAdapter(Operation, frozen=True):
+    """Load an adapter as NAME from the files of its folder, by name."""
+
+    result = AdapterStatus
+    admin = True
+    name: str
+    files: dict[str, bytes]
+
+
 class UnloadAdapter(Operation, frozen=True):
     """Remove an adapter and cancel its requests, or with `drain` let them finish. Its files stay."""
 

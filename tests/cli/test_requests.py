@@ -89,7 +89,7 @@ def test_adapters_are_loaded_pinned_and_unloaded(own: Running, vlora_command: Vl
     folder = write_adapter(tmp_path / "signs", {"kind": 1})
     assert adapters("unload", "cars", "--drain") == "cars  unloaded"
     assert adapters("load", "signs", os.path.relpath(folder)) == "signs  rank 8  0.0 MiB  mergeable"
-    assert vlora_command.json("adapters", "load", "lights", folder)[0]["name"] == "lights"
+    assert vlora_command.json("adapters", "load", "lights", folder, "--upload")[0]["name"] == "lights"
     assert adapters("pin", "signs").endswith("  pinned")
     assert [each["pinned"] for each in vlora_command.json("adapters", "list")] == [False, True]
     assert not adapters("unpin", "signs").endswith("  pinned")

@@ -16,11 +16,13 @@ from PIL import Image
 
 from tests.processes import PATIENCE_S
 from tests.server.scripted import ByteProcessor, ScriptedInterface, write_adapter
+from vlora.cluster.adapter_sender import ShippingLimits
 from vlora.config import ServerConfig
 from vlora.server.batches.store import FileStore
 from vlora.server.frontend import FrontEnd
 from vlora.server.http.routes import make_app
 from vlora.server.http.server import HttpServer
+from vlora.server.received_adapters import ReceivedAdapters
 from vlora.server.rpyc.server import RpycServer
 from vlora.server.security.access import Access
 from vlora.wire.tls import server_context
@@ -67,6 +69,7 @@ def running_server(
         used: Any = engine or ScriptedInterface()
         read: Any = processor or ByteProcessor()
         front_end = FrontEnd(used, read, config, model)
+        front_end.received = ReceivedAdapters(config, ShippingLimits(), None, front_end.adapters)
         access = Access(config.tokens)
         rpyc = RpycServer(config.host, config.rpyc_port, config.max_message_bytes, server_context(config))
         rpyc.start_in_thread(front_end, loop, model, access)

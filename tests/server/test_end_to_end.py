@@ -31,6 +31,7 @@ from vlora.cli.adapters import replacing_served
 from vlora.client import Client, TextQuestion
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
+from vlora.errors import BadAdapter
 from vlora.models.processing import InputProcessor
 from vlora.types import Request, RequestOutput, SamplingParams
 
@@ -74,7 +75,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def serving(folder: Path) -> Iterator[Served]:
-    with served("--model", str(folder / "model"), "--adapters", str(folder / "adapters"), "--dtype", "float32") as on:
+    shutil.copytree(folder / "adapters" / "small", folder / "shelf" / "found")
+    own = "--adapters", str(folder / "adapters"), "--adapter-source", str(folder / "shelf")
+    with served("--model", str(folder / "model"), *own, "--dtype", "float32") as on:
         assert on.ready.endswith(" adapters: large, small\n")
         assert on.process.stdout is not None and on.process.stdout.readline().startswith("ATMM table: ")
         assert on.client.stats().cpu_kernels == ("compiled" if atmm.load_kernels() else "plain torch")
@@ -138,6 +141,25 @@ def test_served_answers_equal_those_of_the_local_engine(client: Client, local: L
     alone = {name: client.generate(QUESTION, [picture(0)], name, **SAMPLING).text for name in ADAPTERS}
     assert len({*alone.values(), *(answer.text for answer in composed.values())}) == 4
     assert [status.name for status in client.adapters()] == ["large", "small"]
+
+
+def test_adapters_of_a_source_and_uploads_answer_as_their_folder(client: Client, local: Local, folder: Path) -> None:
+    sent = folder / "adapters" / "small"
+    expected = local.text([picture(3)], "small", SamplingParams(max_tokens=8))
+    assert client.load_adapter("sent", sent, upload=True).version
+    for name in ("sent", "found"):
+        answer = client.generate(QUESTION, [picture(3)], adapter=name, max_tokens=8, answer="words")
+        assert answer.text == expected
+    versions = {status.version for status in client.adapters() if status.name in ("sent", "found")}
+    assert len(versions) == 1
+    for name in ("sent", "found"):
+        client.unload_adapter(name)
+    for extra, message in (("model.safetensors", "weights that PEFT does not load"), ("adapter_model.safetensors", "")):
+        broken = shutil.copytree(sent, folder / "broken", dirs_exist_ok=True)
+        (broken / extra).write_bytes(b"{}")
+        with pytest.raises(BadAdapter, match=message or "cannot be read as safetensors"):
+            client.load_adapter("broken", broken, upload=True)
+        (broken / extra).unlink()
 
 
 def test_served_head_results_equal_those_of_the_local_engine(client: Client, local: Local) -> None:

@@ -605,7 +605,7 @@ def test_small_packets_are_sent_without_delay(monkeypatch: pytest.MonkeyPatch) -
 
 
 NAMES = (
-    *("adapters", "load_adapter", "unload_adapter", "pin_adapter", "unpin_adapter"),
+    *("adapters", "load_adapter", "upload_adapter", "unload_adapter", "pin_adapter", "unpin_adapter"),
     *("trainings", "train", "cancel_training", "correct", "statuses", "promote", "roll_back"),
     *("status", "scale", "drain", "resume", "load_lora_adapter", "unload_lora_adapter"),
     *("cameras", "add_camera", "change_camera", "remove_camera"),

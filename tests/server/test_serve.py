@@ -279,8 +279,9 @@ def vlora(*args: str) -> str:
 @pytest.mark.slow
 def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
     journal = str(folder / "routing.jsonl")
+    write_adapter(folder / "shelf" / "a")
     settings = ("--replicas", "2:3", "--routing-rule", "least_loaded", "--routing-journal", journal)
-    with replicas(folder, *settings) as on:
+    with replicas(folder, *settings, "--adapter-source", str(folder / "shelf")) as on:
         ray, *lines, _ = on.lines
         assert ray == "starting Ray\n"
         assert [line.partition(" serves ")[2] for line in lines] == ["(1 of 2)\n", "(2 of 2)\n"]
@@ -289,6 +290,10 @@ def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
             answers = threads.map(lambda _: on.client.generate("say:light").text, range(8))
             assert list(answers) == ["light"] * 8
         assert on.client.stats().num_finished == 8
+        on.client.load_adapter("sent", folder / "shelf" / "a", upload=True)
+        assert [on.client.generate("say:x", adapter=name).text for name in ("a", "sent")] == ["x", "x"]
+        places = [(each.adapter, each.state) for each in on.client.cluster_adapters()]
+        assert places == [("a", "host")] * 2 + [("sent", "host")] * 2
         assert vlora(*cluster, "3", *at) == "3 replicas\n"
         assert [each.state for each in on.client.cluster().replicas] == ["serving"] * 3
         assert vlora(*cluster, "auto", *at) == "automatic\n"

@@ -15,6 +15,7 @@ _PLANS = _VIDEO | {"pydantic": "pydantic", "edgefirst-tracker": "edgefirst"}
 _SERVE = _VIDEO | {
     "torch": "torch",
     "transformers": "transformers",
+    "huggingface-hub": "huggingface_hub",
     "safetensors": "safetensors",
     "tokenizers": "tokenizers",
     "pillow": "PIL",

@@ -86,6 +86,23 @@ def _adapter(adapter: AdapterStatus) -> Iterator[str]:
         yield f"  head {head.name}  {head.task} over {frames}: {', '.join(head.labels)}"
 
 
+@adapters.command()
+@click.argument("name")
+@click.argument("path")
+@click.option("--upload", is_flag=True, help="Send the files of the folder PATH of this machine to the server.")
+@server_options
+def load(name: str, path: str, upload: bool, client: Client, as_json: bool) -> None:
+    """Load an adapter folder of the server's file system as NAME. An existing name keeps its content until then.
+
+    \b
+        vlora adapters load signs /srv/adapters/signs
+        vlora adapters load signs out/adapters/signs --upload
+    """
+    path = os.path.abspath(os.path.expanduser(path))
+    with client, waiting(f"load {name} {path}"):
+        _show(client.load_adapter(name, path, upload=upload), as_json)
+
+
 # -- trainings --------------------------------------------------------------------------------------------------------
 
 
@@ -408,7 +425,6 @@ def _add(
 
 
 _add(adapters, "list", op.GetAdapters, "--json", none="no adapters")
-_add(adapters, "load", op.LoadAdapter, "signs /srv/adapters/signs")
 _add(
     adapters,
     "unload",

@@ -71,11 +71,9 @@ class ReplicaOptions:
         None, "Replicas", "Runtime environment of the replicas in Ray: JSON, or a YAML file."
     )
     shipped_gib: float = setting(
-        20.0, "Replicas", "With --ray: limit in GiB of adapters that were sent, on each node.", above=0
+        20.0, "Adapters", "Limit in GiB of adapters that were uploaded, found or sent, on each machine.", above=0
     )
-    shipped_adapter_gib: float = setting(
-        4.0, "Replicas", "With --ray: limit in GiB of one adapter that is sent.", above=0
-    )
+    shipped_adapter_gib: float = setting(4.0, "Adapters", "Limit in GiB of one such adapter.", above=0)
 
 
 class Replicas(NamedTuple):
@@ -125,6 +123,9 @@ def take_replica_options(
             f"--serve-base {serve_base[0]} needs --replicas 1 (now {several}): one engine listens at an address; start "
             "`vlora base serve` as well"
         )
+    from vlora.cluster.adapter_sender import ShippingLimits
+
+    shipping = ShippingLimits(int(given.shipped_adapter_gib * 2**30), int(given.shipped_gib * 2**30))
     if most == 1 and not address:
         defaults = ReplicaOptions()
         for name in _ONLY_ON_RAY:
@@ -132,16 +133,14 @@ def take_replica_options(
                 raise BadConfig(
                     f"{_flag(name)} needs --replicas 2 or more, or --ray: one engine has no {_ONLY_ON_RAY[name]}"
                 )
-        return Replicas(1, None, {})
-    from vlora.cluster.adapter_sender import ShippingLimits
+        return Replicas(1, None, {"shipping": shipping})
     from vlora.cluster.on_ray.settings import check_ray
 
     check_ray(several if given.ray else f"--replicas {given.replicas}")
     more: dict[str, Any] = {name: getattr(given, name) for name in ("scale_up_s", "scale_down_s", "routing_rule")}
-    more |= {"max_replicas": most, "autoscale": most > number}
+    more |= {"max_replicas": most, "autoscale": most > number, "shipping": shipping}
     if given.routing_journal is not None:
         more["routing_journal"] = os.path.abspath(os.path.expanduser(given.routing_journal))
-    more["shipping"] = ShippingLimits(int(given.shipped_adapter_gib * 2**30), int(given.shipped_gib * 2**30))
     return Replicas(number, ray_options(given, address or None), more)
 
 

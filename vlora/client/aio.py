@@ -15,6 +15,7 @@ from vlora.client.inputs import (
     Documents,
     Image,
     Visual,
+    read_adapter,
     read_documents,
     read_images,
     read_visual,
@@ -205,9 +206,13 @@ class AsyncClient(Caller):
         """Every adapter of the server, with its heads."""
         return await self._call(op.GetAdapters())
 
-    async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> AdapterStatus:
-        """Register an adapter folder of the server's file system under a name. Raises BadAdapter with the cause."""
-        return await self._call(op.LoadAdapter(name, os.fspath(path)))
+    async def load_adapter(self, name: str, path: str | os.PathLike[str], *, upload: bool = False) -> AdapterStatus:
+        """Register an adapter folder of the server's file system under a name. Raises BadAdapter with the cause.
+
+        upload: Send the files of the folder from this machine.
+        """
+        load = op.UploadAdapter(name, read_adapter(path)) if upload else op.LoadAdapter(name, os.fspath(path))
+        return await self._call(load)
 
     async def unload_adapter(self, name: str, *, drain: bool = False) -> None:
         """Unregister an adapter: new requests for it are rejected immediately. Raises UnknownAdapter.

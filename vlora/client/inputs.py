@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vlora.adapter_files import ADAPTER_FILES, other_weights, why_unreadable
 from vlora.client.requests import Generate
 from vlora.client.values import TextQuestion, sampling_params
-from vlora.errors import BadImage, BadRequest
+from vlora.errors import BadAdapter, BadImage, BadRequest
 from vlora.types import adapter_name
 from vlora.types.domain import Way
 from vlora.types.video import Video
@@ -66,6 +67,17 @@ def question_about(query: str, question: str) -> str:
     if question.count("{}") != 1:
         raise BadRequest(f"question is {question[:99]!r}; write {{}} once, in the query's place", field="question")
     return question.replace("{}", " ".join(query.split()))
+
+
+def read_adapter(path: str | os.PathLike[str]) -> dict[str, bytes]:
+    """The files of an adapter's folder by name. Raises BadAdapter if they cannot be read or served."""
+    folder = Path(path)
+    try:
+        if problem := other_weights(folder):
+            raise BadAdapter(f"{folder}: {problem}")
+        return {name: (folder / name).read_bytes() for name in ADAPTER_FILES if (folder / name).exists()}
+    except OSError as error:
+        raise BadAdapter(f"{error.filename or folder}: cannot read: {why_unreadable(error)}") from error
 
 
 def read_documents(documents: Documents) -> tuple[str | tuple[bytes | Video[bytes], ...], ...]:

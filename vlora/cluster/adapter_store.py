@@ -135,6 +135,20 @@ class AdapterStore:
         del self._incoming[version]
         return str(folder)
 
+    def put(self, offer: Offer, folder: Path) -> str:
+        """Copy a content of this machine, unless it is there. Returns its folder. Raises as `find` and `begin`."""
+        if (found := self.find(offer)) is not None:
+            return found
+        self.begin(offer)
+        try:
+            for file in offer.files:
+                with (folder / file.name).open("rb") as content:
+                    while data := content.read(2**20):
+                        self.write(offer.version, file.name, data)
+            return self.finish(offer.version)
+        finally:
+            self.abort(offer.version)
+
     def abort(self, version: str) -> None:
         """Drop a content that is not received any more. Unknown ones are ignored."""
         if (incoming := self._incoming.pop(version, None)) is not None:
@@ -146,7 +160,10 @@ class AdapterStore:
             self.abort(version)
 
     def hold(self, versions: Collection[str]) -> None:
-        """These contents are in use, and no others."""
+        """These contents are in use, as far as they are here, and no others."""
+        for version in set(versions) - self._held.keys():
+            if (self.root / version).is_dir() and (lock := locked(self._lock_of(version), shared=True)) is not None:
+                self._held[version] = lock
         for version in self._held.keys() - set(versions):
             with contextlib.suppress(OSError):  # the time of its last use, by which contents are removed
                 os.utime(self.root / version)

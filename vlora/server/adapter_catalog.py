@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -44,6 +44,9 @@ class AdapterCatalog:
     Attributes:
         learning: Names whose content only learning changes.
         hidden: Names of versions under evaluation, for no caller.
+        paths: Folders by adapter, the one that a request used last at the end.
+        find_unknown: Called with a name that no adapter has. Loads its adapter and returns None, or returns the end of
+            the error, which says where it was looked for.
     """
 
     def __init__(self, engine: EngineInterface, metrics: Metrics, model: str, processor: InputProcessor) -> None:
@@ -55,6 +58,8 @@ class AdapterCatalog:
         self._warnings: dict[str, tuple[str, ...]] = {}  # by adapter, of its folder
         self.learning: frozenset[str] = frozenset()
         self.hidden: set[str] = set()
+        self.paths: dict[str, str] = {}
+        self.find_unknown: Callable[[str], Awaitable[str | None]] | None = None
         self._statuses: dict[str, AdapterStatus] | None = None
         self._holders: dict[str, list[str]] = {}  # adapters by the names that stand for them
         self._loads: dict[str, int] = {}  # by adapter, the number of its last load
@@ -115,6 +120,10 @@ class AdapterCatalog:
     async def _find(self, name: str) -> tuple[AdapterStatus, DomainSummary | None]:
         if self._statuses is None or name not in self._holders or self._may_have_recovered(name):
             await self.list()
+        looked: str | None = None
+        if name not in self._holders and name not in self.hidden and self.find_unknown is not None:
+            looked = await self.find_unknown(name)
+            await self.list()
         assert self._statuses is not None
         holders = self._last_loaded(name)
         if len(holders) > 1:
@@ -126,10 +135,13 @@ class AdapterCatalog:
             domains = self._holders.keys() - self._statuses.keys()
             raise UnknownAdapter(
                 f"no adapter named {name[:MAX_NAME]!r}; registered: {listed(self._statuses)}"
-                + (f"; domains: {listed(domains)}" if domains else ""),
+                + (f"; domains: {listed(domains)}" if domains else "")
+                + (looked or ""),
                 field="adapter",
             )
         status = self._statuses[holders[0]]
+        if (path := self.paths.pop(status.name, None)) is not None:
+            self.paths[status.name] = path
         return status, next((domain for domain in status.domains if domain.name == name), None)
 
     def _last_loaded(self, name: str) -> Sequence[str]:
@@ -187,14 +199,19 @@ class AdapterCatalog:
             self._check_name(name)
         await self._engine.register_adapters(paths)
         self._loads.update(dict.fromkeys(paths, next(self._number)))
+        self.paths.update(paths)
         await asyncio.to_thread(self._compare, paths)
         self.invalidate()
 
     async def load(self, name: str, path: str) -> AdapterStatus:
         """Register an adapter folder on the server's file system. Raises BadAdapter with the reason."""
+        self.check(name)
+        return await self.replace(name, path)
+
+    def check(self, name: str) -> None:
+        """Raises BadAdapter or BadRequest for a name under which no adapter can be loaded."""
         self._check_name(name)
         self._check_changeable(name)
-        return await self.replace(name, path)
 
     async def replace(self, name: str, path: str) -> AdapterStatus:
         """As `load`, for learning adapters and versions under evaluation too."""
@@ -235,6 +252,7 @@ class AdapterCatalog:
         await self._complete(self._keeping(name, None, lambda: self._engine.unload_adapter(name, drain)))
         self._warnings.pop(name, None)
         self._loads.pop(name, None)
+        self.paths.pop(name, None)
 
     async def train(self, plan: str) -> tuple[TrainingStatus, ...]:
         """Begin the trainings of a plan file. The adapters that they finish are kept for the next start."""
@@ -337,6 +355,7 @@ class AdapterCatalog:
 
     async def _load(self, name: str, path: str) -> AdapterStatus:
         status = await self._engine.load_adapter(name, path)
+        self.paths[name] = path
         self._loads[name] = next(self._number)
         await asyncio.to_thread(self._compare, {name: path})
         return self._with_warnings(status)

@@ -44,6 +44,7 @@ from vlora.server.prompts import (
     missing_question,
     with_question,
 )
+from vlora.server.received_adapters import ReceivedAdapters
 from vlora.server.security.limits import ByteBudget
 from vlora.server.security.public_errors import to_vlora_error
 from vlora.server.streams.cameras import Cameras
@@ -62,7 +63,7 @@ class FrontEnd:
     """One per server, used from one event loop. Decoding and image processing run in threads.
 
     learning: the adapters that learn. message_budget: the bytes of messages in memory, over all connections. cameras:
-    those that the server reads; None if the operator allows none.
+    those that the server reads; None if the operator allows none. received: adapters that the server gets itself.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class FrontEnd:
         self.learning: Learning | None = None
         self._collector: Collector | None = None
         self.cameras: Cameras | None = None
+        self.received: ReceivedAdapters | None = None
         self.metrics.register(
             Families(lambda: camera_families(() if self.cameras is None else self.cameras.statuses()))
         )
@@ -321,6 +323,8 @@ class FrontEnd:
         self.streams.close()
         if self.learning is not None:
             await self.learning.close()
+        if self.received is not None:
+            self.received.close()
         await self.adapters.close()
         await self._encoder.close()
 

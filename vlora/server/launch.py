@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlora.cluster.adapter_sender import ShippingLimits
 from vlora.cluster.adapter_state import AdapterState, default_folder
 from vlora.cluster.journal_file import JournalFile
 from vlora.cluster.on_ray.cluster import RayCluster
@@ -27,6 +28,7 @@ from vlora.errors import BadConfig, EngineDead, listed
 from vlora.lazy import hidden
 from vlora.server.batches.store import FileStore
 from vlora.server.frontend import FrontEnd
+from vlora.server.received_adapters import ReceivedAdapters
 from vlora.server.rpyc.server import RpycServer
 from vlora.server.security.access import Access
 from vlora.server.streams.cameras import Cameras
@@ -58,6 +60,7 @@ async def serve(
     ray: RayOptions | None = None,
     learn: tuple[Path, list[LearningEntry]] | None = None,
     adapter_state: str | None = None,
+    shipping: ShippingLimits | None = None,
     **replica_settings: Any,
 ) -> None:
     """Serve until interrupted or terminated, then drain.
@@ -72,6 +75,7 @@ async def serve(
         learn: The folder and the adapters of a learning plan.
         adapter_state: The folder that keeps the adapters, as changed while it serves; "none" keeps them in memory, None
             in a folder of the address and model.
+        shipping: Limits of adapters that are sent to replicas, uploaded, or found at a source.
         replica_settings: Of several engines, see `_start_engine`.
 
     Raises:
@@ -79,6 +83,7 @@ async def serve(
         BadAdapter: An adapter cannot be registered.
         EngineDead: There is no engine at the end.
     """
+    limits = shipping or ShippingLimits()
     state: AdapterState | None = None
     files: FileStore | None = None
     stop = asyncio.Event()
@@ -99,6 +104,7 @@ async def serve(
     http_server: HttpServer | None = None
     camera_server: RpycServer | None = None
     model = model_name or engine_config.model
+    given = frozenset(adapters)
     try:
         state = _open_state(adapter_state, engine_config.model, rpyc_server, server_config)
         if state is not None:
@@ -119,6 +125,7 @@ async def serve(
             model_name=model,
             adapters=state,
             announce=announce,
+            shipping=limits,
             **replica_settings,
         )
         load = functools.partial(load_processor or _load_processor, engine_config.model)
@@ -126,6 +133,10 @@ async def serve(
         if await _first_done(starting, stop) is None:
             return
         engine, front_end = starting.result()
+        if isinstance(engine, RayCluster):
+            front_end.adapters.paths.update({name: each.path for name, each in engine.desired_adapters.items()})
+        received = None if state is None or state.folder is None else state.folder / "received"
+        front_end.received = ReceivedAdapters(server_config, limits, received, front_end.adapters, given)
         if read_tokens is not None and isinstance(engine, SupervisedEngine):
             engine.replace_base_tokens(access.tokens)  # they may have been reloaded while the engine started
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload, engine.replace_base_tokens)

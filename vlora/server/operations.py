@@ -36,6 +36,9 @@ async def perform(front_end: FrontEnd, operation: op.Operation, caller: Token | 
             return await adapters.list()
         case op.LoadAdapter(adapter, path):
             return await adapters.load(adapter, path)
+        case op.UploadAdapter(adapter, files):
+            assert front_end.received is not None, "the server has set it before it takes requests"
+            return await front_end.received.upload(adapter, files)
         case op.UnloadAdapter(adapter, drain):
             return await adapters.unload(adapter, drain)
         case op.PinAdapter(adapter, pinned):

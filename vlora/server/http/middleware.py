@@ -50,7 +50,8 @@ def with_checks(app: ASGIApp, access: Access, metrics: Metrics, budget: ByteBudg
         if declared.isdigit() and int(declared) > most:
             await error_response(_too_large(most))(scope, receive, send)
             return
-        most_commas = math.inf if scope["path"] == FILE_PATHS else config.max_prompt_chars + MAX_FIELDS
+        uploads = FILE_PATHS if scope["method"] == "POST" else ADAPTER_PATHS + "/"
+        most_commas = math.inf if scope["path"].startswith(uploads) else config.max_prompt_chars + MAX_FIELDS
         body = _BodyReader(receive, budget, most, most_commas)
         try:
             await app(scope, body.receive, send)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, File, Query, Request, UploadFile
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, Field, create_model, field_validator
 
@@ -85,6 +85,7 @@ _LOADED = "has already been loaded. If you want to load the adapter in place, se
 ROWS = (
     Row("GET", ADAPTER_PATHS, op.GetAdapters, name="adapters"),
     Row("POST", ADAPTER_PATHS, op.LoadAdapter, 201),
+    Row("PUT", ADAPTER_PATHS + "/{name}", op.UploadAdapter),
     Row("DELETE", ADAPTER_PATHS + "/{name}", op.UnloadAdapter, 204),
     Row("PUT", _PIN, op.PinAdapter, fixed={"pinned": True}),
     Row("DELETE", _PIN, op.PinAdapter, fixed={"pinned": False}, name="unpin_adapter"),
@@ -142,6 +143,8 @@ def _endpoint(front_end: FrontEnd, row: Row) -> Callable[..., Coroutine[Any, Any
             parameters[field.name] = (str, ...)
         elif field.name in _QUERY:
             parameters[field.name] = (_QUERY[field.name], default)
+        elif field.name == "files":
+            parameters[field.name] = (Annotated[list[UploadFile], File()], default)
         elif field.name not in row.fixed:
             in_body[row.names.get(field.name, field.name)] = (hints[field.name], default)
     if row.whole:
@@ -165,6 +168,8 @@ def _endpoint(front_end: FrontEnd, row: Row) -> Callable[..., Coroutine[Any, Any
                 raise BadRequest(f"The lora adapter '{given['lora_name']}' {_LOADED}", field="lora_name")
             own = {row.names.get(name, name): name for name in row.operation.__struct_fields__}
             fields |= {own[name]: value for name, value in given.items() if name in own}
+        if "files" in fields:
+            fields["files"] = {each.filename or "": await each.read() for each in fields["files"]}
         caller = caller_of(request)
         operation = row.operation(**row.fixed, **fields)
         if row.names:
