@@ -23,7 +23,8 @@ def fuse(plan: Path, out: Path, *, dry_run: bool, **options: object) -> None:
     from tests.server.scripted import write_adapter
     from tests.video_files import write_video
 
-    write_adapter(out / "adapters" / "fused-1", {"digits": 1, "signs": 1, "actions": 4})
+    adapter = write_adapter(out / "adapters" / "fused-1", {"digits": 1, "signs": 1, "actions": 4})
+    Path(adapter, "adapter_model.safetensors").write_bytes(b"{}")
     for folder in ("signs", "actions"):
         (out / "test" / folder).mkdir(parents=True)
     for place, brightness in enumerate((20, 220, 20)):

@@ -86,23 +86,6 @@ def _adapter(adapter: AdapterStatus) -> Iterator[str]:
         yield f"  head {head.name}  {head.task} over {frames}: {', '.join(head.labels)}"
 
 
-@adapters.command()
-@click.argument("name")
-@click.argument("path")
-@click.option("--upload", is_flag=True, help="Send the files of the folder PATH of this machine to the server.")
-@server_options
-def load(name: str, path: str, upload: bool, client: Client, as_json: bool) -> None:
-    """Load an adapter folder of the server's file system as NAME. An existing name keeps its content until then.
-
-    \b
-        vlora adapters load signs /srv/adapters/signs
-        vlora adapters load signs out/adapters/signs --upload
-    """
-    path = os.path.abspath(os.path.expanduser(path))
-    with client, waiting(f"load {name} {path}"):
-        _show(client.load_adapter(name, path, upload=upload), as_json)
-
-
 # -- trainings --------------------------------------------------------------------------------------------------------
 
 
@@ -254,20 +237,14 @@ def cluster_status(client: Client, of_adapters: bool, as_json: bool) -> None:
     print_json(found) if as_json else _show(found, as_json)
 
 
-class _NumberOrAuto(click.ParamType):
-    name = "number"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Literal["auto"]:
-        if value == "auto":
-            return "auto"
-        try:
-            return int(value)
-        except ValueError:
-            self.fail(f"{value!r} is neither a number nor auto.", param, ctx)
+def _number_or_auto(value: str) -> int | Literal["auto"]:
+    if value != "auto" and not value.isdecimal():
+        raise click.BadParameter(f"{value!r} is neither a number nor auto.")
+    return "auto" if value == "auto" else int(value)
 
 
 @cluster.command()
-@click.argument("number", type=_NumberOrAuto())
+@click.argument("number", type=_number_or_auto)
 @server_options
 def scale(number: int | Literal["auto"], client: Client, as_json: bool) -> None:
     """Have NUMBER replicas, at most --replicas LEAST:MOST of the server, or let the load decide.
@@ -401,12 +378,13 @@ def _add(
         options: Help of the optional fields that the command has.
     """
 
-    def run(client: Client, as_json: bool, **fields: Any) -> None:
+    def run(client: Client, as_json: bool, upload: bool = False, **fields: Any) -> None:
         for field in _PATHS:
             if fields.get(field) is not None:
                 fields[field] = os.path.abspath(os.path.expanduser(fields[field]))
         with client, waiting(" ".join([name, *(str(value) for value in fields.values() if value)])):
-            while (found := client.call(operation(**fields, **fixed))) is False:
+            asked = operation(**fields, **fixed)
+            while (found := client.load_adapter(**fields, upload=True) if upload else client.call(asked)) is False:
                 pass
         if found is None or found is True:
             print_json({**fields, "done": done}) if as_json else click.echo(f"{fields['name']}  {done}")
@@ -420,11 +398,14 @@ def _add(
             command = click.option(f"--{field.name}", is_flag=flag, help=options[field.name])(command)
         elif field.required and field.name not in fixed:
             command = click.argument(field.name)(command)
+    if "upload" in options:
+        command = click.option("--upload", is_flag=True, help=options["upload"])(command)
     text = text or inspect.cleandoc(operation.__doc__ or "")
     group.command(name, help=f"{text}\n\n\b\n    vlora {group.name} {name} {example}")(command)
 
 
 _add(adapters, "list", op.GetAdapters, "--json", none="no adapters")
+_add(adapters, "load", op.LoadAdapter, "signs /srv/adapters/signs", upload="Send the files of PATH of this machine.")
 _add(
     adapters,
     "unload",
