@@ -375,6 +375,9 @@ class ServerConfig:
     camera_sinks: bool = setting(
         False, "Network", "Let admins give cameras sinks, which send events and read secrets of this machine."
     )
+    audit_log: str | None = setting(
+        None, "Log", "File of a JSON line per operation that needs an admin token; 10 files of 16 MiB are kept."
+    )
     max_image_bytes: int = setting(20 * 2**20, "Limits", "Maximum size of an encoded image.", least=1)
     max_image_pixels: int = setting(40_000_000, "Limits", "Maximum size of a decoded image.", least=1)
     max_images: int = setting(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import logging
 import re
 import socket
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import trustme
 
@@ -24,7 +26,8 @@ from vlora.auth_rate_limit import MAX_PEERS, AuthRateLimit
 from vlora.client import Client
 from vlora.config import ServerConfig, Token
 from vlora.errors import BadConfig, Disconnected, OverCapacity, Unauthorized, VLoraError
-from vlora.server.http.middleware import ADMIN_PATHS
+from vlora.logging_format import write_audit_log
+from vlora.operations import Operation
 from vlora.server.http.operator_routes import ROWS
 from vlora.server.security.access import Access, read_tokens
 from vlora.wire.tls import server_context
@@ -106,7 +109,7 @@ def test_a_token_is_checked_at_every_call() -> None:
         Access([token]).check("s" * 16)
     with pytest.raises(BadConfig, match="turned on or off"):
         Access(()).replace(TOKENS)
-    Access(()).check(None, admin=True)  # on loopback without tokens every call is allowed
+    Access(()).check(None)  # on loopback without tokens every call is allowed
 
 
 @pytest.fixture(scope="module")
@@ -125,10 +128,69 @@ CALLS: list[tuple[str, str, Any]] = [
 CALLS += [(row.method, re.sub(r"\{\w+\}", "absent", row.path), {}) for row in ROWS if row.method != "GET"]
 
 
-def test_routes_of_an_admin_operation_require_an_admin_token() -> None:
-    for row in ROWS:
-        guarded = row.path.startswith(ADMIN_PATHS) and row.method != "GET"
-        assert guarded == row.operation.admin, f"{row.path}: `ADMIN_PATHS` in http/middleware.py decides over HTTP"
+URL = f"rtsp://me:{EXPIRED}@10.1.0.7/x"  # with a secret
+VALUES: dict[str, Any] = {
+    "camera": {"name": "gate", "source": URL, "sinks": [URL], URL: 1},
+    "changes": {"source": URL},
+    **{"path": URL, "plan": "/srv/plan.yaml", "name": "absent", "pinned": True, "replicas": 2},
+    **{"lora_name": "absent", "lora_path": URL, "load_inplace": True},
+}
+
+
+@pytest.fixture
+def audit_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr("vlora.logging_format._AUDIT_BYTES", 2000)
+    logger = logging.getLogger("vlora.audit")
+    monkeypatch.setattr(logger, "propagate", True)
+    with pytest.raises(BadConfig, match="cannot write the audit log"):
+        write_audit_log(str(tmp_path))
+    write_audit_log(str(tmp_path / "audit.jsonl"))
+    yield tmp_path / "audit.jsonl"
+    for handler in logger.handlers:
+        handler.close()
+    logger.handlers = []
+
+
+def test_operations_of_admins_need_their_token_and_are_in_the_audit_log(audit_file: Path, api: Api) -> None:
+    expected: list[dict[str, Any]] = []
+
+    def note(kind: type[Operation], by: str, surface: str, result: str) -> None:
+        expected.append({"message": kind.__name__, "by": by, "from": f"{surface} 127.0.0.1", "result": result})
+
+    for kind in Operation.__subclasses__():
+        if kind.__module__ != "vlora.operations" or not kind.admin:
+            continue
+        needed = {field.name for field in msgspec.structs.fields(kind) if field.required}
+        operation = kind(**{name: value for name, value in VALUES.items() if name in needed})
+        rows = [row for row in ROWS if row.operation is kind]
+        assert rows, f"{kind.__name__} has no route"
+        for token, by in ((USER, "cameras"), (ADMIN, "ops")):
+            code = "ok"
+            with api.client(token=token) as client:
+                try:
+                    client.call(operation)
+                except VLoraError as error:
+                    code = error.code
+            assert (code == "forbidden") == (by == "cameras"), operation
+            note(kind, by, "rpyc", code)
+            for row in rows:
+                names = {row.names.get(name, name) for name in needed - {*row.fixed} if f"{{{name}}}" not in row.path}
+                names |= {*row.more} & {*VALUES}
+                body = VALUES[row.whole] if row.whole else {name: VALUES[name] for name in names}
+                path = row.path.replace("{name}", "absent")
+                status, answer = api._replace(token=token).call(row.method, path, body)
+                assert (status == 403) == (by == "cameras"), (row, answer)
+                note(kind, by, "http", answer["error"]["code"] if status >= 400 else "ok")
+        assert not any(row.method == "GET" for row in rows)
+    files = sorted(audit_file.parent.glob("audit.jsonl*"), key=lambda file: -int(file.suffix[1:].replace("jsonl", "0")))
+    assert 2 < len(files) <= 10, "it rotates"
+    text = "".join(file.read_text() for file in files)
+    assert not any(secret in text for secret in (USER, ADMIN, EXPIRED))
+    found = [json.loads(line) for line in text.splitlines()]
+    assert [{key: line[key] for key in expected[0]} for line in found] == expected[-len(found) :]
+    assert all(re.fullmatch(r"20.*\+00:00", line["at"]) for line in found)
+    shown = next(line["arguments"] for line in found if line["message"] == "AddCamera")
+    assert shown == {"camera": {"name": "gate", "source": "...", "sinks": "..."}}
 
 
 HEADERS = {

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from vlora.config import ServerConfig
 from vlora.errors import BadRequest, DeadlineMissed, OverCapacity, VLoraError
@@ -43,6 +43,20 @@ class RequestClock:
             ) from error
 
 
+@contextlib.contextmanager
+def reporting(report: Callable[[str], None]) -> Iterator[None]:
+    """Report how a block ends: ok, cancelled, or the code of its error."""
+    outcome = "cancelled"
+    try:
+        yield
+        outcome = "ok"
+    except Exception as error:
+        outcome = error.code if isinstance(error, VLoraError) else VLoraError.code
+        raise
+    finally:
+        report(outcome)
+
+
 class ActiveRequests:
     """Used from one event loop."""
 
@@ -65,22 +79,15 @@ class ActiveRequests:
     @contextlib.contextmanager
     def admit(self, tenant: str | None, num_choices: int = 1) -> Iterator[RequestClock]:
         """Count a request, its end and its outcome. Raises OverCapacity when there is no room for it."""
-        outcome = "cancelled"
         clock = RequestClock(self._config.request_timeout_s)
-        try:
-            with self._counted(num_choices):
-                yield clock
-            outcome = "ok"
-        except VLoraError as error:
-            outcome = error.code
-            raise
-        except Exception:
-            outcome = VLoraError.code
-            raise
-        finally:
+
+        def report(outcome: str) -> None:
             self._metrics.count(outcome, clock.adapter, tenant)
             fields = {"outcome": outcome, "seconds": round(clock.elapsed_s, 4), "choices": num_choices}
             log.info("a request ended", extra={"fields": fields})
+
+        with reporting(report), self._counted(num_choices):
+            yield clock
 
     async def drain(self) -> None:
         """Refuse new requests and wait up to `drain_s` seconds for active ones to end."""

@@ -26,6 +26,7 @@ from vlora.engine.ipc.client import ENGINE_COMMAND
 from vlora.engine.ipc.supervisor import RestartedEngine, SupervisedEngine
 from vlora.errors import BadConfig, EngineDead, listed
 from vlora.lazy import hidden
+from vlora.logging_format import write_audit_log
 from vlora.server.batches.store import FileStore
 from vlora.server.frontend import FrontEnd
 from vlora.server.received_adapters import ReceivedAdapters
@@ -91,6 +92,8 @@ async def serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     tls = server_context(server_config)
     access = Access(server_config.tokens)
+    if server_config.audit_log is not None:
+        write_audit_log(server_config.audit_log)
     if read_tokens is not None:
         reload = functools.partial(_reload_tokens, access, server_config, read_tokens, announce)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)

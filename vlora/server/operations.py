@@ -2,33 +2,71 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from vlora import operations as op
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.on_ray.cluster import RayCluster
 from vlora.config import Token
-from vlora.errors import BadRequest, UnknownReplica
+from vlora.errors import BadRequest, Forbidden, UnknownReplica
 from vlora.learning.sample_store import Corrector
+from vlora.server.active_requests import reporting
 from vlora.server.frontend import FrontEnd
+from vlora.server.security.access import is_admin
+from vlora.server.streams.cameras import shown_source
 from vlora.types.replicas import SERVING
 
 if TYPE_CHECKING:
     from vlora.learning.learning import Learning
 
 OPERATOR = "operator"
-"""The name of a caller in the audit log, on a server without tokens."""
+"""The name of a caller in audit logs, on a server without tokens."""
+_SHOWN = 200  # characters of an argument
+
+audit_log = logging.getLogger("vlora.audit")
 
 
-async def perform(front_end: FrontEnd, operation: op.Operation, caller: Token | None) -> Any:
+async def perform(front_end: FrontEnd, operation: op.Operation, caller: Token | None, origin: str) -> Any:
     """The result of an operation, with what only admins may see (`shown_to`).
 
     Args:
         caller: Its token, which the surface has checked; None on a server without tokens, where every caller is an
             operator.
+        origin: The surface and the caller's address, for the audit log.
+
+    Raises:
+        Forbidden: The operation needs an admin token, and the caller's is none.
     """
-    adapters = front_end.adapters
     name = OPERATOR if caller is None else caller.name
+    if not operation.admin:
+        return await _perform(front_end, operation, caller, name)
+    with reporting(functools.partial(_record, operation, name, origin)):
+        if not is_admin(caller):
+            raise Forbidden("this call requires an admin token")
+        return await _perform(front_end, operation, caller, name)
+
+
+def _record(operation: op.Operation, name: str, origin: str, outcome: str) -> None:
+    """Add an operation to the audit log."""
+    arguments = {key: _recorded(value) for key, value in msgspec.structs.asdict(operation).items()}
+    fields = {"by": name, "from": origin, "result": outcome, "arguments": arguments}
+    audit_log.info(type(operation).__name__, extra={"fields": fields})
+
+
+def _recorded(value: Any) -> Any:
+    """An argument without what may be a secret: of a URL its host, of a camera's description its fields' names."""
+    if isinstance(value, dict):
+        shown = ("name", "paused")
+        return {key: _recorded(each) if key in shown else "..." for key, each in value.items() if key.isidentifier()}
+    return shown_source(value)[:_SHOWN] if isinstance(value, str) else value
+
+
+async def _perform(front_end: FrontEnd, operation: op.Operation, caller: Token | None, name: str) -> Any:
+    adapters = front_end.adapters
     match operation:
         case op.GetStats():
             return await front_end.stats()

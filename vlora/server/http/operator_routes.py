@@ -18,18 +18,14 @@ from vlora import operations as op
 from vlora.config import Token
 from vlora.errors import BadRequest
 from vlora.server.frontend import FrontEnd, choice_id
-from vlora.server.http.middleware import (
-    ADAPTER_PATHS,
-    CAMERA_PATHS,
-    CLUSTER_PATHS,
-    LEARNING_PATHS,
-    LORA_PATHS,
-    TRAINING_PATHS,
-)
 from vlora.server.http.sampling_fields import StrictModel
 from vlora.server.operations import perform
 from vlora.server.security.access import caller_of
 from vlora.server.security.public_errors import shown_to
+
+ADAPTER_PATHS, TRAINING_PATHS, CLUSTER_PATHS = "/v1/adapters", "/v1/trainings", "/v1/cluster"
+LEARNING_PATHS, CAMERA_PATHS = "/v1/learning", "/v1/cameras"
+LORA_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # as of vLLM
 
 _QUERY: Mapping[str, Any] = {
     "drain": bool,
@@ -170,13 +166,12 @@ def _endpoint(front_end: FrontEnd, row: Row) -> Callable[..., Coroutine[Any, Any
             fields |= {own[name]: value for name, value in given.items() if name in own}
         if "files" in fields:
             fields["files"] = {each.filename or "": await each.read() for each in fields["files"]}
-        caller = caller_of(request)
-        operation = row.operation(**row.fixed, **fields)
+        caller, origin = caller_of(request), f"http {request.client.host if request.client else 'unknown'}"
+        found = await perform(front_end, row.operation(**row.fixed, **fields), caller, origin)
         if row.names:
-            await perform(front_end, operation, caller)
             done = "added" if row.operation is op.LoadAdapter else "removed"
             return PlainTextResponse(f"Success: LoRA adapter '{fields['name']}' {done} successfully.")
-        return await _response(front_end, row, await perform(front_end, operation, caller), caller)
+        return await _response(front_end, row, found, caller)
 
     call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
@@ -193,7 +188,8 @@ def _default(value: Any) -> Any:
 
 async def _response(front_end: FrontEnd, row: Row, result: Any, caller: Token | None) -> Response:
     if row.operation in (op.DrainReplica, op.ResumeReplica, op.Scale):  # 202: the change goes on
-        done, status = result is not False, await perform(front_end, op.GetCluster(), caller)
+        assert front_end.cluster is not None
+        done, status = result is not False, front_end.cluster.status()
         return JSONResponse({"done": done, **msgspec.to_builtins(status)}, row.status if done else 202)
     if result is None:
         return Response(status_code=row.status)

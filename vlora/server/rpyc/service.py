@@ -121,7 +121,7 @@ class VLoraService(rpyc.Service):
         if isinstance(call, Authenticate):
             return self._authenticate(call)
         try:
-            caller = self._access.check(self._token, admin=isinstance(call, Operation) and call.admin)
+            caller = self._access.check(self._token)
         except VLoraError as error:
             return failure(error)
         limit_s = self._front_end.config.request_timeout_s + 1  # the front end bounds requests already
@@ -182,7 +182,7 @@ class VLoraService(rpyc.Service):
             case _ if isinstance(call, InputCall):
                 return await perform_input_call(self._front_end, call, tenant)
             case _:
-                return await perform(self._front_end, call, caller)
+                return await perform(self._front_end, call, caller, f"rpyc {self._peer.address}")
 
     async def _generate(self, call: Generate, tenant: str | None, stream: TextReply | None) -> Answer | StreamPart:
         answer: Answer | None = None

@@ -15,7 +15,7 @@ import yaml
 
 from vlora.auth_rate_limit import AuthRateLimit
 from vlora.config import Token
-from vlora.errors import BadConfig, Forbidden, Unauthorized
+from vlora.errors import BadConfig, Unauthorized
 from vlora.wording import msgspec_errors, yaml_errors
 
 if TYPE_CHECKING:
@@ -63,14 +63,13 @@ class Access:
             raise BadConfig("authentication cannot be turned on or off at run time; restart the server for that")
         self._tokens = [(_digest(token.secret), token) for token in tokens]
 
-    def check(self, secret: str | None, *, admin: bool = False, peer: str | None = None) -> Token | None:
+    def check(self, secret: str | None, *, peer: str | None = None) -> Token | None:
         """Return the caller's token; None where the server has no tokens.
 
         peer: the caller's address; None for a connection that is authenticated already.
 
         Raises:
             Unauthorized: The token is missing, wrong or expired.
-            Forbidden: The call needs an admin token and this is a user token.
             OverCapacity: This peer sent too many wrong tokens.
         """
         if not self._tokens:
@@ -94,8 +93,6 @@ class Access:
         if found.expires is not None and self._now() >= found.expires:
             expired = found.expires.astimezone(datetime.UTC)
             raise Unauthorized(f"the token expired at {expired:%Y-%m-%d %H:%M} UTC; ask for a new one")
-        if admin and not found.admin:
-            raise Forbidden("this call requires an admin token")
         return found
 
 
