@@ -22,6 +22,7 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 MIN_SECRET = 16
 HUB = "hub:"
 """Prefix of an organisation of the hub, as a source of adapters."""
+QUOTAS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "cameras")
 SHARDINGS = ("replicated", "slora", "auto")
 Quantize = Literal["none", "fp8", "int8", "int4"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -93,6 +94,8 @@ class Token:
     Args:
         admin: Whether the caller may also load, unload and pin adapters.
         expires: The time from which the token is rejected.
+        requests_per_minute, tokens_per_minute, tokens_per_day: Quotas, see `vlora.rate_limits`.
+        cameras: Frame streams that it may have open, and cameras of the server that it may have added.
 
     Raises:
         BadConfig: A value is invalid. The message never contains the secret.
@@ -102,6 +105,10 @@ class Token:
     secret: str = dataclasses.field(repr=False)
     admin: bool = False
     expires: datetime.datetime | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
+    cameras: int | None = None
 
     def __post_init__(self) -> None:
         if self.name == OTHER:
@@ -111,6 +118,9 @@ class Token:
                 f"token {self.name!r} cannot be used: a token has at least {MIN_SECRET} characters, ASCII and no "
                 "spaces; generate one with 'openssl rand -hex 32'"
             )
+        for quota in QUOTAS:
+            if (limit := getattr(self, quota)) is not None and limit < 1:
+                raise BadConfig(f"token {self.name!r}: {quota} is {limit}; it must be at least 1")
         if self.expires is not None and self.expires.tzinfo is None:
             raise BadConfig(f"expiry of token {self.name!r} has no time zone; use the form 2027-01-31T00:00:00Z")
 

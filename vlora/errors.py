@@ -97,7 +97,15 @@ class Forbidden(VLoraError, http_status=403):
 
 
 class OverCapacity(VLoraError, http_status=429):
-    """The server is full; try again later."""
+    """The server is full; try again later. retry_s: after this time; not sent between processes."""
+
+    def __init__(self, message: str, retry_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
+
+
+class RateLimited(OverCapacity):
+    """The caller has used a quota of its token."""
 
 
 class DeadlineMissed(VLoraError, http_status=504):

@@ -24,7 +24,7 @@ from tests.server.running import png
 from tests.server.scripted import write_adapter
 from tests.server.served import Served, call, serving
 from tests.server.test_serve import SCRIPTED
-from vlora.config import ServerConfig
+from vlora.config import ServerConfig, Token
 from vlora.errors import BadConfig, BadPlan, BadRequest, Forbidden, OverCapacity, UnknownCamera, VLoraError
 from vlora.operations import AddCamera, ChangeCamera, GetCameras, RemoveCamera
 from vlora.server.streams import cameras as module
@@ -74,11 +74,11 @@ def opened(folder: Path | None, config: ServerConfig = CONFIG, script: str = SCR
 
 
 async def add(cameras: Cameras, description: dict[str, Any]) -> CameraStatus:
-    return await cameras.perform(AddCamera(description))
+    return await cameras.perform(AddCamera(description), None)
 
 
 async def change(cameras: Cameras, **changes: Any) -> CameraStatus:
-    return await cameras.perform(ChangeCamera("gate", changes))
+    return await cameras.perform(ChangeCamera("gate", changes), None)
 
 
 async def reached(cameras: Cameras, holds: Callable[[CameraStatus], bool], name: str = "gate") -> CameraStatus:
@@ -125,7 +125,7 @@ async def test_a_camera_is_added_changed_paused_and_removed_and_kept(tmp_path: P
     await change(cameras, paused=None)
     third = await reached(cameras, is_running)
     assert third.health.fps == 25
-    await cameras.perform(RemoveCamera("gate"))
+    await cameras.perform(RemoveCamera("gate"), None)
     assert not is_alive(pid_of(third)) and cameras.statuses() == () and (tmp_path / FILE).read_text() == "[]"
 
 
@@ -147,14 +147,22 @@ async def test_what_cannot_be_added(description: dict[str, Any], error: type[VLo
 
 
 async def test_limits_and_names(tmp_path: Path) -> None:
+    token = Token(name="me", secret="s" * 16, admin=True, cameras=1)
     cameras = opened(tmp_path)
-    for name in ("gate", "yard"):
-        await add(cameras, described(name))
+    await add(cameras, described("gate"))
+    await cameras.perform(AddCamera(described("yard")), token)
+    await cameras.close()
+    cameras = opened(tmp_path, dataclasses.replace(CONFIG, max_cameras=3))
+    await cameras.perform(ChangeCamera("yard", {"rate": 3}), None)
+    with pytest.raises(OverCapacity, match="'me' has added 1 cameras, its quota"):
+        await cameras.perform(AddCamera(described("more")), token)
+    await cameras.close()
+    cameras = opened(tmp_path)
     with pytest.raises(OverCapacity, match="2 cameras, its limit"):
         await add(cameras, described("more"))
     for operation in (RemoveCamera("no"), ChangeCamera("no", {})):
         with pytest.raises(UnknownCamera, match="no camera 'no'; there are: gate, yard"):
-            await cameras.perform(operation)
+            await cameras.perform(operation, None)
     with pytest.raises(BadRequest, match="name cannot be changed"):
         await change(cameras, name="yard")
     await cameras.close()
@@ -182,7 +190,7 @@ async def test_a_process_that_fails_is_started_again(
     failed = await reached(cameras, lambda each: each.state == "failed")
     assert cause in (failed.health.error or "") and not failed.health.connected
     await reached(cameras, lambda each: each.num_events >= 3)
-    await cameras.perform(RemoveCamera("gate"))
+    await cameras.perform(RemoveCamera("gate"), None)
     assert cause in caplog.text and SECRET not in caplog.text
 
 
@@ -193,7 +201,7 @@ async def test_a_file_ends_and_a_removal_does_not_wait_for_a_camera(monkeypatch:
     assert (await reached(cameras, lambda each: each.state == "ended")).num_events == 1
     await add(cameras, described("yard", "hang"))
     hanging = await reached(cameras, is_running, "yard")
-    await cameras.perform(RemoveCamera("yard"))
+    await cameras.perform(RemoveCamera("yard"), None)
     assert not is_alive(pid_of(hanging))
     await cameras.close()
 

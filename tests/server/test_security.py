@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import logging
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 import trustme
@@ -22,12 +24,12 @@ from tests.processes import PATIENCE_S, until
 from tests.server.api import Api, running_api
 from tests.server.conftest import Certificates
 from tests.server.running import png, running_server
-from vlora.auth_rate_limit import MAX_PEERS, AuthRateLimit
 from vlora.client import Client
 from vlora.config import ServerConfig, Token
-from vlora.errors import BadConfig, Disconnected, OverCapacity, Unauthorized, VLoraError
+from vlora.errors import BadConfig, Disconnected, OverCapacity, RateLimited, Unauthorized, VLoraError
 from vlora.logging_format import write_audit_log
 from vlora.operations import Operation
+from vlora.rate_limits import MAX_PEERS, AuthRateLimit, Quotas
 from vlora.server.http.operator_routes import ROWS
 from vlora.server.security.access import Access, read_tokens
 from vlora.wire.tls import server_context
@@ -45,12 +47,13 @@ TOKENS = (
 def test_tokens_come_from_a_file_and_from_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "tokens.yaml"
     file.write_text(
-        f"cameras: {{token: {USER}, expires: 2027-01-31}}\n"
+        f"cameras: {{token: {USER}, expires: 2027-01-31, requests_per_minute: 60, cameras: 4}}\n"
         f"ops:\n  token: {ADMIN}\n  admin: true\n  expires: 2027-01-31T12:00:00+01:00\n"
     )
     cameras, ops, own = read_tokens(file, {"VLORA_TOKEN": "from-the-environment", "VLORA_ADMIN_TOKEN": ""})
     assert (cameras.name, cameras.secret, cameras.admin) == ("cameras", USER, False)
     assert cameras.expires == datetime.datetime(2027, 1, 31, tzinfo=datetime.UTC)
+    assert (cameras.requests_per_minute, cameras.tokens_per_day, cameras.cameras) == (60, None, 4)
     assert ops.admin and ops.expires == datetime.datetime(2027, 1, 31, 11, tzinfo=datetime.UTC)
     assert (own.name, own.secret, own.admin) == ("VLORA_TOKEN", "from-the-environment", False)
     assert USER not in repr(cameras) and USER not in repr(ServerConfig(tokens=(cameras,)))
@@ -332,6 +335,88 @@ def test_unusable_tls_and_token_files_are_named(
         file.chmod(mode)
         assert len(read_tokens(file, {})) == 1
         assert ("chmod 600" in caplog.text) == (mode != 0o600) and USER not in caplog.text
+
+
+def test_quotas_of_tokens_refill_evenly_and_keep_their_counts() -> None:
+    now = 100.0
+    token = Token(name="me", secret=USER, requests_per_minute=3, tokens_per_minute=600, tokens_per_day=1440)
+    quotas = Quotas((token, Token(name="ops", secret=ADMIN)), clock=lambda: now)
+
+    def limited(text: str, wait_s: float) -> None:
+        with pytest.raises(RateLimited, match=f"'me' has used its quota of {text}; try again in {wait_s:.0f} s") as why:
+            quotas.count_request("me")
+        assert why.value.retry_s == pytest.approx(wait_s)
+
+    def headers() -> dict[str, str]:
+        return {name.decode().removeprefix("x-ratelimit-"): value.decode() for name, value in quotas.headers("me")}
+
+    for _ in range(3):
+        quotas.count_request("me")
+    for other in ("ops", "unknown", None):
+        quotas.count_request(other)
+        quotas.count_tokens(other, 10**9)
+        assert quotas.headers(other) == []
+    limited("3 requests per minute", 20)
+    assert headers() == {
+        **{"limit-requests": "3", "remaining-requests": "0", "reset-requests": "60.000s"},
+        **{"limit-tokens": "600", "remaining-tokens": "600", "reset-tokens": "0.000s"},
+    }
+    now += 20
+    quotas.count_request("me")
+    limited("3 requests per minute", 20)
+    now += 60
+    quotas.count_tokens("me", 800)  # more than are left: 201 of them have to be refilled
+    limited("600 tokens per minute", 20.1)
+    quotas.replace((token,))  # unchanged quotas keep their counts
+    limited("600 tokens per minute", 20.1)
+    now += 20.1
+    quotas.count_request("me")
+    quotas.count_tokens("me", 641)
+    now += 70
+    limited("1440 tokens per day", 29.9)
+    assert headers()["limit-tokens"] == "1440" and headers()["remaining-tokens"] == "0"
+    quotas.replace((dataclasses.replace(token, tokens_per_day=None),))
+    quotas.count_request("me")
+    with pytest.raises(BadConfig, match="token 'me': cameras is 0; it must be at least 1"):
+        Token(name="me", secret=USER, cameras=0)
+
+
+def test_a_token_with_quotas_is_refused_over_both_surfaces() -> None:
+    now = 100.0
+    mine = Token(name="me", secret=USER, requests_per_minute=4, tokens_per_day=10**6, cameras=1)
+    with running_api(adapters={"cam": {"night": 1}}, tokens=(mine, TOKENS[1])) as api:
+        api.front_end.quotas.clock = lambda: now
+        api = api._replace(token=USER)
+
+        def post(body: Any) -> httpx.Response:
+            return httpx.post(f"{api.url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {USER}"})
+
+        first = post(CHAT)
+        assert first.status_code == 200 and "retry-after" not in first.headers
+        used = first.json()["usage"]["total_tokens"]
+        assert used > 2 and first.headers["x-ratelimit-remaining-tokens"] == str(10**6 - used)
+        assert first.headers["x-ratelimit-remaining-requests"] == "3"
+        assert post({**CHAT, "stream": True}).headers["x-ratelimit-remaining-requests"] == "2"
+        with api.client() as client:
+            client.generate("say:x")
+            with client.open_stream(adapter="cam", head="night") as stream:
+                with pytest.raises(OverCapacity, match="'me' has 1 streams open, its quota of cameras"):
+                    client.open_stream(adapter="cam", head="night")
+                stream.send(png())
+                stream.send(png())
+                stream.end()
+                codes = [None if each.error is None else each.error.code for each in stream]
+            assert sorted(map(str, codes)) == ["None", "rate_limited"], "each frame is a request"
+            with pytest.raises(RateLimited, match="quota of 4 requests per minute; try again in 15 s"):
+                client.generate("say:x")
+        refused = post(CHAT)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "15")
+        assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limited")
+        assert api.call("GET", "/v1/models")[0] == api._replace(token=ADMIN).chat("say:x")[0] == 200
+        now += 15
+        assert post(CHAT).status_code == 200
 
 
 def test_a_peer_that_guesses_tokens_has_to_wait() -> None:

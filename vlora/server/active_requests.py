@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from vlora.config import ServerConfig
 from vlora.errors import BadRequest, DeadlineMissed, OverCapacity, VLoraError
+from vlora.rate_limits import Quotas
 from vlora.server.metrics import Metrics
 from vlora.types.composition import UNKNOWN
 
@@ -60,8 +61,9 @@ def reporting(report: Callable[[str], None]) -> Iterator[None]:
 class ActiveRequests:
     """Used from one event loop."""
 
-    def __init__(self, config: ServerConfig, metrics: Metrics) -> None:
+    def __init__(self, config: ServerConfig, metrics: Metrics, quotas: Quotas) -> None:
         self._config = config
+        self._quotas = quotas
         self._metrics = metrics
         self._num_active = 0
         self._idle = asyncio.Event()
@@ -87,6 +89,7 @@ class ActiveRequests:
             log.info("a request ended", extra={"fields": fields})
 
         with reporting(report), self._counted(num_choices):
+            self._quotas.count_request(tenant)
             yield clock
 
     async def drain(self) -> None:

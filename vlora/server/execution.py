@@ -15,6 +15,7 @@ from vlora.client.values import Answer, HeadResult, TokenLogprob
 from vlora.engine.interface import EngineInterface
 from vlora.errors import BadRequest
 from vlora.models.vision.images import Region
+from vlora.rate_limits import Quotas
 from vlora.server.active_requests import RequestClock
 from vlora.server.detokenizer import AnswerText, Piece
 from vlora.server.metrics import Metrics
@@ -37,6 +38,7 @@ class Execution:
     processor: InputProcessor
     encoder: PromptEncoder
     metrics: Metrics
+    quotas: Quotas
 
     async def head(
         self,
@@ -150,9 +152,11 @@ class Execution:
         """The engine's outputs, each awaited within the deadline; closing early cancels the request."""
         stream = cast(AsyncGenerator[RequestOutput, None], self.engine.generate(request, clock.deadline))
         loop = asyncio.get_running_loop()
+        self.quotas.count_tokens(request.tenant, len(request.prompt_ids))
         async with contextlib.aclosing(stream):
             with clock.bound():
                 async for output in stream:
+                    self.quotas.count_tokens(request.tenant, len(output.token_ids))
                     yield output
                     if not output.finished and loop.time() > clock.deadline:
                         # Ready outputs need no wait, so a slow reader reaches its deadline here.

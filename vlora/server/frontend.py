@@ -25,6 +25,7 @@ from vlora.engine.interface import EngineInterface
 from vlora.engine.ipc.supervisor import RestartedEngine
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import BadRequest, EngineDead, UnknownAdapter, UnknownHead, VLoraError
+from vlora.rate_limits import Quotas
 from vlora.server.active_requests import ActiveRequests, RequestClock
 from vlora.server.adapter_catalog import AdapterCatalog
 from vlora.server.detokenizer import Piece
@@ -84,10 +85,11 @@ class FrontEnd:
         self._encoder = PromptEncoder(processor, config)
         self.metrics = Metrics(model, importlib.metadata.version("vlora"))
         self.adapters = AdapterCatalog(engine, self.metrics, model, processor)
-        self._execution = Execution(engine, processor, self._encoder, self.metrics)
+        self.quotas = Quotas(config.tokens)
+        self._execution = Execution(engine, processor, self._encoder, self.metrics, self.quotas)
         self.streams = StreamRegistry(self, config, self.metrics)
         self.message_budget = ByteBudget(config.max_held_bytes)
-        self._requests = ActiveRequests(config, self.metrics)
+        self._requests = ActiveRequests(config, self.metrics, self.quotas)
         self.learning: Learning | None = None
         self._collector: Collector | None = None
         self.cameras: Cameras | None = None

@@ -140,9 +140,15 @@ async def serve(
             front_end.adapters.paths.update({name: each.path for name, each in engine.desired_adapters.items()})
         received = None if state is None or state.folder is None else state.folder / "received"
         front_end.received = ReceivedAdapters(server_config, limits, received, front_end.adapters, given)
-        if read_tokens is not None and isinstance(engine, SupervisedEngine):
-            engine.replace_base_tokens(access.tokens)  # they may have been reloaded while the engine started
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload, engine.replace_base_tokens)
+        if read_tokens is not None:
+
+            def use(tokens: tuple[Token, ...]) -> None:
+                front_end.quotas.replace(tokens)
+                if isinstance(engine, SupervisedEngine):
+                    engine.replace_base_tokens(tokens)
+
+            use(access.tokens)  # they may have been reloaded while the engine started
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload, use)
         rpyc_server.start_in_thread(front_end, asyncio.get_running_loop(), model, access)
         if server_config.camera_hosts or server_config.camera_paths:
             secret = secrets.token_hex()

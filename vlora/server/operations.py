@@ -107,7 +107,7 @@ async def _perform(front_end: FrontEnd, operation: op.Operation, caller: Token |
         case op.AddCamera() | op.ChangeCamera() | op.RemoveCamera():
             if front_end.cameras is None:
                 raise BadRequest("this server reads no cameras; start it with --camera-hosts or --camera-paths")
-            return await front_end.cameras.perform(operation)
+            return await front_end.cameras.perform(operation, caller)
         case _:
             return await front_end.engine.call(operation)
 

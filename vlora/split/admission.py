@@ -15,9 +15,9 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from vlora.auth_rate_limit import AuthRateLimit
 from vlora.config import Token
 from vlora.errors import BadConfig, OverCapacity, Unauthorized, VLoraError
+from vlora.rate_limits import AuthRateLimit
 from vlora.split import transport
 from vlora.split.executor import BaseExecutor
 from vlora.split.frames import PROTOCOL, BaseInfo, ClientInfo

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import secrets
 from collections import Counter
@@ -18,7 +19,7 @@ from pydantic import Field, ValidationError
 from starlette.types import ASGIApp
 
 from vlora.config import ServerConfig
-from vlora.errors import BadRequest, DeadlineMissed, EngineDead, OverCapacity, VLoraError
+from vlora.errors import BadRequest, DeadlineMissed, EngineDead, OverCapacity, RateLimited, VLoraError
 from vlora.run_folder import append, whole_lines
 from vlora.server.batches.store import FileStore, Status, StoredBatch
 from vlora.server.frontend import FrontEnd
@@ -41,7 +42,10 @@ _MAX_PROBLEMS = 100
 _AT_ONCE = 16  # requests; enough for the server to batch
 PAUSE_S = 0.5  # before a request is sent again
 EXPIRY_S = 60.0  # between two removals of what has expired
-_MOST_TRIES = {EngineDead.code: 3, DeadlineMissed.code: 3, OverCapacity.code: float("inf")}  # until it is the answer
+_MOST_TRIES = dict.fromkeys((OverCapacity.code, RateLimited.code), math.inf) | dict.fromkeys(
+    (EngineDead.code, DeadlineMissed.code), 3
+)
+"""Until it is the answer."""
 
 
 class BatchLine(StrictModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ def error_response(error: VLoraError, *, status: int | None = None, param: str |
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
     elif isinstance(error, OverCapacity | DeadlineUnreachable):
-        headers["Retry-After"] = "1"
+        headers["Retry-After"] = str(math.ceil(error.retry_s) if isinstance(error, OverCapacity) else 1)
     body = error_body(error, status=status, param=param)
     return JSONResponse(body, error.http_status if status is None else status, headers)
 

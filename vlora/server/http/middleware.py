@@ -10,11 +10,11 @@ from fastapi.security.utils import get_authorization_scheme_param
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlora.config import LOOPBACK_HOSTS, ServerConfig, Token
+from vlora.config import LOOPBACK_HOSTS, Token
 from vlora.errors import BadRequest, Forbidden, OverCapacity, TooLarge, VLoraError
 from vlora.server.console.files import CONSOLE_FILES
+from vlora.server.frontend import FrontEnd
 from vlora.server.http.errors import error_response
-from vlora.server.metrics import Metrics
 from vlora.server.security.access import Access
 from vlora.server.security.limits import ByteBudget
 from vlora.server.security.public_errors import ANYONE
@@ -26,9 +26,10 @@ FILE_PATHS = "/v1/files"  # whose bodies are no JSON, and go to disk
 MAX_FIELDS = 20_000  # allowance for the structure of a body, in addition to commas in its text
 
 
-def with_checks(app: ASGIApp, access: Access, metrics: Metrics, budget: ByteBudget, config: ServerConfig) -> ASGIApp:
-    """The application behind checks of the caller, then of the body's size."""
+def with_checks(app: ASGIApp, access: Access, front_end: FrontEnd) -> ASGIApp:
+    """The application behind checks of the caller, then of the body's size. Its responses have headers of quotas."""
     check = functools.partial(_check_token, access) if access.required else _check_loopback
+    config, budget, quotas = front_end.config, front_end.message_budget, front_end.quotas
     most = config.max_message_bytes
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
@@ -38,7 +39,7 @@ def with_checks(app: ASGIApp, access: Access, metrics: Metrics, budget: ByteBudg
         try:
             check(scope)
         except VLoraError as error:
-            metrics.count(error.code)
+            front_end.metrics.count(error.code)
             await error_response(error)(scope, receive, send)
             return
         declared = dict(scope["headers"]).get(b"content-length", b"0")
@@ -48,8 +49,15 @@ def with_checks(app: ASGIApp, access: Access, metrics: Metrics, budget: ByteBudg
         uploads = FILE_PATHS if scope["method"] == "POST" else ADAPTER_PATHS + "/"
         most_commas = math.inf if scope["path"].startswith(uploads) else config.max_prompt_chars + MAX_FIELDS
         body = _BodyReader(receive, budget, most, most_commas)
+        caller: Token | None = scope.get("state", {}).get("caller")
+
+        async def with_quotas(message: Message) -> None:
+            if message["type"] == "http.response.start" and caller is not None:
+                message["headers"] = [*message["headers"], *quotas.headers(caller.name)]
+            await send(message)
+
         try:
-            await app(scope, body.receive, send)
+            await app(scope, body.receive, with_quotas)
         finally:
             budget.release(body.num_bytes)
 

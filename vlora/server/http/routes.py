@@ -101,7 +101,7 @@ def make_app(
     EmbeddingRoutes(front_end, model).add_to(app)
     HealthRoutes(front_end, model, rpyc_listens).add_to(app)
     add_operator_routes(app, front_end)
-    checked = with_checks(app, access, front_end.metrics, front_end.message_budget, front_end.config)
+    checked = with_checks(app, access, front_end)
     batches: BatchRunner | None = None if files is None else BatchRunner(files, checked, front_end, access)
     FileRoutes(batches).add_to(app)
     ConsoleRoutes(front_end, model, access).add_to(app)

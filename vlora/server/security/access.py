@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import yaml
 
-from vlora.auth_rate_limit import AuthRateLimit
-from vlora.config import Token
+from vlora.config import QUOTAS, Token
 from vlora.errors import BadConfig, Unauthorized
+from vlora.rate_limits import AuthRateLimit
 from vlora.wording import msgspec_errors, yaml_errors
 
 if TYPE_CHECKING:
@@ -104,14 +104,18 @@ def _digest(secret: str) -> bytes:
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     token: str
     admin: bool = False
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
+    cameras: int | None = None
     expires: Any = None  # YAML gives a date or a datetime; msgspec cannot distinguish them
 
 
 def read_tokens(file: Path | None, environ: Mapping[str, str]) -> tuple[Token, ...]:
     """Read the tokens of the file, then VLORA_TOKEN and VLORA_ADMIN_TOKEN where they are set.
 
-    The file is YAML: a name with `token`, and optionally `admin: true` and `expires: 2027-01-31` (a date or a time, UTC
-    by default). Raises BadConfig with the entry's name, never with its content.
+    The file is YAML: a name with `token`, and optionally `admin: true`, quotas (`vlora.config.QUOTAS`) and `expires:
+    2027-01-31` (a date or a time, UTC by default). Raises BadConfig with the entry's name, never with its content.
     """
     tokens = [] if file is None else list(_read_file(file))
     tokens += [
@@ -153,7 +157,8 @@ def _token(name: str, fields: Any, file: Path) -> Token:
         expires = datetime.datetime.combine(expires, datetime.time())
     if expires is not None and expires.tzinfo is None:
         expires = expires.replace(tzinfo=datetime.UTC)
-    return Token(name=name, secret=entry.token, admin=entry.admin, expires=expires)
+    quotas = {quota: getattr(entry, quota) for quota in QUOTAS}
+    return Token(name=name, secret=entry.token, admin=entry.admin, expires=expires, **quotas)
 
 
 def caller_of(request: HTTPConnection) -> Token | None:

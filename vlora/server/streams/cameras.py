@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from vlora.config import ServerConfig
+from vlora.config import ServerConfig, Token
 from vlora.errors import BadConfig, BadRequest, Forbidden, OverCapacity, UnknownCamera, VLoraError, listed
 from vlora.operations import AddCamera, ChangeCamera, RemoveCamera
 from vlora.run_folder import write_whole, writing
@@ -27,7 +27,7 @@ from vlora.types.camera import CameraEvent, CameraHealth, CameraReport, CameraSt
 
 log = logging.getLogger(__name__)
 
-FILE = "cameras.json"
+FILE, _OWNER = "cameras.json", "added_by"
 COMMAND = (sys.executable, "-m", "apps.video_analytics.plan.camera_process")
 SCHEMES = ("rtsp", "rtsps", "http", "https")
 _MAX_BYTES = 64 * 1024  # of a description
@@ -39,10 +39,10 @@ _EVENTS = 10
 
 
 class _Camera:
-    """description: as in a plan, and whether the camera is `paused`."""
+    """description: as in a plan, and whether the camera is `paused`. owner: the name of the token that added it."""
 
-    def __init__(self, description: dict[str, Any]) -> None:
-        self.description = description
+    def __init__(self, description: dict[str, Any], owner: str | None) -> None:
+        self.description, self.owner = description, owner
         self.name, self._source = str(description["name"]), shown_source(str(description["source"]))
         self.state: CameraState = "paused" if description.get("paused") else "connecting"
         self.tasks: tuple[str, ...] = ()
@@ -93,20 +93,20 @@ class Cameras:
     def statuses(self) -> tuple[CameraStatus, ...]:
         return tuple(camera.status() for camera in self._cameras.values())
 
-    async def perform(self, operation: AddCamera | ChangeCamera | RemoveCamera) -> Any:
+    async def perform(self, operation: AddCamera | ChangeCamera | RemoveCamera, caller: Token | None) -> Any:
         """Make a change to its end, also if its caller is gone; one at a time. See `AsyncClient` for its errors."""
 
         async def alone() -> CameraStatus | None:
             async with self._changing:
                 match operation:
                     case AddCamera(camera):
-                        self._check_new(str(camera.get("name")))
-                        return await self._put({}, camera)
+                        self._check_new(str(camera.get("name")), caller)
+                        return await self._put({}, camera, None if caller is None else caller.name)
                     case ChangeCamera(name, changes):
-                        former = self._get(name).description
+                        former = self._get(name)
                         if changes.get("name", name) != name:
                             raise BadRequest("a camera's name cannot be changed; remove it, and add another")
-                        return await self._put(former, changes)
+                        return await self._put(former.description, changes, former.owner)
                     case RemoveCamera(name):
                         removed = self._get(name)
                         await self._keep({key: each for key, each in self._cameras.items() if key != name})
@@ -120,18 +120,22 @@ class Cameras:
         async with self._changing:
             await asyncio.gather(*map(self._end, self._cameras.values()))
 
-    def _check_new(self, name: str) -> None:
+    def _check_new(self, name: str, caller: Token | None) -> None:
         if (most := self._config.max_cameras) <= len(self._cameras):
             raise OverCapacity(f"the server has {most} cameras, its limit; remove one, or raise --max-cameras")
+        if caller is not None and caller.cameras is not None:
+            num_own = sum(each.owner == caller.name for each in self._cameras.values())
+            if num_own >= caller.cameras:
+                raise OverCapacity(f"{caller.name!r} has added {num_own} cameras, its quota; remove one of them")
         if name.lower() in map(str.lower, self._cameras):
             raise BadRequest(f"there is a camera {name!r} already; change it, or give another name", field="name")
 
-    async def _put(self, former: dict[str, Any], changes: dict[str, Any]) -> CameraStatus:
+    async def _put(self, former: dict[str, Any], changes: dict[str, Any], owner: str | None) -> CameraStatus:
         """Have a camera with the former description and changes to it."""
         description = {field: value for field, value in (former | changes).items() if value is not None}
         only_pauses = bool(former) and changes == {"paused": True}  # also of a camera whose plan cannot run
         process = None if only_pauses else await self._checked(description)
-        camera = _Camera(description)
+        camera = _Camera(description, owner)
         before = self._cameras.get(camera.name)
         try:
             await self._keep({**self._cameras, camera.name: camera})
@@ -152,7 +156,7 @@ class Cameras:
     async def _keep(self, cameras: dict[str, _Camera]) -> None:
         """Have these cameras, on the disk first."""
         if self._file is not None:
-            data = msgspec.json.encode([camera.description for camera in cameras.values()])
+            data = msgspec.json.encode([{_OWNER: each.owner, **each.description} for each in cameras.values()])
             with writing(self._file):
                 await asyncio.to_thread(write_whole, self._file, data, mode=0o600)
         self._cameras = cameras
@@ -160,7 +164,8 @@ class Cameras:
     def _read(self) -> list[_Camera]:
         try:
             data = b"[]" if self._file is None or not self._file.exists() else self._file.read_bytes()
-            found = list(map(_Camera, msgspec.json.decode(data, type=list[dict[str, Any]])))
+            kept = msgspec.json.decode(data, type=list[dict[str, Any]])
+            found = [_Camera(description, description.pop(_OWNER, None)) for description in kept]
         except (OSError, msgspec.MsgspecError, KeyError) as error:
             raise BadConfig(f"{self._file} is not a list of cameras ({error}); move it away to begin") from error
         if len(found) > (most := self._config.max_cameras):

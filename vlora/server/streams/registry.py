@@ -54,6 +54,9 @@ class StreamRegistry:
             raise OverCapacity(
                 f"{len(self._open)} streams are open, which is this server's limit; close some, or try again later"
             )
+        num_own = sum(known.owner == _name(owner) for known in self._open.values())
+        if owner is not None and owner.cameras is not None and num_own >= owner.cameras:
+            raise OverCapacity(f"{owner.name!r} has {num_own} streams open, its quota of cameras; close one of them")
         stream_id = secrets.token_urlsafe(_ID_BYTES)
         name, preview = _name(owner), Preview(self._config)
         stream = StreamSession(self._executor, options, num_images, self._metrics, preview, name)
