@@ -385,6 +385,9 @@ class ServerConfig:
     camera_sinks: bool = setting(
         False, "Network", "Let admins give cameras sinks, which send events and read secrets of this machine."
     )
+    tracing: bool = setting(
+        False, "Log", "Send OpenTelemetry traces of requests, as the variables OTEL_* say (docs/deployment.md)."
+    )
     audit_log: str | None = setting(
         None, "Log", "File of a JSON line per operation that needs an admin token; 10 files of 16 MiB are kept."
     )

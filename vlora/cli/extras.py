@@ -34,7 +34,14 @@ _SERVE = _VIDEO | {
 _CLUSTER = _SERVE | {"ray": "ray", "cryptography": "cryptography"}
 _FUSE = _SERVE | {"peft": "peft"}
 _DEMO = _FUSE | {"scikit-learn": "sklearn", "scikit-image": "skimage"}
-EXTRAS = {"video": _VIDEO, "plans": _PLANS, "serve": _SERVE, "cluster": _CLUSTER, "fuse": _FUSE, "demo": _DEMO}
+_TRACING = _SERVE | {
+    "opentelemetry-sdk": "opentelemetry.sdk",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",
+}
+EXTRAS = {
+    **{"video": _VIDEO, "plans": _PLANS, "serve": _SERVE, "cluster": _CLUSTER, "fuse": _FUSE, "demo": _DEMO},
+    "tracing": _TRACING,
+}
 """For each extra, the distributions that it installs, with the module that each provides."""
 
 _NAMES_SHOWN = 3
@@ -64,10 +71,17 @@ def needs(extra: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def require(extra: str) -> None:
     """Raise BadConfig if a package of the extra is not installed. Imports none of them."""
-    missing = [name for name, module in EXTRAS[extra].items() if importlib.util.find_spec(module) is None]
+    missing = [name for name, module in EXTRAS[extra].items() if not _is_installed(module)]
     if missing:
         shown, more = ", ".join(missing[:_NAMES_SHOWN]), len(missing) - _NAMES_SHOWN
         raise BadConfig(
             f"packages are missing: {shown}{f' and {more} more' if more > 0 else ''}; "
             f"pip install 'vlora[{extra}]', or in a checkout: pip install '.[{extra}]'"
         )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False

@@ -311,6 +311,8 @@ def serve(
     server_config = make_config(ServerConfig, settings, tokens=all_tokens())
     if server_config.camera_hosts or server_config.camera_paths:
         require("plans")
+    if server_config.tracing:
+        require("tracing")
     engine_config = make_config(
         EngineConfig,
         settings,

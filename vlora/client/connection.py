@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -85,9 +86,15 @@ class ServerConnection:
         return not self._reader.is_alive()
 
     def numbered(self, call: C) -> C:
-        """The call with a number that is unique on this connection, if it can be cancelled by it."""
+        """The call with its trace and a number that is unique on this connection, if it can be cancelled by it."""
         if isinstance(call, CancellableCall):
-            return msgspec.structs.replace(call, call_id=next(self._call_ids))
+            carrier: dict[str, str] = {}
+            if "opentelemetry.trace" in sys.modules:
+                from opentelemetry import propagate
+
+                propagate.inject(carrier)
+            own = {"call_id": next(self._call_ids), "traceparent": carrier.get("traceparent", "")}
+            return msgspec.structs.replace(call, **own)
         return call
 
     def start(self, call: Operation, on_value: Callable[[StreamPart], bool] | None = None) -> Future[Any]:

@@ -36,9 +36,13 @@ class Cancel(Operation, frozen=True):
 
 
 class CancellableCall(Operation, frozen=True, kw_only=True):
-    """call_id: for `Cancel`, unique among the calls of a connection; 0 if it is not to be cancelled."""
+    """call_id: for `Cancel`, unique among the calls of a connection; 0 if it is not to be cancelled.
+
+    traceparent: W3C's, of the caller's span; empty without one.
+    """
 
     call_id: int = 0
+    traceparent: str = ""
 
 
 class Generate(CancellableCall, frozen=True, kw_only=True):

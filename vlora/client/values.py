@@ -21,7 +21,7 @@ from vlora.types import (
 from vlora.types.domain import Way
 from vlora.wording import msgspec_errors
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 18861
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from vlora.config import ServerConfig
 from vlora.errors import BadRequest, DeadlineMissed, OverCapacity, VLoraError
@@ -14,17 +15,22 @@ from vlora.rate_limits import Quotas
 from vlora.server.metrics import Metrics
 from vlora.types.composition import UNKNOWN
 
+if TYPE_CHECKING:
+    from vlora.server.tracing import RequestTrace, Tracing
+
 log = logging.getLogger("vlora.server.frontend")  # the documented name: operators select the lines by it
 
 
 class RequestClock:
     """One request's arrival time and deadline.
 
-    adapter: for the metrics; the adapter's name once it is known to be registered, or `BASE` without one.
+    adapter: for the metrics; the adapter's name once it is known to be registered, or `BASE` without one. trace: None
+    without tracing.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, trace: RequestTrace | None = None) -> None:
         self.adapter = UNKNOWN
+        self.trace = trace
         self._timeout_s = timeout_s
         self._arrived = time.monotonic()
         self.deadline = asyncio.get_running_loop().time() + timeout_s
@@ -61,9 +67,9 @@ def reporting(report: Callable[[str], None]) -> Iterator[None]:
 class ActiveRequests:
     """Used from one event loop."""
 
-    def __init__(self, config: ServerConfig, metrics: Metrics, quotas: Quotas) -> None:
+    def __init__(self, config: ServerConfig, metrics: Metrics, quotas: Quotas, tracing: Tracing | None) -> None:
         self._config = config
-        self._quotas = quotas
+        self._quotas, self._tracing = quotas, tracing
         self._metrics = metrics
         self._num_active = 0
         self._idle = asyncio.Event()
@@ -79,12 +85,18 @@ class ActiveRequests:
         return self._draining
 
     @contextlib.contextmanager
-    def admit(self, tenant: str | None, num_choices: int = 1) -> Iterator[RequestClock]:
-        """Count a request, its end and its outcome. Raises OverCapacity when there is no room for it."""
-        clock = RequestClock(self._config.request_timeout_s)
+    def admit(self, tenant: str | None, operation: str, num_choices: int = 1) -> Iterator[RequestClock]:
+        """Count a request, its end and its outcome. Raises OverCapacity when there is no room for it.
+
+        operation: Its kind in traces.
+        """
+        trace = None if self._tracing is None else self._tracing.begin(operation, tenant)
+        clock = RequestClock(self._config.request_timeout_s, trace)
 
         def report(outcome: str) -> None:
             self._metrics.count(outcome, clock.adapter, tenant)
+            if trace is not None:
+                trace.end(outcome, clock.adapter)
             fields = {"outcome": outcome, "seconds": round(clock.elapsed_s, 4), "choices": num_choices}
             log.info("a request ended", extra={"fields": fields})
 

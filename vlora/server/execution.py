@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
+import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -153,10 +154,13 @@ class Execution:
         stream = cast(AsyncGenerator[RequestOutput, None], self.engine.generate(request, clock.deadline))
         loop = asyncio.get_running_loop()
         self.quotas.count_tokens(request.tenant, len(request.prompt_ids))
+        sent_ns = time.time_ns()
         async with contextlib.aclosing(stream):
             with clock.bound():
                 async for output in stream:
                     self.quotas.count_tokens(request.tenant, len(output.token_ids))
+                    if clock.trace is not None and output.finished:
+                        clock.trace.answered(request, output, sent_ns)
                     yield output
                     if not output.finished and loop.time() > clock.deadline:
                         # Ready outputs need no wait, so a slow reader reaches its deadline here.

@@ -35,8 +35,10 @@ from vlora.server.metrics import Families, Metrics, camera_families, cluster_fam
 from vlora.server.prompts import (
     Image,
     Images,
+    PlainText,
     Prompt,
     PromptEncoder,
+    PromptTokens,
     SharedImages,
     TextRequest,
     check_text,
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from vlora.learning.plan import LearningEntry
     from vlora.models.processing import EncodedPrompt, InputProcessor
     from vlora.server.served_learning import Collector
+    from vlora.server.tracing import Tracing
 
 
 class FrontEnd:
@@ -86,10 +89,15 @@ class FrontEnd:
         self.metrics = Metrics(model, importlib.metadata.version("vlora"))
         self.adapters = AdapterCatalog(engine, self.metrics, model, processor)
         self.quotas = Quotas(config.tokens)
+        self.tracing: Tracing | None = None
+        if config.tracing:
+            from vlora.server.tracing import Tracing  # imports OpenTelemetry, which is an extra
+
+            self.tracing = Tracing(model)
         self._execution = Execution(engine, processor, self._encoder, self.metrics, self.quotas)
         self.streams = StreamRegistry(self, config, self.metrics)
         self.message_budget = ByteBudget(config.max_held_bytes)
-        self._requests = ActiveRequests(config, self.metrics, self.quotas)
+        self._requests = ActiveRequests(config, self.metrics, self.quotas, self.tracing)
         self.learning: Learning | None = None
         self._collector: Collector | None = None
         self.cameras: Cameras | None = None
@@ -136,7 +144,8 @@ class FrontEnd:
         """
         request_id = request_id or uuid.uuid4().hex
         prompt, images, sampling, tenant = asked.prompt, asked.images, asked.sampling, asked.tenant
-        with self._requests.admit(tenant, asked.num_choices) as clock:
+        operation = "text_completion" if isinstance(prompt, PlainText | PromptTokens) else "chat"
+        with self._requests.admit(tenant, operation, asked.num_choices) as clock:
             check_text(prompt, sampling, self.config)
             levels: dict[str, Any] = {
                 "max_latency_s": asked.max_latency_s,
@@ -211,7 +220,7 @@ class FrontEnd:
             UnknownAdapter, UnknownHead: There is no such adapter or head.
             BadRequest: The number of images differs from the head's; other errors as in `generate`.
         """
-        with self._requests.admit(tenant) as clock:
+        with self._requests.admit(tenant, "head") as clock:
             levels = {"max_latency_s": max_latency_s, "priority": priority}
             return await self._by_head(images, adapter, head, clock, uuid.uuid4().hex, tenant, **levels)
 
@@ -250,7 +259,7 @@ class FrontEnd:
         self, prompt: Prompt, images: Images, adapter: str | None, *, tenant: str | None = None, **fields: Any
     ) -> tuple[HeadAnswer, Timings]:
         """The embedding of a prompt; images need no question. fields: of `Request`. Raises as `generate`."""
-        with self._requests.admit(tenant) as clock:
+        with self._requests.admit(tenant, "embeddings") as clock:
             name = None if adapter is None else (await self.adapters.resolve(adapter)).adapter
             clock.adapter = name or BASE
             if is_empty(prompt) and not images:
@@ -263,7 +272,7 @@ class FrontEnd:
 
     async def tokenize(self, prompt: Prompt, images: Images, tenant: str | None) -> tuple[int, ...]:
         """The token ids of a prompt, with those of its images."""
-        with self._requests.admit(tenant) as clock:
+        with self._requests.admit(tenant, "tokenize") as clock:
             clock.adapter = BASE
             check_text(prompt, SamplingParams(), self.config)
             return (await self._encoder.encode(prompt, images, clock)).prompt_ids
@@ -329,6 +338,8 @@ class FrontEnd:
             self.received.close()
         await self.adapters.close()
         await self._encoder.close()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

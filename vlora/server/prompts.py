@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import json
@@ -259,15 +260,16 @@ class PromptEncoder:
             BadImage, TooLarge: An image is invalid, or over a limit of the server.
             DeadlineMissed: The request's deadline passed meanwhile.
         """
-        if not images and is_short(prompt):
-            return self._encode(prompt, self._processor.process_images(()))
-        with clock.bound():
-            async with asyncio.timeout_at(clock.deadline):
-                if isinstance(images, SharedImages):
-                    processed = await images.processed(self._read_and_process)
-                    return await self._in_thread(self._encode, prompt, processed)
-                encoded = await self._read(images)
-                return await self._in_thread(self._process_and_encode, prompt, images, encoded)
+        with contextlib.nullcontext() if clock.trace is None else clock.trace.part("process input"):
+            if not images and is_short(prompt):
+                return self._encode(prompt, self._processor.process_images(()))
+            with clock.bound():
+                async with asyncio.timeout_at(clock.deadline):
+                    if isinstance(images, SharedImages):
+                        processed = await images.processed(self._read_and_process)
+                        return await self._in_thread(self._encode, prompt, processed)
+                    encoded = await self._read(images)
+                    return await self._in_thread(self._process_and_encode, prompt, images, encoded)
 
     async def read(self, images: Sequence[Image], clock: RequestClock) -> list[bytes | RawImage]:
         """The images' bytes or raw pixels from their sources. Raises as `encode`."""

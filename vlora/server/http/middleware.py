@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import urllib.parse
@@ -30,6 +31,7 @@ def with_checks(app: ASGIApp, access: Access, front_end: FrontEnd) -> ASGIApp:
     """The application behind checks of the caller, then of the body's size. Its responses have headers of quotas."""
     check = functools.partial(_check_token, access) if access.required else _check_loopback
     config, budget, quotas = front_end.config, front_end.message_budget, front_end.quotas
+    tracing = front_end.tracing
     most = config.max_message_bytes
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,7 +59,8 @@ def with_checks(app: ASGIApp, access: Access, front_end: FrontEnd) -> ASGIApp:
             await send(message)
 
         try:
-            await app(scope, body.receive, with_quotas)
+            with contextlib.nullcontext() if tracing is None else tracing.within(Headers(scope=scope)):
+                await app(scope, body.receive, with_quotas)
         finally:
             budget.release(body.num_bytes)
 

@@ -129,10 +129,14 @@ class VLoraService(rpyc.Service):
         try:
             if isinstance(call, VLoraError):
                 raise call
+            within: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if isinstance(call, CancellableCall):
                 key = self._register(call.call_id)
+                if self._front_end.tracing is not None:
+                    within = self._front_end.tracing.within({"traceparent": call.traceparent})
             async with asyncio.timeout(limit_s):
-                return success(shown_to(await self._perform(call, caller, stream, charge), caller))
+                with within:
+                    return success(shown_to(await self._perform(call, caller, stream, charge), caller))
         except asyncio.CancelledError:
             return failure(Aborted("the request was cancelled"))
         except TimeoutError:
