@@ -174,6 +174,15 @@ class GetCameras(Operation, frozen=True):
     result = tuple[CameraStatus, ...]
 
 
+class GetFrame(Operation, frozen=True):
+    """The next frame that a camera sends, as JPEG."""
+
+    result = bytes
+    admin = True
+    name: str
+    wait_s: WaitS = 10.0
+
+
 class AddCamera(Operation, frozen=True):
     """Read a camera from now on, also after a restart. camera: as in the plan of `vlora stream`; or `paused`, too."""
 

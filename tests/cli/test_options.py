@@ -192,8 +192,8 @@ def test_every_shell_has_a_completion_script(vlora_command: Vlora, tmp_path: Pat
 
 def test_every_command_that_reports_has_json() -> None:
     without = {name for name, command in commands() if "as_json" not in {each.name for each in command.params}}
-    servers = {"serve", "base serve"}
-    assert without == servers | {"completion"}, "two run until they are stopped, the other prints a script"
+    servers = {"serve", "base serve", "mcp"}
+    assert without == servers | {"completion"}, "three run until they are stopped, the other prints a script"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mcp
 import pytest
 
 from tests.apps.test_rtsp import camera, has_gstreamer
@@ -25,8 +26,17 @@ from tests.server.scripted import write_adapter
 from tests.server.served import Served, call, serving
 from tests.server.test_serve import SCRIPTED
 from vlora.config import ServerConfig, Token
-from vlora.errors import BadConfig, BadPlan, BadRequest, Forbidden, OverCapacity, UnknownCamera, VLoraError
-from vlora.operations import AddCamera, ChangeCamera, GetCameras, RemoveCamera
+from vlora.errors import (
+    BadConfig,
+    BadPlan,
+    BadRequest,
+    DeadlineMissed,
+    Forbidden,
+    OverCapacity,
+    UnknownCamera,
+    VLoraError,
+)
+from vlora.operations import AddCamera, ChangeCamera, GetCameras, GetFrame, RemoveCamera
 from vlora.server.streams import cameras as module
 from vlora.server.streams.cameras import FILE, Cameras, check_source, shown_source
 from vlora.types.camera import CameraStatus
@@ -285,6 +295,19 @@ def wait_for(on: Served, holds: Callable[[CameraStatus], bool], name: str = "gat
         time.sleep(0.05)
 
 
+async def asked_by_an_agent(on: Served) -> str:
+    command = ["-m", "vlora.cli", "mcp", "--server", on.address]
+    stdio = mcp.stdio_client(mcp.StdioServerParameters(command=sys.executable, args=command, env=dict(os.environ)))
+    async with mcp.Client(stdio) as agent:
+        cameras = await agent.call_tool("list_cameras")
+        assert cameras.structured_content is not None
+        (camera,) = cameras.structured_content["result"]
+        question = {"camera": camera["name"], "question": "say:dusk", "show": True}
+        text, picture = (await agent.call_tool("ask_camera", question)).content
+        assert picture.type == "image" and picture.mime_type == "image/jpeg" and text.type == "text"
+        return text.text
+
+
 def serving_cameras(folder: Path) -> contextlib.AbstractContextManager[Served]:
     cam = write_adapter(folder / "cam", {"night": 1})
     flags = f"--camera-hosts 127.0.0.1 --camera-sinks --adapter-state {folder}/state --adapter cam={cam}".split()
@@ -307,7 +330,11 @@ def test_a_camera_over_http_is_lost_comes_back_and_outlives_the_server(tmp_path:
             assert call(on.http_port, "PATCH", "/v1/cameras/gate", {"rate": 5})[0] == 200
             found = wait_for(on, lambda each: each.health.num_answers > 8 and each.health.fps > 30)
             assert (found.state, found.num_events, found.events[0].label) == ("running", 1, "bright")
+            assert on.client.call(GetFrame("gate"))[:2] == b"\xff\xd8", "a JPEG"
+            assert asyncio.run(asked_by_an_agent(on)) == "dusk", "over stdio"
         shown.append(str(wait_for(on, lambda each: each.state == "lost").health.error))
+        with pytest.raises(DeadlineMissed, match=r"'gate' sent no frame within 0\.1 s; its state is lost"):
+            on.client.call(GetFrame("gate", 0.1))
         with mjpeg(port):
             wait_for(on, lambda each: each.health.num_reconnects == 1)
         for path in ("/v1/cameras", "/console/state", "/metrics"):

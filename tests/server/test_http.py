@@ -608,7 +608,7 @@ NAMES = (
     *("adapters", "load_adapter", "upload_adapter", "unload_adapter", "pin_adapter", "unpin_adapter"),
     *("trainings", "train", "cancel_training", "correct", "statuses", "promote", "roll_back"),
     *("status", "scale", "drain", "resume", "load_lora_adapter", "unload_lora_adapter"),
-    *("cameras", "add_camera", "change_camera", "remove_camera"),
+    *("cameras", "get_frame", "add_camera", "change_camera", "remove_camera"),
 )
 """Of the operator's routes in the OpenAPI document, in the order of `ROWS`; clients are generated from them."""
 

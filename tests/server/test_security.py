@@ -184,7 +184,6 @@ def test_operations_of_admins_need_their_token_and_are_in_the_audit_log(audit_fi
                 status, answer = api._replace(token=token).call(row.method, path, body)
                 assert (status == 403) == (by == "cameras"), (row, answer)
                 note(kind, by, "http", answer["error"]["code"] if status >= 400 else "ok")
-        assert not any(row.method == "GET" for row in rows)
     files = sorted(audit_file.parent.glob("audit.jsonl*"), key=lambda file: -int(file.suffix[1:].replace("jsonl", "0")))
     assert 2 < len(files) <= 10, "it rotates"
     text = "".join(file.read_text() for file in files)

@@ -14,6 +14,7 @@ from vlora.cli import (  # noqa: F401  (they join their commands)
     batch,
     bench,
     check,
+    mcp,
     operators,
     query,
     retrieve,

@@ -40,7 +40,7 @@ _TRACING = _SERVE | {
 }
 EXTRAS = {
     **{"video": _VIDEO, "plans": _PLANS, "serve": _SERVE, "cluster": _CLUSTER, "fuse": _FUSE, "demo": _DEMO},
-    "tracing": _TRACING,
+    **{"tracing": _TRACING, "mcp": _VIDEO | {"mcp": "mcp"}},
 }
 """For each extra, the distributions that it installs, with the module that each provides."""
 

@@ -32,7 +32,7 @@ from vlora.server.frontend import FrontEnd
 from vlora.server.received_adapters import ReceivedAdapters
 from vlora.server.rpyc.server import RpycServer
 from vlora.server.security.access import Access
-from vlora.server.streams.cameras import Cameras
+from vlora.server.streams.cameras import TENANT, Cameras
 from vlora.wire.tls import server_context
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_CAMERAS = "server-cameras"
-"""The name of the cameras' processes in metrics and shares."""
 _NAMES_SHOWN = 20  # adapter names in the "ready" line
 
 
@@ -153,7 +151,7 @@ async def serve(
         if server_config.camera_hosts or server_config.camera_paths:
             secret = secrets.token_hex()
             camera_server = RpycServer("127.0.0.1", 0, server_config.max_message_bytes)
-            own = Access((Token(name=_CAMERAS, secret=secret),))
+            own = Access((Token(name=TENANT, secret=secret),))
             camera_server.start_in_thread(front_end, asyncio.get_running_loop(), model, own)
             variables = {"VLORA_SERVER": f"127.0.0.1:{camera_server.port}", "VLORA_TOKEN": secret}
             kept_in = None if state is None else state.folder

@@ -12,12 +12,12 @@ from vlora import operations as op
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.on_ray.cluster import RayCluster
 from vlora.config import Token
-from vlora.errors import BadRequest, Forbidden, UnknownReplica
+from vlora.errors import BadRequest, DeadlineMissed, Forbidden, UnknownReplica
 from vlora.learning.sample_store import Corrector
 from vlora.server.active_requests import reporting
 from vlora.server.frontend import FrontEnd
 from vlora.server.security.access import is_admin
-from vlora.server.streams.cameras import shown_source
+from vlora.server.streams.cameras import TENANT, Cameras, shown_source
 from vlora.types.replicas import SERVING
 
 if TYPE_CHECKING:
@@ -104,10 +104,14 @@ async def _perform(front_end: FrontEnd, operation: op.Operation, caller: Token |
             return await _scale(_cluster(front_end), number, wait_s)
         case op.GetCameras():
             return () if front_end.cameras is None else front_end.cameras.statuses()
+        case op.GetFrame(camera, wait_s):
+            state = _cameras(front_end).get(camera).state
+            image = await front_end.streams.next_image(TENANT, camera, wait_s)
+            if image is None:
+                raise DeadlineMissed(f"camera {camera!r} sent no frame within {wait_s:g} s; its state is {state}")
+            return image
         case op.AddCamera() | op.ChangeCamera() | op.RemoveCamera():
-            if front_end.cameras is None:
-                raise BadRequest("this server reads no cameras; start it with --camera-hosts or --camera-paths")
-            return await front_end.cameras.perform(operation, caller)
+            return await _cameras(front_end).perform(operation, caller)
         case _:
             return await front_end.engine.call(operation)
 
@@ -116,6 +120,12 @@ def _learning(front_end: FrontEnd) -> Learning:
     if front_end.learning is None:
         raise BadRequest("no adapter of this server learns; start it with --learn PLAN")
     return front_end.learning
+
+
+def _cameras(front_end: FrontEnd) -> Cameras:
+    if front_end.cameras is None:
+        raise BadRequest("this server reads no cameras; start it with --camera-hosts or --camera-paths")
+    return front_end.cameras
 
 
 def _cluster(front_end: FrontEnd) -> Cluster:

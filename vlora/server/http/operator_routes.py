@@ -99,6 +99,7 @@ ROWS = (
     Row("POST", LORA_PATHS[0], op.LoadAdapter, name="load_lora_adapter", names=_LORA, more=_IN_PLACE),
     Row("POST", LORA_PATHS[1], op.UnloadAdapter, name="unload_lora_adapter", names=_LORA, more=_NUMBER),
     Row("GET", CAMERA_PATHS, op.GetCameras, name="cameras"),
+    Row("GET", CAMERA_PATHS + "/{name}/frame", op.GetFrame),
     Row("POST", CAMERA_PATHS, op.AddCamera, 201, whole="camera"),
     Row("PATCH", CAMERA_PATHS + "/{name}", op.ChangeCamera, whole="changes"),
     Row("DELETE", CAMERA_PATHS + "/{name}", op.RemoveCamera, 204),
@@ -193,6 +194,8 @@ async def _response(front_end: FrontEnd, row: Row, result: Any, caller: Token | 
         return JSONResponse({"done": done, **msgspec.to_builtins(status)}, row.status if done else 202)
     if result is None:
         return Response(status_code=row.status)
+    if isinstance(result, bytes):
+        return Response(result, media_type="image/jpeg")
     found = msgspec.to_builtins(shown_to(result, caller))
     if row.operation is op.GetAdapters and front_end.cluster is not None:  # a cluster adds where each adapter is
         places = collections.defaultdict(list)

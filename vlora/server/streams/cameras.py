@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 FILE, _OWNER = "cameras.json", "added_by"
 COMMAND = (sys.executable, "-m", "apps.video_analytics.plan.camera_process")
+TENANT = "server-cameras"
+"""The name of the cameras' processes in metrics and shares."""
 SCHEMES = ("rtsp", "rtsps", "http", "https")
 _MAX_BYTES = 64 * 1024  # of a description
 _MAX_LINE = 2**20  # of a report
@@ -103,12 +105,12 @@ class Cameras:
                         self._check_new(str(camera.get("name")), caller)
                         return await self._put({}, camera, None if caller is None else caller.name)
                     case ChangeCamera(name, changes):
-                        former = self._get(name)
+                        former = self.get(name)
                         if changes.get("name", name) != name:
                             raise BadRequest("a camera's name cannot be changed; remove it, and add another")
                         return await self._put(former.description, changes, former.owner)
                     case RemoveCamera(name):
-                        removed = self._get(name)
+                        removed = self.get(name)
                         await self._keep({key: each for key, each in self._cameras.items() if key != name})
                         await self._end(removed)
                 return None
@@ -148,7 +150,8 @@ class Cameras:
         self._begin(camera, process)
         return camera.status()
 
-    def _get(self, name: str) -> _Camera:
+    def get(self, name: str) -> _Camera:
+        """Raises UnknownCamera."""
         if name not in self._cameras:
             raise UnknownCamera(f"there is no camera {name[:100]!r}; there are: {listed(self._cameras)}")
         return self._cameras[name]

@@ -78,6 +78,12 @@ class StreamSession:
         self._sends = 0
         self._pulls = 0
         self._changed = asyncio.Event()
+        self._next: asyncio.Future[bytes | RawImage | None] | None = None
+
+    async def next_image(self) -> bytes | RawImage | None:
+        """The last image of the next accepted frame; None if the stream is cancelled before."""
+        self._next = self._next or self._loop.create_future()
+        return await asyncio.shield(self._next)
 
     async def send(self, number: int, images: tuple[bytes | RawImage, ...], wait_s: float, charge: ByteCharge) -> bool:
         """Accept a frame, waiting up to `wait_s` for room. Returns False when there is none.
@@ -138,6 +144,7 @@ class StreamSession:
             self._metrics.frame_ended("closed")
         self._waiting.clear()
         self._results.clear()
+        self._show(None)
         self._notify()
 
     def resume(self) -> None:
@@ -190,9 +197,15 @@ class StreamSession:
             old.charge.release()
         self._waiting.append(_Frame(number, images, self._loop.time(), charge))
         self._num_taken += 1
+        self._show(images[-1])
         self._metrics.frame_taken()
         self._start_due()
         return True
+
+    def _show(self, image: bytes | RawImage | None) -> None:
+        if self._next is not None:
+            self._next.set_result(image)
+            self._next = None
 
     def _acknowledge(self, number: int) -> None:
         if number < self._acknowledged:

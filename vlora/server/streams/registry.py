@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import math
 import secrets
 
 from vlora.client.values import StreamOptions
 from vlora.config import ServerConfig, Token
 from vlora.errors import OverCapacity, UnknownStream
+from vlora.server.images import RawImage
 from vlora.server.metrics import Metrics
 from vlora.server.streams.frame_questions import FrameExecutor
 from vlora.server.streams.frame_stream import Preview, StreamSession
@@ -76,6 +79,14 @@ class StreamRegistry:
         known.users.add(user)
         _stay(known)
         return known.stream
+
+    async def next_image(self, owner: str, name: str, wait_s: float) -> bytes | RawImage | None:
+        """The last image of the next frame of a stream, of several with this name the fastest; None without one."""
+        found = [each.stream for each in self._open.values() if (each.owner, each.stream.options.name) == (owner, name)]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                return await max(found, key=lambda each: each.options.fps or math.inf).next_image() if found else None
+        return None
 
     def watched(self) -> tuple[OpenStream, ...]:
         """Every open stream as the console shows it, the oldest first."""

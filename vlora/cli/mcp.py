@@ -1,0 +1,144 @@
+"""`vlora mcp`: a running server as tools of the Model Context Protocol."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from vlora.cli.extras import needs
+from vlora.cli.group import cli
+from vlora.cli.options import server_option
+from vlora.errors import BadImage, VLoraError
+from vlora.operations import GetCameras, GetFrame
+
+if TYPE_CHECKING:
+    from mcp.server.mcpserver import MCPServer
+
+    from vlora.client import Client
+
+_INSTRUCTIONS = "Questions about pictures, cameras and recordings, answered by a vision-language model."
+
+
+class Tools:
+    """The tools. Their docstrings are for the model that calls them.
+
+    index: of `vlora index`. pictures: the folder of files that may be asked about.
+    """
+
+    def __init__(self, client: Client, index: Path | None, pictures: Path | None) -> None:
+        self._client, self._index, self._pictures = client, index, pictures
+
+    def list_cameras(self) -> list[dict[str, Any]]:
+        """List the cameras: name, state, health, and their last events with time, label and confidence."""
+        found: list[dict[str, Any]] = msgspec.to_builtins(self._client.call(GetCameras()))
+        return found
+
+    def ask_camera(self, camera: str, question: str, adapter: str | None = None, show: bool = False) -> Any:
+        """Answer a question about what a camera sees now. adapter: a name of the server; show: also return the picture.
+
+        The names of cameras are those of list_cameras.
+        """
+        from mcp.server.mcpserver import Image
+
+        frame = self._client.call(GetFrame(camera))
+        text = self._client.generate(question, [frame], adapter).text
+        return [text, Image(data=frame, format="jpeg")] if show else text
+
+    def ask_picture(self, picture: str, question: str, adapter: str | None = None) -> str:
+        """Answer a question about a picture: a data URL, or a file's path in the folder that is allowed."""
+        return self._client.generate(question, [self._read(picture)], adapter).text
+
+    def search_recordings(self, query: str, top: int = 5, adapter: str | None = None) -> list[dict[str, Any]]:
+        """Search the recordings for what a text describes: the best clips with file, start in seconds, and reasons.
+
+        score: from 0 to 1, how far the clip fits.
+        """
+        from apps.retrieval import RetrievalIndex, search
+
+        assert self._index is not None, "the tool is offered with an index only"
+        with RetrievalIndex(self._index) as index:
+            hits = search(self._client, index, query, adapter=adapter, top=top)
+        return [
+            {"file": hit.source, "start_s": hit.start_s, "seconds": hit.seconds, "score": hit.score, "why": hit.why()}
+            for hit in hits
+        ]
+
+    def _read(self, picture: str) -> bytes | Path:
+        if picture.startswith("data:"):
+            try:
+                return base64.b64decode(picture.partition(",")[2], validate=True)
+            except binascii.Error as error:
+                raise BadImage(f"the data URL is not base64: {error}") from error
+        if self._pictures is not None:
+            root = self._pictures.resolve()
+            if (path := (root / picture).resolve()).is_relative_to(root):
+                return path
+        raise BadImage(f"{picture[:100]!r} is not a data URL, nor a file in the folder of --pictures")
+
+
+def make_server(tools: Tools, index: Path | None) -> MCPServer:
+    from mcp.server.mcpserver import MCPServer
+    from mcp_types import ToolAnnotations
+
+    server: MCPServer = MCPServer("vlora", instructions=_INSTRUCTIONS, log_level="WARNING")
+    offered: list[Callable[..., Any]] = [tools.list_cameras, tools.ask_camera, tools.ask_picture]
+    for tool in [*offered, *([] if index is None else [tools.search_recordings])]:
+        server.tool(annotations=ToolAnnotations(read_only_hint=True))(_reporting(tool))
+    return server
+
+
+def _reporting(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """The tool, whose errors are for its caller."""
+    from mcp.server.mcpserver.exceptions import ToolError
+
+    @functools.wraps(tool)
+    def call(**arguments: Any) -> Any:
+        try:
+            return tool(**arguments)
+        except VLoraError as error:
+            raise ToolError(str(error)) from error
+
+    return call
+
+
+@cli.command()
+@click.option(
+    "-i",
+    "--index",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Index of `vlora index`, which the tool search_recordings searches. Default: no such tool.",
+)
+@click.option(
+    "--pictures",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of pictures that ask_picture may read. Default: data URLs only.",
+)
+@click.option(
+    "--http-port", type=click.IntRange(1, 65535), help="Serve streamable HTTP on this port of 127.0.0.1, not stdio."
+)
+@server_option
+@needs("mcp")
+def mcp(index: Path | None, pictures: Path | None, http_port: int | None, client: Client) -> None:
+    """Offer a server to agents as tools of the Model Context Protocol, over stdio or HTTP.
+
+    \b
+        vlora mcp --index street.sqlite --pictures photos
+        vlora mcp --http-port 8001
+
+    The tools list cameras, ask about what a camera sees now (an admin token in VLORA_TOKEN is needed if the server
+    requires tokens), ask about a picture, and search recordings.
+    """
+    server = make_server(Tools(client, index, pictures), index)
+    with client:
+        if http_port is None:
+            server.run("stdio")
+        else:
+            click.echo(f"ready: http://127.0.0.1:{http_port}/mcp", err=True)
+            server.run("streamable-http", port=http_port)
