@@ -29,9 +29,7 @@ def own(names: str) -> set[str]:
 
 
 BASE = own("errors types wording run_folder")
-LEVEL_1 = (
-    BASE | own("adapter_files auth_rate_limit config lazy logging_format parallel threads wire") | {"atmm", "heads"}
-)
+LEVEL_1 = BASE | own("adapter_files rate_limits config lazy logging_format parallel threads wire") | {"atmm", "heads"}
 LEVEL_2 = LEVEL_1 | own("lora memory")
 LEVEL_3 = LEVEL_2 | own("orchestrator models")
 _SHELL = own("engine learning routing server simulator split client training tune")
@@ -39,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{each: set() for each in {"atmm"} | own("errors wording confidence threads")},
     "heads": own("lazy"),
     **{each: set() for each in own("adapter_files lazy logging_format")},
-    **dict.fromkeys(own("plan_files opencv config auth_rate_limit parallel"), BASE),
+    **dict.fromkeys(own("plan_files opencv config rate_limits parallel"), BASE),
     **dict.fromkeys(own("types run_folder public_hosts"), own("errors")),
     "vlora.client": BASE | own("adapter_files operations"),
     "vlora.operations": own("types"),
@@ -51,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.models": LEVEL_2,
     "vlora.engine": LEVEL_3 | own("operations training split"),
     "vlora.cluster": BASE | own("adapter_files config engine logging_format operations plan_files routing wire"),
-    "vlora.split": BASE | own("auth_rate_limit config lazy models wire") | {"atmm"},
+    "vlora.split": BASE | own("rate_limits config lazy models wire") | {"atmm"},
     "vlora.training": LEVEL_2 | own("models plan_files"),
     "vlora.learning": BASE | own("adapter_files confidence lora plan_files threads training"),
     "vlora.server": LEVEL_3 | own("cluster engine client learning operations public_hosts"),

@@ -94,7 +94,7 @@ class Token:
     Args:
         admin: Whether the caller may also load, unload and pin adapters.
         expires: The time from which the token is rejected.
-        requests_per_minute, tokens_per_minute, tokens_per_day: Quotas, see `vlora.rate_limits`.
+        requests_per_minute, tokens_per_minute, tokens_per_day: Quotas, see `vlora.server.security.limits.Quotas`.
         cameras: Frame streams that it may have open, and cameras of the server that it may have added.
 
     Raises:
@@ -144,29 +144,6 @@ class ServedBase:
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_client_ca: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BaseConfig:
-    """What `vlora base serve` serves to such clients, and how it computes their calls. Raises BadConfig."""
-
-    model: str
-    device: str = "cpu"
-    dtype: str = "auto"
-    shard: str = setting("1/1", "Batching", "I/N: one of N shards of every layer; clients connect to all of them.")
-    join_rows: int = setting(64, "Batching", "Compute calls with more rows by themselves.", least=1)
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-        index, _, number = self.shard.partition("/")
-        if not (index.isdecimal() and number.isdecimal() and 1 <= int(index) <= int(number)):
-            raise BadConfig(f"--shard is {self.shard!r}; write I/N, such as 1/2 and 2/2")
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """The index of the shard, from 0, and the number of shards."""
-        index, _, number = self.shard.partition("/")
-        return int(index) - 1, int(number)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -303,36 +280,33 @@ class EngineConfig:
         return kinds.get(adapter, kinds.get("*", "auto"))
 
 
-def _parse_weights(field: str, pairs: Sequence[str]) -> dict[str, float]:
-    """Raises BadConfig for an entry that is not a pair, a weight that is not above 0, and a duplicate name."""
-    found: dict[str, float] = {}
+def _parse_pairs(field: str, pairs: Sequence[str], read: Callable[[str], Any], form: str) -> dict[str, Any]:
+    """The values by name. Raises BadConfig for an entry that is no pair, a value that is read as None, a second one."""
+    found: dict[str, Any] = {}
     for pair in pairs:
         name, _, text = pair.rpartition("=")
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (name and math.isfinite(value) and value > 0):
-            raise BadConfig(f"{field} is {pair!r}; use NAME=WEIGHT with a weight above 0, or *=WEIGHT for all others")
+        value = read(text)
+        if not name or value is None:
+            raise BadConfig(f"{field} is {pair!r}; use {form}")
         if name in found:
             raise BadConfig(f"{field} sets {name!r} twice; remove one of the entries")
         found[name] = value
     return found
 
 
+def _parse_weights(field: str, pairs: Sequence[str]) -> dict[str, float]:
+    def read(text: str) -> float | None:
+        try:
+            return value if 0 < (value := float(text)) < math.inf else None
+        except ValueError:
+            return None
+
+    return _parse_pairs(field, pairs, read, "NAME=WEIGHT with a weight above 0, or *=WEIGHT for all others")
+
+
 def _parse_sharding(pairs: Sequence[str]) -> dict[str, str]:
-    """Raises BadConfig for an entry that is not a pair, an unknown kind, and a duplicate name."""
-    found: dict[str, str] = {}
-    for pair in pairs:
-        name, _, kind = pair.rpartition("=")
-        if not name or kind not in SHARDINGS:
-            raise BadConfig(
-                f"sharding is {pair!r}; use NAME=KIND, or *=KIND for all others; kinds: {', '.join(SHARDINGS)}"
-            )
-        if name in found:
-            raise BadConfig(f"sharding sets {name!r} twice; remove one of the entries")
-        found[name] = kind
-    return found
+    form = f"NAME=KIND, or *=KIND for all others; kinds: {', '.join(SHARDINGS)}"
+    return _parse_pairs("sharding", pairs, lambda text: text if text in SHARDINGS else None, form)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

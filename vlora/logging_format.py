@@ -12,12 +12,10 @@ import logging
 import logging.handlers
 from collections.abc import Mapping
 
-from vlora.errors import BadConfig
-
 LEVELS = ("error", "warning", "info", "debug")
 LEVEL_VARIABLE, JSON_VARIABLE = "VLORA_LOG_LEVEL", "VLORA_LOG_JSON"
 
-_AUDIT_BYTES, _AUDIT_FILES = 16 * 2**20, 9  # of a file, and of files before it
+AUDIT_BYTES, _AUDIT_FILES = 16 * 2**20, 9  # of a file, and of files before it
 
 _OTHERS = ("uvicorn", "asyncio", "python_multipart")
 """Libraries of which only errors are logged; their warnings are about invalid input from clients."""
@@ -35,11 +33,8 @@ def configure(environ: Mapping[str, str]) -> None:
 
 
 def write_audit_log(file: str) -> None:
-    """Write the audit log of administration as JSON lines to a file that rotates. Raises BadConfig."""
-    try:
-        handler = logging.handlers.RotatingFileHandler(file, maxBytes=_AUDIT_BYTES, backupCount=_AUDIT_FILES)
-    except OSError as error:
-        raise BadConfig(f"cannot write the audit log {file!r}: {error.strerror}") from error
+    """Write the audit log of administration as JSON lines to a file that rotates. Raises OSError."""
+    handler = logging.handlers.RotatingFileHandler(file, maxBytes=AUDIT_BYTES, backupCount=_AUDIT_FILES)
     handler.setFormatter(_JsonLines())
     _write("vlora.audit", handler, "info")
 

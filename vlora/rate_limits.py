@@ -1,20 +1,18 @@
-"""Token buckets: the rate limit of wrong tokens, for every listener that checks them, and the quotas of valid ones."""
+"""Token buckets, and the rate limit of wrong tokens, for every listener that checks tokens."""
 
 from __future__ import annotations
 
 import ipaddress
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from vlora.config import Token
-from vlora.errors import OverCapacity, RateLimited
+from vlora.errors import OverCapacity
 
 MAX_PEERS = 4096
 """Peers with failures that `AuthRateLimit` stores; the least recent failures are dropped first."""
 
 _BURST, _PERIOD_S = 20, 60.0
-_PERIODS = {"requests_per_minute": 60.0, "tokens_per_minute": 60.0, "tokens_per_day": 86_400.0}
 
 
 class Bucket:
@@ -66,53 +64,6 @@ class AuthRateLimit:
         bucket.take(1, self._clock())
         if len(self._buckets) > MAX_PEERS:
             del self._buckets[next(iter(self._buckets))]
-
-
-class Quotas:
-    """What the holders of tokens may use in a time, counted in memory. Used from one event loop."""
-
-    def __init__(self, tokens: Sequence[Token], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
-        self._buckets: dict[str, dict[str, Bucket]] = {}
-        self.replace(tokens)
-
-    def replace(self, tokens: Sequence[Token]) -> None:
-        """Use the quotas of other tokens. Quotas that are not changed keep their counts."""
-        before, self._buckets = self._buckets, {}
-        for token in tokens:
-            for quota, period_s in _PERIODS.items():
-                if (limit := getattr(token, quota)) is not None:
-                    kept = before.get(token.name, {}).get(quota)
-                    bucket = kept if kept is not None and kept.limit == limit else Bucket(limit, period_s)
-                    self._buckets.setdefault(token.name, {})[quota] = bucket
-
-    def count_request(self, tenant: str | None) -> None:
-        """Count a request. Raises RateLimited if none is left, or no token."""
-        now, buckets = self.clock(), self._of(tenant)
-        for quota, bucket in buckets.items():
-            if (wait_s := bucket.wait_s(now)) > 0:
-                text = f"{bucket.limit} {quota.replace('_', ' ')}"
-                raise RateLimited(f"{tenant!r} has used its quota of {text}; try again in {wait_s:.0f} s", wait_s)
-        if "requests_per_minute" in buckets:
-            buckets["requests_per_minute"].take(1, now)
-
-    def count_tokens(self, tenant: str | None, number: int) -> None:
-        """Count tokens of a prompt or an answer, also above the quotas: later requests then wait."""
-        for quota, bucket in self._of(tenant).items():
-            if quota.startswith("tokens"):
-                bucket.take(number, self.clock())
-
-    def headers(self, tenant: str | None) -> list[tuple[bytes, bytes]]:
-        """OpenAI's headers about requests and tokens; of several quotas the one with the least units left."""
-        now, found = self.clock(), {}
-        for quota, bucket in sorted(self._of(tenant).items(), key=lambda item: -item[1].left(now)):
-            reset = f"{max(0.0, bucket.full_at - now):.3f}s"
-            for field, value in (("limit", bucket.limit), ("remaining", bucket.left(now)), ("reset", reset)):
-                found[f"x-ratelimit-{field}-{quota.partition('_')[0]}".encode()] = str(value).encode()
-        return list(found.items())
-
-    def _of(self, tenant: str | None) -> dict[str, Bucket]:
-        return {} if tenant is None else self._buckets.get(tenant, {})
 
 
 def _network(peer: str) -> str:

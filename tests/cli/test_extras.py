@@ -89,6 +89,12 @@ def test_client_commands_and_help_need_no_extra_and_the_others_name_theirs(serve
         assert (code, out) == (2, "") and re.fullmatch(missing("video", "opencv-python-headless, numpy"), err)
     for extra, (code, out, err) in zip(OTHERS.values(), run("nothing", *map(str.split, OTHERS)), strict=True):
         assert (code, out) == (2, "") and re.fullmatch(missing(extra), err), err
+    for extra, shown, lines in (
+        ("mcp", "mcp", run("video", ["mcp"])),
+        ("tracing", "opentelemetry-sdk, opentelemetry-exporter-otlp-proto-http", run("serve", ["serve", "--tracing"])),
+    ):
+        ((code, out, err),) = lines
+        assert (code, out) == (2, "") and re.fullmatch(missing(extra, shown), err), err
     # Streams and retrieval need the extra for videos only.
     of_videos[1] += ["--index", str(inputs / "x.sqlite")]
     for code, out, err in run("video", *of_videos):

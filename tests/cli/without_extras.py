@@ -53,7 +53,7 @@ if __name__ == "__main__":
     others = (
         EXTRAS["demo"].values(),
         EXTRAS["plans"].values(),
-        ("triton", "starlette", "markupsafe", "matplotlib", "ray"),
+        ("triton", "starlette", "markupsafe", "matplotlib", "ray", "mcp", "opentelemetry"),
     )
     hide({module for each in others for module in each} - set(own))
     print(json.dumps([run(command) for command in json.load(sys.stdin)]))

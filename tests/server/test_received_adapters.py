@@ -132,7 +132,7 @@ def test_the_adapter_used_longest_ago_makes_room(source: Path) -> None:
         for name in "abac":
             assert ask(api, name) == (200, "x")
         assert listed(api) == ["a", "c", "mine"]
-        api.on_loop(perform(api.front_end, PinAdapter("a", True), None))
+        api.on_loop(perform(api.front_end, PinAdapter("a", True), None, "rpyc x"))
         for name in "bd":
             assert ask(api, name) == (200, "x")
         assert listed(api) == ["a", "d", "mine"]  # a pinned one stays

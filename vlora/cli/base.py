@@ -15,8 +15,9 @@ from vlora.cli.options import log_level_option, token_file_option
 from vlora.cli.progress import waiting
 from vlora.cli.serve import served_base, served_name
 from vlora.cli.settings import EMBEDDED, config_flags, model_path
-from vlora.config import BaseConfig, EngineConfig, ServerConfig
+from vlora.config import EngineConfig, ServerConfig
 from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, configure
+from vlora.split.config import BaseConfig
 
 DEFAULT_BIND = "127.0.0.1:18863"
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from vlora.config import ServerConfig
 from vlora.errors import BadRequest, DeadlineMissed, OverCapacity, VLoraError
-from vlora.rate_limits import Quotas
 from vlora.server.metrics import Metrics
+from vlora.server.security.limits import Quotas
 from vlora.types.composition import UNKNOWN
 
 if TYPE_CHECKING:

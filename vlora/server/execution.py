@@ -16,11 +16,11 @@ from vlora.client.values import Answer, HeadResult, TokenLogprob
 from vlora.engine.interface import EngineInterface
 from vlora.errors import BadRequest
 from vlora.models.vision.images import Region
-from vlora.rate_limits import Quotas
 from vlora.server.active_requests import RequestClock
 from vlora.server.detokenizer import AnswerText, Piece
 from vlora.server.metrics import Metrics
 from vlora.server.prompts import Images, PromptEncoder
+from vlora.server.security.limits import Quotas
 from vlora.server.security.public_errors import named
 from vlora.types import FoundBox, HeadAnswer, HeadSummary, Request, RequestOutput, Timings
 from vlora.types.domain import DomainSummary

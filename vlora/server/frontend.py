@@ -25,7 +25,6 @@ from vlora.engine.interface import EngineInterface
 from vlora.engine.ipc.supervisor import RestartedEngine
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import BadRequest, EngineDead, UnknownAdapter, UnknownHead, VLoraError
-from vlora.rate_limits import Quotas
 from vlora.server.active_requests import ActiveRequests, RequestClock
 from vlora.server.adapter_catalog import AdapterCatalog
 from vlora.server.detokenizer import Piece
@@ -48,7 +47,7 @@ from vlora.server.prompts import (
     with_question,
 )
 from vlora.server.received_adapters import ReceivedAdapters
-from vlora.server.security.limits import ByteBudget
+from vlora.server.security.limits import ByteBudget, Quotas
 from vlora.server.security.public_errors import to_vlora_error
 from vlora.server.streams.cameras import Cameras
 from vlora.server.streams.registry import StreamRegistry

@@ -91,7 +91,10 @@ async def serve(
     tls = server_context(server_config)
     access = Access(server_config.tokens)
     if server_config.audit_log is not None:
-        write_audit_log(server_config.audit_log)
+        try:
+            write_audit_log(server_config.audit_log)
+        except OSError as error:
+            raise BadConfig(f"cannot write the audit log {error.filename!r}: {error.strerror}") from error
     if read_tokens is not None:
         reload = functools.partial(_reload_tokens, access, server_config, read_tokens, announce)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)

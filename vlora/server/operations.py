@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -58,10 +59,10 @@ def _record(operation: op.Operation, name: str, origin: str, outcome: str) -> No
 
 
 def _recorded(value: Any) -> Any:
-    """An argument without what may be a secret: of a URL its host, of a camera's description its fields' names."""
+    """An argument without what may be a secret: of a URL its host, of files and a camera's description their names."""
     if isinstance(value, dict):
-        shown = ("name", "paused")
-        return {key: _recorded(each) if key in shown else "..." for key, each in value.items() if key.isidentifier()}
+        names = [key for key in value if re.fullmatch(r"[\w.-]{1,100}", key)]
+        return {key: _recorded(value[key]) if key in ("name", "paused") else "..." for key in names}
     return shown_source(value)[:_SHOWN] if isinstance(value, str) else value
 
 

@@ -18,13 +18,14 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
-from vlora.config import BaseConfig, ServedBase
+from vlora.config import ServedBase
 from vlora.errors import BadConfig
 from vlora.models.pretrained import from_pretrained, load_complete
 from vlora.split import transport
 from vlora.split.admission import Limits
 from vlora.split.base_server import BaseServer
 from vlora.split.batching import CallQueue
+from vlora.split.config import BaseConfig
 from vlora.split.executor import BaseExecutor
 from vlora.split.layers import frozen_layers
 from vlora.split.peer import Peer

@@ -23,6 +23,7 @@ from vlora.server.security.public_errors import ANYONE
 OPEN_PATHS = frozenset({"/health", "/ready"}) | CONSOLE_FILES.keys()
 """Paths without a token: health checks of load balancers, and the console page, where the user enters the token."""
 
+ADAPTER_PATHS = "/v1/adapters"
 FILE_PATHS = "/v1/files"  # whose bodies are no JSON, and go to disk
 MAX_FIELDS = 20_000  # allowance for the structure of a body, in addition to commas in its text
 

@@ -18,12 +18,13 @@ from vlora import operations as op
 from vlora.config import Token
 from vlora.errors import BadRequest
 from vlora.server.frontend import FrontEnd, choice_id
+from vlora.server.http.middleware import ADAPTER_PATHS
 from vlora.server.http.sampling_fields import StrictModel
 from vlora.server.operations import perform
 from vlora.server.security.access import caller_of
 from vlora.server.security.public_errors import shown_to
 
-ADAPTER_PATHS, TRAINING_PATHS, CLUSTER_PATHS = "/v1/adapters", "/v1/trainings", "/v1/cluster"
+TRAINING_PATHS, CLUSTER_PATHS = "/v1/trainings", "/v1/cluster"
 LEARNING_PATHS, CAMERA_PATHS = "/v1/learning", "/v1/cameras"
 LORA_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # as of vLLM
 

@@ -1,16 +1,22 @@
-"""Limits over RPyC and HTTP: the connections, of which unauthenticated ones are closed first, and message bytes."""
+"""Limits over RPyC and HTTP: connections, of which unauthenticated ones are closed first, message bytes, quotas."""
 
 from __future__ import annotations
 
 import resource
 import socket
 import threading
+import time
+from collections.abc import Callable, Sequence
 
 from vlora.client.sockets import shut_down
+from vlora.config import Token
+from vlora.errors import RateLimited
+from vlora.rate_limits import Bucket
 
 _SPARE = 128  # descriptors for the engine's socket, files and fetched images
 _MAX_CONNECTIONS = 2048
 _MIN_CONNECTIONS = 8
+_PERIODS = {"requests_per_minute": 60.0, "tokens_per_minute": 60.0, "tokens_per_day": 86_400.0}
 
 
 def connection_share() -> int:
@@ -118,3 +124,50 @@ class ByteCharge:
         """Release all bytes. Has no effect when they were released or moved already."""
         if self.num_bytes:
             self.shrink_to(0)
+
+
+class Quotas:
+    """What the holders of tokens may use in a time, counted in memory. Used from one event loop."""
+
+    def __init__(self, tokens: Sequence[Token], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._buckets: dict[str, dict[str, Bucket]] = {}
+        self.replace(tokens)
+
+    def replace(self, tokens: Sequence[Token]) -> None:
+        """Use the quotas of other tokens. Quotas that are not changed keep their counts."""
+        before, self._buckets = self._buckets, {}
+        for token in tokens:
+            for quota, period_s in _PERIODS.items():
+                if (limit := getattr(token, quota)) is not None:
+                    kept = before.get(token.name, {}).get(quota)
+                    bucket = kept if kept is not None and kept.limit == limit else Bucket(limit, period_s)
+                    self._buckets.setdefault(token.name, {})[quota] = bucket
+
+    def count_request(self, tenant: str | None) -> None:
+        """Count a request. Raises RateLimited if none is left, or no token."""
+        now, buckets = self.clock(), self._of(tenant)
+        for quota, bucket in buckets.items():
+            if (wait_s := bucket.wait_s(now)) > 0:
+                text = f"{bucket.limit} {quota.replace('_', ' ')}"
+                raise RateLimited(f"{tenant!r} has used its quota of {text}; try again in {wait_s:.0f} s", wait_s)
+        if "requests_per_minute" in buckets:
+            buckets["requests_per_minute"].take(1, now)
+
+    def count_tokens(self, tenant: str | None, number: int) -> None:
+        """Count tokens of a prompt or an answer, also above the quotas: later requests then wait."""
+        for quota, bucket in self._of(tenant).items():
+            if quota.startswith("tokens"):
+                bucket.take(number, self.clock())
+
+    def headers(self, tenant: str | None) -> list[tuple[bytes, bytes]]:
+        """OpenAI's headers about requests and tokens; of several quotas the one with the least units left."""
+        now, found = self.clock(), {}
+        for quota, bucket in sorted(self._of(tenant).items(), key=lambda item: -item[1].left(now)):
+            reset = f"{max(0.0, bucket.full_at - now):.3f}s"
+            for field, value in (("limit", bucket.limit), ("remaining", bucket.left(now)), ("reset", reset)):
+                found[f"x-ratelimit-{field}-{quota.partition('_')[0]}".encode()] = str(value).encode()
+        return list(found.items())
+
+    def _of(self, tenant: str | None) -> dict[str, Bucket]:
+        return {} if tenant is None else self._buckets.get(tenant, {})
