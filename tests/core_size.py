@@ -44,18 +44,18 @@ class Budget(NamedTuple):
 
 
 BUDGETS = (
-    Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_420, 2_200),
-    Budget("vlora/client", 1_880, 900),
-    Budget("vlora/server", 9_540, 4_900),
+    Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_460, 2_200),
+    Budget("vlora/client", 1_900, 900),
+    Budget("vlora/server", 9_860, 4_900),
     Budget("vlora/engine vlora/parallel", 6_660, 4_900),
     Budget("vlora/orchestrator vlora/routing", 5_500, 4_000),
     Budget("vlora/memory vlora/lora vlora/models", 11_640, 8_300),
     Budget("vlora/cluster", 6_390, 3_700),
     Budget("vlora/wire", 920, 1_000),
-    Budget("vlora/split", 2_540, 1_600),
+    Budget("vlora/split", 2_570, 1_600),
     Budget("vlora/training vlora/learning fusion/training", 7_220, 4_500),
     Budget("vlora/simulator", 2_220, 1_500),
-    Budget("vlora/cli", 3_530, 2_600),
+    Budget("vlora/cli", 3_700, 2_600),
     Budget("vlora/bench", 4_330, 2_500),
     Budget("benchmarks", 8_170, 6_500),
     Budget("fusion", 9_880, 6_200),
