@@ -17,10 +17,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tests.server.api import Api, running_api
 from tests.server.running import png
+from vlora import tracing as module
 from vlora.config import ServerConfig, Token
 from vlora.errors import BadConfig, UnknownAdapter
-from vlora.server import tracing as module
-from vlora.server.tracing import Tracing
+from vlora.tracing import Tracing
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 USER = "user-token-0123456789"

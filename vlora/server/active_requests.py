@@ -16,7 +16,7 @@ from vlora.server.security.limits import Quotas
 from vlora.types.composition import UNKNOWN
 
 if TYPE_CHECKING:
-    from vlora.server.tracing import RequestTrace, Tracing
+    from vlora.tracing import RequestTrace, Tracing
 
 log = logging.getLogger("vlora.server.frontend")  # the documented name: operators select the lines by it
 

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from vlora.learning.plan import LearningEntry
     from vlora.models.processing import EncodedPrompt, InputProcessor
     from vlora.server.served_learning import Collector
-    from vlora.server.tracing import Tracing
+    from vlora.tracing import Tracing
 
 
 class FrontEnd:
@@ -90,7 +90,7 @@ class FrontEnd:
         self.quotas = Quotas(config.tokens)
         self.tracing: Tracing | None = None
         if config.tracing:
-            from vlora.server.tracing import Tracing  # imports OpenTelemetry, which is an extra
+            from vlora.tracing import Tracing  # imports OpenTelemetry, which is an extra
 
             self.tracing = Tracing(model)
         self._execution = Execution(engine, processor, self._encoder, self.metrics, self.quotas)
