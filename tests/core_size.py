@@ -44,9 +44,9 @@ class Budget(NamedTuple):
 
 
 BUDGETS = (
-    Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_460, 2_200),
+    Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_570, 2_200),
     Budget("vlora/client", 1_900, 900),
-    Budget("vlora/server", 9_860, 4_900),
+    Budget("vlora/server", 9_750, 4_900),
     Budget("vlora/engine vlora/parallel", 6_660, 4_900),
     Budget("vlora/orchestrator vlora/routing", 5_500, 4_000),
     Budget("vlora/memory vlora/lora vlora/models", 11_640, 8_300),
