@@ -12,12 +12,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import pytest
 
-from tests.cluster.running import SECRET, SLEEPING
+from tests.cluster.running import SECRET, SLEEPING, joined
 from tests.cluster.sleeping_engine import SleepingEngine, version_of
+from tests.routing.integrity import check_integrity
 from tests.virtual_clock import VirtualClockLoop
 from vlora.cluster import members
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.members import Health
+from vlora.cluster.peers import Peer, Peers
 from vlora.engine import operations
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.client import EngineClient
@@ -112,7 +114,7 @@ class LocalReplica:
         self.num_requests = 0
         self.alive = self.hung = self.opens_lines = False
         self.num_reports = 0
-        self._line: _Line | None = None
+        self._lines: dict[str, _Line] = {}  # by the keys of front ends
         self._kept: list[tuple[_Line, bytes]] = []
         self.start()
 
@@ -121,6 +123,7 @@ class LocalReplica:
         if not self.alive:
             self.engine = FaultyEngine(self.faults)
             self.calls = []
+            self._peers = Peers(self._take)
             clock = asyncio.get_running_loop().time
             self._coalescer = OutputCoalescer(clock, self.engine.version_of)
             self._reports = LoadReporter(self.engine.load, self._report, clock)
@@ -132,13 +135,13 @@ class LocalReplica:
         self.alive = False
         self._stepping.cancel()
         self._kept.clear()
-        if self._line is not None:
-            self._line.end()
+        while self._lines:
+            self._lines.popitem()[1].end()
 
     def cut(self) -> None:
-        """End the line. The engine lives on."""
-        assert self._line is not None
-        self._line.close()
+        """End the lines. The engine lives on."""
+        for line in tuple(self._lines.values()):
+            line.close()
 
     def wake(self) -> None:
         """Read what was sent in the meantime, and go on."""
@@ -147,30 +150,34 @@ class LocalReplica:
         for line, data in kept:
             self._receive(line, data)
 
-    async def connect(self) -> EngineClient:
+    async def connect(self, key: str) -> EngineClient:
         if not self.alive:
             raise Disconnected("the process has ended")
         while self.hung and not self.opens_lines:
             await asyncio.sleep(STEP_S)
-        self._drop(self._line)
-        self._line = line = _Line(self._receive)
+        self._drop(self._lines.get(key))
+        line = self._lines[key] = _Line(key, self._receive)
+        self._peers.present[key] = Peer(line.deliver)
         return EngineClient(line, line, messages.Ready("", 1, 10_000, self.max_batch_size, 16, 1000))  # type: ignore[arg-type]
 
     def _drop(self, line: _Line | None) -> None:
         """As a replica's process does with a lost front end."""
-        if line is not None and line is self._line:
-            self._line = None
+        if line is not None and line is self._lines.get(line.key):
+            del self._lines[line.key]
             line.end()
-            self.engine.close()
+            self._peers.leave(line.key)
 
     def _receive(self, line: _Line, data: bytes | None) -> None:
         if self.hung:
             if data is not None:
                 self._kept.append((line, data))
-            return
-        if data is None or line is not self._line:
+        elif data is None or line is not self._lines.get(line.key):
             self._drop(line)
-            return
+        else:
+            self._peers.from_peer(self._peers.present[line.key], data)
+
+    def _take(self, data: bytes) -> None:
+        """As the engine's process does with a message."""
         outputs: tuple[RequestOutput, ...] = ()
         match message := messages.decode_to_engine(data):
             case messages.Add():
@@ -226,11 +233,11 @@ class LocalReplica:
             error = ErrorValue.of(refused)
         self.calls.append(operation)
         reply = messages.Reply(call_id, found, error)
-        asyncio.get_running_loop().call_later(self.call_s, self._reply, self._line, reply)
+        asyncio.get_running_loop().call_later(self.call_s, self._reply, self._peers, reply)
         return outputs
 
-    def _reply(self, line: _Line | None, reply: messages.Reply[Any]) -> None:
-        if line is self._line and self.alive:
+    def _reply(self, peers: Peers, reply: messages.Reply[Any]) -> None:
+        if peers is self._peers and self.alive:
             self._send(reply)
 
     async def _step(self) -> None:
@@ -258,14 +265,14 @@ class LocalReplica:
             self._send(messages.Outputs(outputs))
 
     def _send(self, message: messages.FromEngine) -> None:
-        if self._line is not None:
-            self._line.deliver(messages.encode(message))
+        self._peers.from_engine(messages.encode(message))
 
 
 class _Line:
     """Both the transport and the process of an `EngineClient`."""
 
-    def __init__(self, receive: Callable[[_Line, bytes | None], None]) -> None:
+    def __init__(self, key: str, receive: Callable[[_Line, bytes | None], None]) -> None:
+        self.key = key
         self.on_message: Callable[[bytes], object] = lambda data: None
         self.num_bytes_received = 0
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -302,10 +309,10 @@ class _Line:
 def connecting(replicas: dict[int, LocalReplica]) -> Callable[..., Coroutine[Any, Any, EngineClient]]:
     """In place of `connection.connect`. replicas: by port."""
 
-    async def connect(address: Address, *_: Any, **__: Any) -> EngineClient:
+    async def connect(address: Address, *_: Any, key: str, **__: Any) -> EngineClient:
         try:
             async with asyncio.timeout(0.5):
-                return await replicas[address.port].connect()
+                return await replicas[address.port].connect(key)
         except TimeoutError as error:
             raise Disconnected("it did not answer") from error
 
@@ -332,7 +339,7 @@ class Here:
         """Add a replica to the cluster. replica: if it does not exist yet."""
         if replica is not None:
             self.ports[ord(name)] = self.replicas[name] = replica
-        await self.cluster.add(name, at(name))
+        await joined(self.cluster, name, at(name))
 
     def where(self, request_id: str) -> str:
         name = self.router.where(request_id)
@@ -365,7 +372,7 @@ class Here:
     async def check_idle(self) -> None:
         """Nothing of requests and of former contents is left."""
         await asyncio.sleep(1.0)
-        self.router.check_integrity()
+        check_integrity(self.router)
         assert not (self.cluster.num_unfinished or self.router.num_waiting)
         assert not any(standing.lacks or standing.holds for standing in self.router.replicas.values())
         alive = [replica.engine for replica in self.replicas.values() if replica.alive]

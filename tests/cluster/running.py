@@ -18,6 +18,7 @@ import psutil
 
 from tests.cluster.sleeping_engine import COMMAND, expected
 from tests.processes import PATIENCE_S
+from tests.routing.integrity import check_integrity
 from vlora.cluster.adapter_sender import ShippingLimits
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.members import Health
@@ -95,6 +96,12 @@ class ReplicaProcess:
             raise
 
 
+async def joined(cluster: Cluster, name: str, address: Address) -> None:
+    """Add a replica, and wait until it serves."""
+    cluster.add(name, address)
+    await cluster.members[name].wait_joined()
+
+
 class Running:
     """A cluster with its replicas by name."""
 
@@ -105,13 +112,13 @@ class Running:
 
     async def add(self, name: str, config: EngineConfig = SLEEPING, **settings: Any) -> ReplicaProcess:
         replica = self.replicas[name] = await ReplicaProcess.start(config, **settings)
-        await self.cluster.add(name, replica.address)
+        await joined(self.cluster, name, replica.address)
         return replica
 
     @property
     def is_idle(self) -> bool:
         """Whether neither the cluster nor its router has a request left."""
-        self.router.check_integrity()
+        check_integrity(self.router)
         held = [standing for standing in self.router.replicas.values() if standing.holds]
         return not (self.cluster.num_unfinished or self.router.num_waiting or held)
 

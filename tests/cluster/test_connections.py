@@ -19,11 +19,12 @@ import trustme
 from tests.cluster.running import SECRET, SLEEPING, ReplicaProcess, real
 from tests.cluster.sleeping_engine import COMMAND
 from tests.processes import PATIENCE_S
-from vlora.cluster.connection import beat_of, connect, protocol, watch_beats
+from vlora.cluster.connection import connect, protocol, said_by, watch_beats
 from vlora.cluster.replica import MISSED_BEATS, Replica
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.client import EngineClient
-from vlora.engine.operations import ListAdapters
+from vlora.engine.operations import KeepAdapters, ListAdapters
+from vlora.engine.snapshot import EngineLoad
 from vlora.errors import BadConfig, Disconnected, EngineDead, Unauthorized, VLoraError
 from vlora.operations import GetStats
 from vlora.types import ErrorValue, Request, RequestOutput, SamplingParams
@@ -56,7 +57,7 @@ async def a_listener(certificate: Certificate | None = None) -> AsyncIterator[tu
     admitted: list[MessageTransport] = []
 
     def admit(transport: MessageTransport, about: bytes, _: str) -> bytes:
-        beat_of(about)
+        said_by(about)
         admitted.append(transport)
         return READY
 
@@ -90,11 +91,11 @@ async def served(
 
 
 async def line(address: Address, *, tls: bool = False, beat_s: float = 0.2, **settings: Any) -> EngineClient:
-    return await connect(address, settings.pop("secret", SECRET), tls=tls, beat_s=beat_s, **settings)
+    return await connect(address, SECRET, tls=tls, beat_s=beat_s, **{"key": "first", **settings})
 
 
 async def opened_by(address: Address, *, tls: bool = False, beat_s: float = 1.0) -> Connected[messages.Ready]:
-    about = msgspec.msgpack.encode(beat_s)
+    about = msgspec.msgpack.encode(("first", beat_s))
     return await connection.connect(address, protocol(), SECRET, messages.Ready, tls=tls, about=about)
 
 
@@ -169,7 +170,7 @@ async def test_other_beats_tls_and_listeners_without_security_are_refused(
                 patched.setattr(connection, "HANDSHAKE_S", 1.0)
                 await refused(line(address, tls=not tls), Disconnected)
             await admits(address, tls=tls)
-    await refused(connect(LOOPBACK, b"short", tls=False, beat_s=1), BadConfig, "has 5 bytes")
+    await refused(connect(LOOPBACK, b"short", tls=False, beat_s=1, key=""), BadConfig, "has 5 bytes")
     missing = Certificate("/nothing", "/nothing")
     for address, secret, given, reason in (
         (LOOPBACK, b"short", None, "has 5 bytes; it needs at least 16"),
@@ -257,12 +258,12 @@ async def test_a_front_end_that_is_replaced_or_lost_leaves_no_request(tls: bool,
             await pending
             await check_idle()
         first = await line(address, tls=tls)
-        pending = asyncio.create_task(answer(first, "same id", num_tokens=10_000))
+        pending = asyncio.create_task(answer(first, "first", num_tokens=10_000))
         await asyncio.sleep(0.05)
-        second = await line(address, tls=tls)
+        second = await line(address, tls=tls)  # again, with its key
         await asyncio.wait_for(first.wait_dead(), PATIENCE_S)
         await pending
-        assert await answer(second, "same id") == 5 and (await second.stats()).num_running == 0
+        assert await answer(second, "second") == 5 and (await second.stats()).num_running == 0
 
 
 @real
@@ -370,10 +371,10 @@ class Between:
         process = cast(asyncio.subprocess.Process, None)
         self.replica = Replica(process, cast(MessageTransport, self.engine), messages.Ready("", 1, 1))
 
-    def front_end(self, *requests: str) -> Wire:
-        """A new one that replaces the one before, with requests."""
+    def front_end(self, key: str, *requests: str) -> Wire:
+        """One with requests. It replaces that with the same key."""
         wire = Wire()
-        self.replica._admit(cast(MessageTransport, wire), msgspec.msgpack.encode(60.0), "")  # noqa: SLF001
+        self.replica._admit(cast(MessageTransport, wire), msgspec.msgpack.encode((key, 60.0)), "")  # noqa: SLF001
         for name in requests:
             wire.say(messages.Add(Request(request_id=name, prompt_ids=(1,))))
         return wire
@@ -381,11 +382,18 @@ class Between:
     def answer(self, *outputs: RequestOutput) -> None:
         self.engine.say(messages.Outputs(outputs))
 
+    def report(self, num_taken: int, num_running: int) -> None:
+        load = EngineLoad(free_blocks=5, total_blocks=9, num_running=num_running, num_waiting=0)
+        self.engine.say(messages.LoadReport(load=load, num_taken=num_taken))
+
+    def asked(self, kind: type) -> list[Any]:
+        """What the engine was asked of a kind."""
+        found: list[Any] = [messages.decode_to_engine(data) for data in self.engine.sent]
+        return [each for each in found if isinstance(each, kind)]
+
     @property
     def cancelled(self) -> list[str]:
-        """Ids of the cancellations that were sent to the engine."""
-        found = [messages.decode_to_engine(data) for data in self.engine.sent]
-        return sorted(each.request_id for each in found if isinstance(each, messages.Cancel))
+        return sorted(each.request_id for each in self.asked(messages.Cancel))
 
 
 def tokens(name: str, token: int) -> RequestOutput:
@@ -397,59 +405,63 @@ def end(name: str) -> RequestOutput:
 
 
 @real
-async def test_a_front_end_gets_no_output_of_the_one_before() -> None:
+async def test_each_front_end_gets_its_own_outputs_replies_and_load() -> None:
     here = Between()
-    first = here.front_end("same", "other", "ended")
-    here.answer(tokens("same", 1), end("ended"))
-    second = here.front_end("same", "ended")
-    assert here.cancelled == ["other", "same"]
-    # The step of the former requests ends, then the engine reads the cancellations.
-    here.answer(tokens("same", 666), tokens("other", 666))
-    here.answer(end("other"), tokens("ended", 2))
-    here.answer(end("same"))
-    here.answer(tokens("same", 3))
-    here.answer(end("same"))
-    assert first.outputs == [tokens("same", 1), end("ended")]
-    assert second.outputs == [tokens("ended", 2), tokens("same", 3), end("same")]
-    third = here.front_end()
-    assert here.cancelled == ["ended", "other", "same"]  # of the second, only what had not ended
-    here.answer(end("ended"))
-    assert third.outputs == []
-
-
-@real
-async def test_a_front_end_gets_no_reply_to_the_one_before() -> None:
-    """Both number their calls from 1 on."""
-    here = Between()
-    first = here.front_end()
-    first.say(messages.Call(1, ListAdapters()))
-    second = here.front_end()
-    second.say(messages.Call(1, GetStats()))
-    for data in here.engine.sent:
-        call = messages.decode_to_engine(data)
-        assert isinstance(call, messages.Call)
+    first, second = here.front_end("a", "a1", "a2"), here.front_end("b", "b1")
+    here.answer(tokens("a1", 1), tokens("b1", 2))
+    here.answer(end("a1"), tokens("a2", 3))
+    assert first.outputs == [tokens("a1", 1), end("a1"), tokens("a2", 3)] and second.outputs == [tokens("b1", 2)]
+    here.report(2, 1)  # before the engine has read the third request
+    here.report(3, 2)
+    shares = [[(each.num_taken, each.num_ended) for each in wire.got(messages.LoadReport)] for wire in (first, second)]
+    assert shares == [[(2, 1), (2, 1)], [(0, 0), (1, 0)]]
+    assert {each.num_sharing for each in first.got(messages.LoadReport)} == {2}
+    for wire, operation in ((first, ListAdapters()), (second, GetStats())):
+        wire.say(messages.Call(1, operation))  # both number their calls from 1 on
+    for call in here.asked(messages.Call):
         kind = type(messages.decode_operation(call.operation)).__name__
         here.engine.say(messages.Reply(call.call_id, error=ErrorValue("aborted", kind)))
-    replies = [(each.call_id, each.error.message) for each in second.got(messages.Reply)]
-    assert replies == [(1, "GetStats")] and not first.got(messages.Reply)
+    replies = [[each.error.message for each in wire.got(messages.Reply)] for wire in (first, second)]
+    assert replies == [["ListAdapters"], ["GetStats"]]
+    here.engine.say(messages.Pong(0.0))
+    assert len(first.got(messages.Pong)) == len(second.got(messages.Pong)) == 1
 
 
 @real
-async def test_outputs_of_a_lost_front_end_and_of_an_id_that_was_used_twice() -> None:
-    """The front end cancelled its first request of an id, and asked again before the cancellation arrived."""
+async def test_what_front_ends_keep_is_kept_until_none_does() -> None:
     here = Between()
-    first = here.front_end("r")
-    first.closed.set_result(None)
+    first, second = here.front_end("a"), here.front_end("b")
+    calls: list[tuple[Wire, dict[str, tuple[str, ...]]]] = [
+        (first, {"x": ("1",)}),
+        (second, {"x": ("2", "1"), "y": ("3",)}),
+        (first, {}),
+        (second, {}),
+    ]
+    for wire, kept in calls:
+        wire.say(messages.Call(1, KeepAdapters(kept)))
+    found: list[Any] = [messages.decode_operation(each.operation) for each in here.asked(messages.Call)]
+    both = {"x": ("1", "2"), "y": ("3",)}
+    assert [each.versions for each in found] == [{"x": ("1",)}, both, {"x": ("2", "1"), "y": ("3",)}, {}]
+
+
+@real
+async def test_a_front_end_that_is_lost_or_connects_again_leaves_no_request_and_no_reply() -> None:
+    here = Between()
+    first, other = here.front_end("a", "a1", "ended"), here.front_end("b", "b1")
+    first.say(messages.Call(7, GetStats()))
+    here.answer(end("ended"))
+    again = here.front_end("a", "a2")
+    assert here.cancelled == ["a1"]
+    # The step of the former request ends, then the engine reads the cancellation.
+    here.answer(tokens("a1", 666), tokens("a2", 1), tokens("b1", 2))
+    here.answer(end("a1"))
+    here.engine.say(messages.Reply(0))
+    assert first.outputs == [end("ended")] and not first.got(messages.Reply) and not again.got(messages.Reply)
+    assert again.outputs == [tokens("a2", 1)] and other.outputs == [tokens("b1", 2)]
+    again.closed.set_result(None)
     await asyncio.sleep(0.01)
-    assert here.cancelled == ["r"]
-    here.answer(tokens("r", 666), end("r"))
-    second = here.front_end("r")
-    here.answer(tokens("r", 1))
-    assert second.outputs == [tokens("r", 1)]
-    twice = Between()
-    twice.front_end("r", "r")
-    twice.answer(end("r"))
-    later = twice.front_end("r")
-    assert twice.cancelled == ["r"]
-    twice.answer(tokens("r", 666), end("r"), tokens("r", 1))
-    assert later.outputs == [tokens("r", 1)]
+    assert here.cancelled == ["a1", "a2"]
+    here.answer(tokens("a2", 666), tokens("b1", 3))
+    assert other.outputs == [tokens("b1", 2), tokens("b1", 3)] and again.outputs == [tokens("a2", 1)]
+    here.report(4, 1)
+    assert [(each.num_taken, each.num_sharing) for each in other.got(messages.LoadReport)] == [(1, 1)]

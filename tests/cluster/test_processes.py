@@ -23,6 +23,7 @@ from tests.cluster.running import (
     answer_mixed,
     asked,
     check,
+    joined,
     outputs_of,
     real,
     run,
@@ -158,7 +159,7 @@ async def test_a_slow_line_and_a_cut_one_lose_nothing() -> None:
         for name in ("a", "b"):
             here.replicas[name] = await ReplicaProcess.start()
             links[name] = SlowLink(here.replicas[name].address)
-            await here.cluster.add(name, await links[name].listen())
+            await joined(here.cluster, name, await links[name].listen())
         requests = [asked(f"r{number}", 250) for number in range(12)]
         answers = [asyncio.create_task(outputs_of(here.cluster, request)) for request in requests]
         for name in ("a", "b"):
@@ -240,7 +241,7 @@ ALONE_S = 1.5
 @real
 async def test_a_replica_ends_after_a_time_without_a_front_end() -> None:
     replica = await ReplicaProcess.start(alone_s=ALONE_S)
-    client = await connect(replica.address, SECRET, tls=False, beat_s=0.1)
+    client = await connect(replica.address, SECRET, tls=False, beat_s=0.1, key="k")
 
     async def ping() -> None:
         while True:

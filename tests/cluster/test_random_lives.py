@@ -16,6 +16,7 @@ from tests.cluster.in_process import LocalReplica, Maker, run_virtually, virtual
 from tests.cluster.running import asked, check, outputs_of
 from tests.cluster.sleeping_engine import expected
 from tests.example_counts import scaled
+from tests.routing.integrity import check_integrity
 from vlora.cluster.in_flight_request import InFlightRequest
 from vlora.cluster.in_flight_requests import InFlightRequests
 from vlora.cluster.members import Health
@@ -286,6 +287,7 @@ class Fleet:
             Events(),
             lambda name: None if name is None else self.lines.get(name),  # type: ignore[arg-type, return-value]
             Adapters(self._bar),  # type: ignore[arg-type]
+            "k",
         )
 
     def _bar(self, replica: str, adapter: str) -> None:
@@ -444,7 +446,7 @@ class Order:
 
     def check(self) -> None:
         assert not self.in_flight.open, "a request waits for ever"
-        self.fleet.router.check_integrity()
+        check_integrity(self.fleet.router)
         assert not self.fleet.router.num_waiting
         assert not any(standing.holds for standing in self.fleet.router.replicas.values())
         assert not any(line.running for line in self.fleet.lines.values()), "a request runs where none expects it"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import stat
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +21,11 @@ import pytest
 
 from tests.cluster.sleeping_engine import COMMAND
 from tests.processes import PATIENCE_S, is_alive, until
-from vlora.cluster.adapter_state import DesiredAdapter
 from vlora.cluster.model_files import model_digest, own_path, portable
 from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.actor import ReplicaActor
 from vlora.cluster.on_ray.processes import driver_settings
-from vlora.cluster.on_ray.reports import ActorReport, Ended, HeadFacts, Opened, Service, missing
+from vlora.cluster.on_ray.reports import ActorReport, Ended, HeadFacts, Opened, Owns, Service, missing
 from vlora.cluster.on_ray.settings import Folder, RayOptions, with_own_cores, with_shared_cores
 from vlora.cluster.replica import ReplicaSettings
 from vlora.config import EngineConfig
@@ -64,6 +63,21 @@ def test_tokens_are_new_and_for_this_user_only(monkeypatch: pytest.MonkeyPatch, 
     folder = Folder.create()
     folder.remove()
     assert len(folder.ray_folder) <= 40
+
+
+def test_a_folder_of_killed_processes_is_removed_by_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="f-") as parent:
+        monkeypatch.setattr(tempfile, "tempdir", parent)
+        monkeypatch.setenv("TMPDIR", parent)
+        code = "from vlora.cluster.on_ray.settings import Folder; print(Folder.create().path)"
+        left = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+        (other := Path(parent, "vlora-ray-other")).mkdir()  # of a process that has just made it
+        kept = Folder.create()
+        assert not os.path.exists(left)
+        last = Folder.create()
+        assert os.path.exists(kept.token_file) and other.exists()
+        for each in (kept, last):
+            each.remove()
 
 
 def test_old_versions_of_ray_are_refused() -> None:
@@ -302,7 +316,11 @@ def test_ray_is_asked_for_nodes_and_replicas_leave_those_that_it_drains(monkeypa
     replica = ReplicaSettings(config=EngineConfig(model="m"), secret=SECRET)
 
     def made(most: int) -> Any:
-        return driver.Driver(driver_settings(options, replica, 2, most, Folder("/tmp/f"), "m"), None)
+        found: Any = driver.Driver(driver_settings(options, replica, 2, most, Folder("/tmp/f"), "m"), None)
+        found.scale(most)
+        assert not requests  # another front end owns the service
+        found._owns, found._lease = True, SimpleNamespace(release=lambda: None, is_followed=False)  # noqa: SLF001
+        return found
 
     made(2).scale(2)
     assert not requests  # their number is fixed
@@ -325,65 +343,68 @@ def test_ray_is_asked_for_nodes_and_replicas_leave_those_that_it_drains(monkeypa
     draining["a"] = 60_000
     assert look(40.0) == ["replica-0"]
     assert look(50.0) == look(51.0) == ["replica-0", "replica-1"]  # it ends soon
-    monkeypatch.setattr(driver.Lease, "release", lambda self: None)
     found.stop()
     assert requests[-1] == {"bundles": [], "bundle_label_selectors": []}
 
 
 @needs_ray
-def test_one_front_end_uses_a_namespace_and_another_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_front_end_owns_a_service_and_others_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     from vlora.cluster.on_ray import connecting
     from vlora.cluster.on_ray.connecting import Lease
 
     stored: dict[tuple[bytes, bytes], bytes] = {}
+    now_s = 0.0
     store = SimpleNamespace(
         get=lambda key, namespace: stored.get((namespace, key)),
         delete=lambda key, namespace: stored.pop((namespace, key), None),
-        put=lambda key, value, namespace: stored.update({(namespace, key): value}),
+        put=lambda key, value, namespace, overwrite: put((namespace, key), value, overwrite),
     )
+
+    def put(at: tuple[bytes, bytes], value: bytes, overwrite: bool) -> bool:
+        existed = at in stored
+        stored[at] = value if overwrite or not existed else stored[at]
+        return existed
+
     monkeypatch.setattr(connecting, "store", store)
-    monkeypatch.setattr(Lease, "RENEW_S", 0.05)
-    monkeypatch.setattr(Lease, "STALE_S", 0.4)
-    waiting: list[Service] = []
+    monkeypatch.setattr(connecting, "time", SimpleNamespace(monotonic=lambda: now_s))
 
     def lease(key: str, namespace: str = "n", settings: str = "same", model: str = "m") -> Lease:
         return Lease(namespace, Service(key=key, settings=settings, model=model, host="h", pid=7))
 
-    first = lease("a")
-    assert not first.take(waiting.append)
-    assert not lease("a").take(waiting.append)  # another driver of the same front end
-    assert not lease("c", "another").take(waiting.append)
-    done = threading.Event()
-
-    def renew() -> None:
-        while not done.wait(0.05):
-            assert first.renew() is None
-
-    renewing = threading.Thread(target=renew)
-    renewing.start()
+    first, second = lease("a"), lease("b")
+    assert first.take() is None and first.renew() is None
+    assert lease("a").take() is None  # another driver of the same front end
+    assert lease("c", "another").take() is None and not first.is_followed
     used = r"^the Ray namespace 'n' is in use by a server of model 'm' \(process 7 on h\)"
     for other, message in (
         (lease("b", model="other", settings="other"), f"{used}; end it, or choose another"),
         (lease("b", settings="other"), f"{used} with other settings; end it, or choose another"),
     ):
+        assert other.take() is not None  # it may have been killed
+        first.renew()
         with pytest.raises(BadConfig, match=message):
-            other.take(waiting.append)
-    assert not waiting and not first.awaited
-    first.keep({"x": DesiredAdapter("/x", "1")})
-    second = lease("b")
-    with ThreadPoolExecutor(1) as thread:
-        taking = thread.submit(second.take, waiting.append)
-        until(lambda: first.awaited)
-        assert not taking.done() and [each.key for each in waiting] == ["a"]
-        done.set()  # it hangs, or its machine has ended
-        renewing.join()
-        assert taking.result(PATIENCE_S) and second.kept() == {"x": DesiredAdapter("/x", "1")}
+            other.take()
+    while now_s < 20.0:
+        now_s += 0.5
+        owner = second.take()
+        assert owner is not None and owner.key == "a" and first.renew() is None and first.is_followed
+    for passed_s in (0.5, 9.5):
+        now_s += passed_s
+        assert second.take() is not None
+    now_s += 1.0  # the first one hangs, or its machine has ended
+    assert second.take() is None and second.renew() is None and not second.is_followed
     taker = first.renew()
-    assert taker is not None and taker.key == "b" and second.renew() is None and not second.awaited
+    assert taker is not None and taker.key == "b"
     first.release()
     assert second.renew() is None
     second.release()
-    assert {name for name, _ in stored} == {b"vlora:n", b"vlora:another"} and not lease("d").take(waiting.append)
+    assert {name for name, _ in stored} == {b"vlora:another"} and lease("d").take() is None
+    # Of two at once one is the owner.
+    lease("e", "new").renew(first=True)
+    hidden, get = [True], store.get
+    store.get = lambda key, namespace: None if hidden and hidden.pop() else get(key, namespace)
+    taker = lease("f", "new").take()
+    assert taker is not None and taker.key == "e"
 
 
 class Handle:
@@ -394,21 +415,19 @@ class Handle:
 
 
 @needs_ray
-def test_replicas_of_the_front_end_before_are_kept_if_they_have_the_same_settings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_replicas_of_other_front_ends_are_kept_if_they_have_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     from vlora.cluster.on_ray import driver
 
     def of(secret: bytes, model: str = "m") -> bytes:
         return msgspec.msgpack.encode(ReplicaSettings(config=EngineConfig(model=model), secret=secret * 16))
 
     events, ended = list[Any](), list[str]()
-    monkeypatch.setattr(driver.Lease, "take", lambda self, on_wait: True)
-    monkeypatch.setattr(driver.Lease, "kept", lambda self: {})
-    monkeypatch.setattr(driver.Driver, "renew", lambda self: None)
+    owner = Service(key="o", settings="", model="m", host="h", pid=7)
+    monkeypatch.setattr(driver.Driver, "renew", lambda self, lease: None)
     monkeypatch.setattr(driver.Driver, "hold", lambda self, name: None)
     monkeypatch.setattr(driver.Driver, "say", lambda self, event: events.append(event))
     monkeypatch.setattr(driver.Driver, "end", lambda self, names: ended.extend(names))
+    monkeypatch.setattr(driver.Lease, "RENEW_S", 0.0)
     monkeypatch.setattr(driver.ray, "wait", lambda calls, num_returns, timeout: (calls, []))
     monkeypatch.setattr(driver.ray, "get", lambda call: call)
     for found, secret, others in (
@@ -423,5 +442,9 @@ def test_replicas_of_the_front_end_before_are_kept_if_they_have_the_same_setting
         settings = driver_settings(RayOptions(address="h:1"), own, 2, 2, Folder("/tmp/f"), "m")
         events.clear()
         ended.clear()
-        driver.Driver(settings, None).start()
-        assert events[0].secret == secret * 16 and sorted(ended) == others
+        owners = iter([msgspec.structs.replace(owner, settings=settings.service.settings), owner, None])
+        lease: Any = SimpleNamespace(take=lambda owners=owners: next(owners))
+        driver.Driver(settings, None).run(lease)
+        assert events[-1] == Owns(secret * 16) and sorted(ended) == others
+        # The secret of an owner without replicas is not known yet.
+        assert [each.secret for each in events[:-1]] == ([secret * 16] if secret == b"its" else [])

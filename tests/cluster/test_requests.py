@@ -16,11 +16,11 @@ from tests.cluster.sleeping_engine import KILLER, SleepingEngine, expected
 from tests.virtual_clock import VirtualClockLoop
 from vlora.cluster import members
 from vlora.cluster.adapters import ReplicatedAdapters
-from vlora.cluster.cluster import Cluster, LivePlacement
+from vlora.cluster.cluster import LivePlacement
 from vlora.cluster.in_flight_request import MAX_BLOCKS, prefix_keys
 from vlora.cluster.members import Health
 from vlora.engine.operations import Train
-from vlora.errors import BadRequest, DeadlineUnreachable, Disconnected, EngineDead
+from vlora.errors import BadRequest, DeadlineUnreachable, EngineDead
 from vlora.operations import CancelTraining, ListTrainings
 from vlora.routing import Router
 from vlora.routing.router import Recalled
@@ -382,11 +382,10 @@ async def test_a_replica_that_is_removed_while_it_joins_gets_no_requests(
             return await connect(*args, **named)
 
         monkeypatch.setattr(members, "connect", slowly)
-        joining = asyncio.create_task(here.add("a"))
+        here.cluster.add("a", at("a"))
         await asyncio.sleep(0.5)
         await here.cluster.remove("a")
-        with pytest.raises(Disconnected, match="replica 'a' was removed before it had joined"):
-            await joining
+        await asyncio.sleep(1.0)
         assert not here.cluster.members and not here.router.replicas
         await here.add("a")
         assert await answered(here, [asked("r")], 10) == 0
@@ -406,41 +405,12 @@ async def test_a_replica_that_dies_while_it_joins_stays_a_member(
 
         with monkeypatch.context() as patched:
             patched.setattr(ReplicatedAdapters, "join", dies)
-            await here.add("a", LocalReplica())
+            here.ports[ord("a")] = here.replicas["a"] = LocalReplica()
+            here.cluster.add("a", at("a"))
+            await asyncio.sleep(0.1)
         assert list(here.cluster.members) == ["a"] and not here.cluster.status().num_waiting
         here.replicas["a"].start()
         assert await answered(here, [asked("r", 5)]) == 0
-
-
-@virtual
-async def test_adding_that_is_cancelled_leaves_no_replica(cluster: Maker) -> None:
-    class Cancelled(Cluster):
-        def _joined(self, member: Any) -> None:
-            super()._joined(member)
-            adding.cancel()
-
-    async with cluster("", kind=Cancelled) as here:
-        adding = asyncio.create_task(here.add("a", LocalReplica()))
-        await asyncio.wait({adding})
-        assert adding.cancelled()
-        await asyncio.sleep(5)
-        assert not here.cluster.members and not here.router.replicas
-
-
-@virtual
-async def test_replacing_that_is_cancelled_loses_no_request(cluster: Maker) -> None:
-    async with cluster("ab", "round_robin") as here:
-        here.ports[ord("c")] = here.replicas["c"] = LocalReplica()
-        asking = asyncio.create_task(answered(here, [asked(f"r{number}", 50) for number in range(4)]))
-        await asyncio.sleep(0.1)
-        replacing = asyncio.create_task(here.cluster.replace("a", at("c")))
-        await asyncio.sleep(0)
-        assert list(here.cluster.members) == ["b"] and not replacing.done()
-        replacing.cancel()
-        await asking
-        assert list(here.router.replicas) == ["b"]
-        await here.cluster.add("a", at("c"))
-        assert sorted(here.router.replicas) == ["a", "b"]
 
 
 @virtual

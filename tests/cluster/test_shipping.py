@@ -41,7 +41,7 @@ from vlora.cluster.adapter_messages import (
 from vlora.cluster.adapter_sender import AdapterContent, AdapterSender, ReplicaFiles, ShippingLimits
 from vlora.cluster.adapter_state import DesiredAdapter
 from vlora.cluster.adapter_store import AdapterStore, Busy, default_root
-from vlora.cluster.replica import AdapterReceiver
+from vlora.cluster.peers import AdapterReceiver
 from vlora.engine.ipc import messages
 from vlora.errors import Aborted, BadAdapter, BadRequest, OverCapacity
 from vlora.server.metrics import Families, cluster_families

@@ -6,6 +6,7 @@ One Ray serves all tests of the file: a head that keeps its state, and two nodes
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import signal
@@ -14,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,8 +37,9 @@ from vlora.cluster.on_ray.cluster import RayCluster
 from vlora.cluster.on_ray.settings import RayOptions
 from vlora.engine import LocalEngine
 from vlora.engine.operations import RegisterAdapters
-from vlora.errors import BadConfig, EngineDead, VLoraError
-from vlora.types.replicas import DOWN, SERVING
+from vlora.errors import BadConfig, BadRequest, EngineDead, VLoraError
+from vlora.operations import DrainReplica, ResumeReplica, Scale, UnloadAdapter
+from vlora.types.replicas import DOWN, DRAINING, SERVING
 
 pytestmark = [
     pytest.mark.slow,
@@ -123,7 +124,7 @@ def test_replicas_are_on_different_nodes_and_have_nothing_of_ray(here: Here, ray
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()  # the front end is no driver
     # The connections have TLS, and the secret is in no file of Ray.
     assert all(found.at.tls for found in here.cluster.located.values())
-    secret = here.cluster.secret
+    secret = here.cluster._secret  # noqa: SLF001
     for file in ray.folder.rglob("*"):
         if file.is_file() and not file.is_symlink():
             data = file.read_bytes()
@@ -267,9 +268,14 @@ def test_rays_autoscaler_adds_a_node_under_load_and_removes_it(monkeypatch: pyte
     ray = UserRay(num_cpus=0, most_nodes=2)
     for name, value in ray.environ.items():
         monkeypatch.setenv(name, value)
-    raylets = lambda: sum(  # noqa: E731
-        each.name() == "raylet" for each in psutil.Process(ray.head.process.pid).children(recursive=True)
-    )
+
+    def raylets() -> int:
+        found = 0
+        for each in psutil.Process(ray.head.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += each.name() == "raylet"
+        return found
+
     try:
         began_s = time.monotonic()
         scaling: dict[str, Any] = {"max_replicas": 2, "autoscale": True, "scale_up_s": 0.5, "scale_down_s": 2.0}
@@ -406,46 +412,69 @@ def test_nothing_of_a_killed_service_is_left(ray: UserRay, here: Here, victims: 
     assert here.pids() == pids and here.serves()
 
 
+FIRST = """
+import asyncio, signal, sys
+from tests.cluster.test_user_ray import RegisterAdapters, SimpleNamespace, started
+async def main():
+    ray = SimpleNamespace(address=sys.argv[1])
+    cluster = await started(ray, 2, namespace="joined", max_replicas=3, cpus=0.5)
+    await cluster.call(RegisterAdapters({"x": sys.argv[2]}))
+    print(cluster.ray.driver.pid, *(each.at.replica_pid for each in cluster.located.values()), flush=True)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await stop.wait()
+    await cluster.close()
+asyncio.run(main())
+"""
+
+
 @pytest.mark.parametrize("ends", ["by SIGTERM", "killed", "killed with its driver"])
-def test_another_front_end_takes_over(ray: UserRay, tmp_path: Path, ends: str) -> None:
-    """With the replicas and adapters of the first one."""
-    version = write(tmp_path / "x")
-    code = (
-        "import asyncio, signal, sys\n"
-        "from tests.cluster.test_user_ray import RegisterAdapters, SimpleNamespace, started\n"
-        "async def main():\n"
-        "    ray = SimpleNamespace(address=sys.argv[1])\n"
-        "    cluster = await started(ray, 2, namespace='joined')\n"
-        "    await cluster.call(RegisterAdapters({'x': sys.argv[2]}))\n"
-        "    print(cluster.ray.driver.pid, *(each.at.replica_pid for each in cluster.located.values()), flush=True)\n"
-        "    stop = asyncio.Event()\n"
-        "    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)\n"
-        "    await stop.wait()\n"
-        "    await cluster.close()\n"
-        "asyncio.run(main())\n"
-    )
-    lines: list[str] = []
-    command = [sys.executable, "-c", code, ray.address, str(tmp_path / "x")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first, ThreadPoolExecutor(1) as thread:
+def test_two_front_ends_serve_at_once_and_the_other_one_goes_on(ray: UserRay, tmp_path: Path, ends: str) -> None:
+    version, other = write(tmp_path / "x"), write(tmp_path / "y", seed=1)
+    command = [sys.executable, "-c", FIRST, ray.address, str(tmp_path / "x")]
+    with contextlib.ExitStack() as ending:
+        first = ending.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        ending.callback(first.kill)
         assert first.stdout is not None
         driver, *pids = map(int, first.stdout.readline().split())
-        starting = thread.submit(lambda: Here(ray, namespace="joined", lines=lines))
-        until(lambda: any("serves in this namespace; this one takes over when it ends" in line for line in lines))
-        time.sleep(2)
-        assert not starting.done()
+        began_s = time.monotonic()
+        found = Here(ray, namespace="joined", max_replicas=3, cpus=0.5)
+        ending.callback(found.close)
+        cluster = found.cluster
+        print(f"the second one serves after {time.monotonic() - began_s:.1f} s")
+        assert any("serves in this namespace; this one serves beside it" in line for line in found.lines)
+        assert set(found.answer_all()) == {0}
+        # Changes through the second one are made by the first one, and seen by both.
+        assert set(cluster.desired_adapters) == {"x"}
+        assert found.run(cluster.load_adapter("y", str(tmp_path / "y"))).version == other
+        assert cluster.desired_adapters["y"].version == other
+        assert found.run(cluster.call(DrainReplica(NAMES[0], 5.0)))
+        assert [each.state for each in cluster.status().replicas] == [DRAINING, SERVING]
+        found.run(cluster.call(ResumeReplica(NAMES[0])))
+        with pytest.raises(BadRequest, match="it must be between 1 and 3"):
+            found.run(cluster.call(Scale(4, 0.0)))
+        assert found.run(cluster.call(Scale(3, 30.0)))
+        until(lambda: len(found.pids()) == 3 and cluster.status().replicas[2].state == SERVING)
+        assert found.run(cluster.call(Scale(2, 30.0)))
+        until(found.serves)
+        # Nothing of the second one waits when the first one ends.
         os.kill(first.pid, signal.SIGTERM if ends == "by SIGTERM" else signal.SIGKILL)
         if ends == "killed with its driver":
             os.kill(driver, signal.SIGKILL)
         began_s = time.monotonic()
-        found = starting.result(PATIENCE_S)
-        print(f"{ends}: the other one serves after {time.monotonic() - began_s:.1f} s")
-    try:
+        while cluster.front_ends.owner is not None:
+            assert set(found.answer_all()) == {0}
+        print(f"{ends}: the other one makes the changes after {time.monotonic() - began_s:.1f} s")
         assert sorted(pid for _, pid, _ in found.pids().values()) == sorted(pids)
-        assert set(found.cluster.desired_adapters) == {"x"} and set(found.answer_all()) == {0}
-        request = asked("own", adapter="x")
-        check(request, found.run(outputs_of(found.cluster, request)), version)
-    finally:
-        found.close()
+        assert set(cluster.desired_adapters) == {"x", "y"} and set(found.answer_all()) == {0}
+        for name, content in (("x", version), ("y", other)):
+            request = asked("own", adapter=name)
+            check(request, found.run(outputs_of(cluster, request)), content)
+        found.run(cluster.call(UnloadAdapter("y", True)))
+        os.kill(found.pids()[NAMES[0]][2], signal.SIGKILL)  # the new owner has it started again
+        until(lambda: sorted(pid for _, pid, _ in found.pids().values()) != sorted(pids) and found.serves())
+        assert set(found.answer_all()) == {0} and set(cluster.desired_adapters) == {"x"}
+        pids = [pid for each in found.pids().values() for pid in each]
     until(lambda: not any(map(is_alive, pids)))
 
 

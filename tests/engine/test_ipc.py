@@ -531,7 +531,7 @@ class Watched:
         self.sent: list[LoadReport] = []
         self.seen: list[EngineLoad] = []
         self.reporter = LoadReporter(lambda: self.load, self._send, lambda: self.now_s)
-        self._reader = WatchedLoad(lambda load, _: self.seen.append(load))
+        self._reader = WatchedLoad(lambda report: self.seen.append(report.load))
 
     def _send(self, report: LoadReport) -> None:
         found = decode_from_engine(encode(report))
@@ -575,7 +575,7 @@ def test_a_new_reader_gets_everything_and_nothing_before() -> None:
     watched.reporter.watch(0.1)
     watched.reporter.poll()
     later: list[EngineLoad] = []
-    reader = WatchedLoad(lambda load, _: later.append(load))
+    reader = WatchedLoad(lambda report: later.append(report.load))
     watched.now_s = 1.0
     watched.load = msgspec.structs.replace(IDLE, resident={"a": "1"})
     watched.reporter.poll()
@@ -606,7 +606,7 @@ def test_an_engine_process_reports_its_load_and_signs_of_life(tmp_path: Path) ->
         engine = await EngineClient.start(EngineConfig(model="scripted"), command=ENGINE_COMMAND)
         seen: list[tuple[float, int, EngineLoad]] = []
         engine.ping()  # possibly before its loop begins
-        engine.watch_load(0.05, lambda load, taken: seen.append((time.monotonic(), taken, load)))
+        engine.watch_load(0.05, lambda found: seen.append((time.monotonic(), found.num_taken, found.load)))
         await engine.load_adapter("signs", write_adapter(tmp_path / "signs"))
         await engine.pin_adapter("signs", True)
         prompt = tuple(b"say:" + b"x" * 200)

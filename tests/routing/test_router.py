@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from tests.routing.integrity import check_integrity
 from vlora.errors import BadConfig
 from vlora.orchestrator.admission.kv_admission import OLDEST_EVERY, entry_order
 from vlora.orchestrator.fairness import FairShares, adapter_of, tenant_of
@@ -331,6 +332,19 @@ def test_requests_of_other_front_ends_take_places() -> None:
     assert router.num_waiting == 0
 
 
+def test_of_several_front_ends_each_has_a_share_of_a_replica_whatever_the_others_have() -> None:
+    """Otherwise one whose own requests always wait would take each place that becomes free."""
+    router = routed("placed", "a", Room(4, 100))  # 6 requests at a time
+    assert [send(router, need(blocks=60)) for _ in range(2)] == ["a", None]
+    router.report("a", Report(-20, taken=1, ended=0, num_requests=9, num_sharing=2))
+    check_integrity(router)
+    assert router.num_waiting == 0
+    assert [send(router, need()) for _ in range(2)] == [None, None]
+    router.report("a", Report(90, taken=2, ended=0, num_requests=5, num_sharing=2))
+    check_integrity(router)
+    assert router.num_waiting == 1  # one place was free
+
+
 # -- moves ------------------------------------------------------------------------------------------------------------
 
 
@@ -371,7 +385,7 @@ def test_rebalancing_moves_the_newest_requests_with_their_adapter() -> None:
     assert len(moves) == 3 and {move.target for move in moves} == {"a"}
     assert {move.request_id for move in moves} == {each.request_id for each in needs[5:]}
     assert router.rebalance(1.0, MoveCosts(load_s=0.5, again_s=0.1)) == []
-    router.check_integrity()
+    check_integrity(router)
 
 
 def test_advice_follows_the_load() -> None:
@@ -431,7 +445,7 @@ def test_only_replicas_with_the_content_get_an_answer(rule: str) -> None:
     router.lack("b", "x", "1")
     router.lack("a", "x", "1", False)
     assert send(router, need("x", version="1")) == "a"
-    router.check_integrity()
+    check_integrity(router)
 
 
 @pytest.mark.parametrize("rule", QUEUEING)
@@ -467,7 +481,7 @@ def test_a_drained_replica_takes_an_answer_that_no_other_can_continue(rule: str)
     large = need("x", blocks=1000, version="1")
     assert send(router, large) is None
     assert router.refuse(0.0).refusals == [Refusal(large, "room")]
-    router.check_integrity()
+    check_integrity(router)
 
 
 # -- recalls: draining while requests wait ----------------------------------------------------------------------------
@@ -501,7 +515,7 @@ def test_requests_of_a_draining_replica_get_the_next_places() -> None:
         router.recall()
     assert [router.where(str(number)) for number in range(4)] == ["b"] * 4
     assert not router.replicas["a"].holds and router.num_waiting == 2  # 8 and 9, in spite of their priority
-    router.check_integrity()
+    check_integrity(router)
 
 
 def test_a_request_that_fits_nowhere_else_stays() -> None:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.example_counts import scaled
+from tests.routing.integrity import check_integrity
 from vlora.routing import RULES, Need, Placed, Report, Room, Router
 from vlora.routing.journal import RecordedRouter, replay_calls
 
@@ -179,7 +180,7 @@ class Life:
 
     def check(self) -> None:
         router = self.router
-        router.check_integrity()
+        check_integrity(router)
         waiting = {request_id for request_id in self.alive if router.is_waiting(request_id)}
         assert waiting == self.alive.keys() - self.where.keys(), "lost"
         assert router.num_waiting == len(waiting)
@@ -209,7 +210,7 @@ def test_rules_without_a_queue_send_everything_at_once(rule: str, seed: int) -> 
         life.draws.choice((life.submit, life.submit, life.join))()
         if life.alive and life.draws.random() < 0.3:
             life.end()
-        life.router.check_integrity()
+        check_integrity(life.router)
         assert life.router.num_waiting == 0 and life.where.keys() == life.alive.keys()
 
 

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from tests.cluster.in_process import LocalReplica, connecting
-from tests.cluster.running import QUICK, SECRET, asked, check, outputs_of
+from tests.cluster.running import QUICK, SECRET, asked, check, joined, outputs_of
 from tests.processes import PATIENCE_S, until
 from tests.server.api import Api, image_part, running_api
 from tests.server.running import png, running_server
@@ -489,7 +489,7 @@ async def test_replicas_are_drained_and_resumed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(members, "connect", connecting(replicas))
     cluster = Cluster(Router("round_robin"), SECRET, health=QUICK)
     for port, name in enumerate("ab"):
-        await cluster.add(name, Address("127.0.0.1", port))
+        await joined(cluster, name, Address("127.0.0.1", port))
     front_end = FrontEnd(cluster, ByteProcessor(), ServerConfig(), "base")  # type: ignore[arg-type]
     transport = httpx.ASGITransport(make_app(front_end, "base", Access(())))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.example_counts import scaled
+from tests.routing.integrity import check_integrity
 from vlora.errors import BadConfig
 from vlora.orchestrator.cost_model import Costs
 from vlora.routing import RULES
@@ -91,7 +92,7 @@ def test_all_requests_are_answered_while_replicas_fail(rule: str, quick: bool) -
     config = dataclasses.replace(UNMERGED, load_s=0.1, resident_adapters=4, max_batch_size=6)
     world = World(config, cluster)
     found = world.run(crowd(150, 3.0))
-    world.router.check_integrity()
+    check_integrity(world.router)
     assert found.num_finished == 150 and world.router.num_waiting == 0
     assert found.num_failures > 3 and found.num_resubmitted > 3 and found.num_recomputed > 100
     steady = replay(crowd(150, 3.0), config, ClusterConfig(replicas=3, rule=rule, quick=quick))
@@ -228,7 +229,7 @@ def test_in_any_world_each_request_ends_once(seed: int) -> None:
     ]
     world = World(config, cluster)
     found = world.run(arrivals)
-    world.router.check_integrity()
+    check_integrity(world.router)
     assert found.num_finished + found.num_refused + found.num_unreachable == 60
     assert world.router.num_waiting == 0
     assert not any(standing.holds for standing in world.router.replicas.values())

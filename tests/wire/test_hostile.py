@@ -91,10 +91,10 @@ def a_replica(certificate: Certificate | None) -> Iterator[Wire]:
     protocol, tls = replica.protocol(), certificate is not None
 
     async def ask(address: Address) -> None:
-        await (await replica.connect(address, SECRET.encode(), tls=tls, beat_s=1.0)).disconnect("")
+        await (await replica.connect(address, SECRET.encode(), tls=tls, beat_s=1.0, key="k")).disconnect("")
 
     def admit(sock: framing.MessageTransport, about: bytes, peer: str) -> bytes:
-        replica.beat_of(about)
+        replica.said_by(about)
         return ready
 
     with event_loop() as run:
@@ -340,7 +340,7 @@ def test_hostile_servers(name: str, certificate: Certificate, monkeypatch: pytes
     answer, reason = IMPOSTORS[name]
 
     async def ask_replica(address: Address, tls: bool) -> None:
-        await replica.connect(address, SECRET.encode(), tls=tls, beat_s=1.0)
+        await replica.connect(address, SECRET.encode(), tls=tls, beat_s=1.0, key="k")
 
     for kind, ask in {
         "replica": lambda address: asyncio.run(ask_replica(address, False)),
@@ -371,7 +371,7 @@ def test_a_server_with_the_secret_whose_welcome_cannot_be_read(about: bytes, cer
         )
         reason = f"has another protocol than a replica, {OTHER_VERSION}: .*; check the address, and install the same"
         with pytest.raises(Disconnected, match=reason):
-            run(replica.connect(Address("127.0.0.1", found.port), SECRET.encode(), tls=True, beat_s=1.0))
+            run(replica.connect(Address("127.0.0.1", found.port), SECRET.encode(), tls=True, beat_s=1.0, key="k"))
         until(admitted[0].closed.done)
         run(_closed(found))
 
@@ -383,7 +383,7 @@ def test_an_error_of_the_server_itself_is_one_line(caplog: pytest.LogCaptureFixt
     async def main() -> None:
         found = await connection.Listener.open(LOOPBACK, replica.protocol(), SECRET.encode(), admit, certificate=None)
         with pytest.raises(Disconnected):
-            await replica.connect(Address("127.0.0.1", found.port), SECRET.encode(), tls=False, beat_s=1.0)
+            await replica.connect(Address("127.0.0.1", found.port), SECRET.encode(), tls=False, beat_s=1.0, key="k")
         found.close()
 
     asyncio.run(main())

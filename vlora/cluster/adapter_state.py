@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping, Set
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,6 +21,9 @@ from vlora.errors import BadConfig, VLoraError, listed
 from vlora.run_folder import NotWritten, remove_unfinished, write_whole
 from vlora.types import ErrorValue
 
+log = logging.getLogger("vlora.cluster")
+
+FLUSH_S, RETRY_S = 1.0, 60.0
 FILE, LOCK = "adapters.json", "adapters.lock"
 
 
@@ -42,6 +47,19 @@ class DesiredAdapter(msgspec.Struct, frozen=True):
     path: str
     version: str = ""
     pinned: bool = False
+
+
+class Goal(NamedTuple):
+    """What the replicas should be like now, and what is being changed.
+
+    Attributes:
+        kept: Contents by name to keep when others replace them.
+        busy: Names that an operator's change is at.
+    """
+
+    adapters: Mapping[str, DesiredAdapter]
+    kept: Mapping[str, Collection[str]]
+    busy: Set[str]
 
 
 class _Stored(msgspec.Struct, forbid_unknown_fields=True):
@@ -83,18 +101,17 @@ class AdapterState:
     Attributes:
         adapters: By name. Not to be changed by callers.
         folder: Of the file; None without one.
-        on_change: Called with the adapters when they change.
     """
 
     def __init__(self) -> None:
         """Begin without adapters and without a file."""
         self.adapters: dict[str, DesiredAdapter] = {}
         self.folder: Path | None = None
-        self.on_change: Callable[[Mapping[str, DesiredAdapter]], object] = lambda adapters: None
         self._given: dict[str, str] = {}
         self._lock_file = -1
         self._writing = asyncio.Lock()
         self._dirty = False
+        self._flushing: asyncio.Task[None] | None = None
 
     @classmethod
     def open(cls, folder: str | Path) -> AdapterState:
@@ -166,13 +183,15 @@ class AdapterState:
             self.adapters = _changed(self.adapters, changes)  # contents may have been adopted meanwhile
 
     def adopt(self, name: str, version: str) -> None:
-        """Note the content of an adapter that is read for the first time. `flush` writes it."""
+        """Note the content of an adapter that is read for the first time. It is written soon."""
         self.adapters[name] = msgspec.structs.replace(self.adapters[name], version=version)
-        self._dirty = True
+        self._flush_soon()
 
     def take_over(self, adapters: Mapping[str, DesiredAdapter]) -> None:
-        """Begin with the adapters of another front end of the service. `flush` writes them."""
-        self.adapters, self._dirty = dict(adapters), True
+        """Have the adapters of another front end of the service. They are written soon."""
+        if adapters != self.adapters:
+            self.adapters = dict(adapters)
+            self._flush_soon()
 
     async def flush(self) -> None:
         """Write the contents that were adopted. Raises VLoraError if the file cannot be written."""
@@ -185,14 +204,30 @@ class AdapterState:
                     self._dirty = True
                     raise
 
+    def _flush_soon(self) -> None:
+        self._dirty = True
+        if self.folder is not None and (self._flushing is None or self._flushing.done()):
+            self._flushing = asyncio.create_task(self._flush_later())
+
+    async def _flush_later(self) -> None:
+        pause_s = FLUSH_S
+        while self._dirty:
+            await asyncio.sleep(pause_s)
+            try:
+                await self.flush()
+            except VLoraError as error:
+                log.warning("%s; retrying", error)
+                pause_s = RETRY_S
+
     def close(self) -> None:
         """Let other processes open the folder."""
+        if self._flushing is not None:
+            self._flushing.cancel()
         if self._lock_file >= 0:
             os.close(self._lock_file)
             self._lock_file = -1
 
     async def _write(self, adapters: Mapping[str, DesiredAdapter]) -> None:
-        self.on_change(adapters)
         if self.folder is None:
             return
         data = msgspec.json.format(msgspec.json.encode(_Stored(dict(adapters), self._given)), indent=1)
@@ -216,6 +251,14 @@ def _changed(
 
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+
+
+class AdapterFailure(msgspec.Struct, frozen=True):
+    """A `Failure`, as other front ends see it. coming: the files are being sent."""
+
+    error: ErrorValue
+    bars: bool
+    coming: bool
 
 
 class Failure:

@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from vlora.cluster.adapter_sender import AdapterSender, ReplicaFiles
-from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
-from vlora.cluster.former_contents import FormerContents, parts_of
-from vlora.cluster.replica_adapters import Goal, ReplicaAdapters
+from vlora.cluster.adapter_state import FLUSH_S, AdapterFailure, AdapterState, DesiredAdapter, Goal
+from vlora.cluster.former_contents import FormerContents, RefusedCompositions, parts_of
+from vlora.cluster.replica_adapters import ReplicaAdapters
 from vlora.cluster.summary import failed_status, merged_status
 from vlora.engine.ipc.client import EngineClient
 from vlora.errors import Aborted, BadRequest, EngineDead, UnknownAdapter, VLoraError, listed
@@ -26,8 +26,6 @@ log = logging.getLogger("vlora.cluster")
 
 T = TypeVar("T")
 
-FLUSH_S, RETRY_S = 1.0, 60.0
-MAX_COMPOSITIONS = 256  # refused ones of a replica that are remembered
 _SHOWN = 128  # characters of an unknown name, which may be as long as a message
 
 
@@ -37,6 +35,8 @@ class ReplicatedAdapters:
     Attributes:
         former: Contents that unfinished answers may need.
         homes: The replicas that serve, by name.
+        linger_s: How long replicas keep former contents after a change, until other front ends have asked for those
+            that they need.
     """
 
     def __init__(
@@ -59,18 +59,17 @@ class ReplicatedAdapters:
         """
         self.state = state
         self.homes: dict[str, ReplicaAdapters] = {}
+        self.linger_s = 0.0
+        self._mirrored: Mapping[str, Mapping[str, AdapterFailure]] | None = None  # by replica; None: not `follow`
         self.former = FormerContents(unfinished, self._content_ended)
         self._tell_usable = on_usable
         self._on_lack = on_lack
         self._on_drain = on_drain
         self._sender = sender
-        self._compositions: dict[str, dict[str, ErrorValue]] = {}  # that replicas have refused, the oldest first
-        self._compositions_timer: asyncio.TimerHandle | None = None
+        self._compositions = RefusedCompositions(on_usable)
         self._changing = asyncio.Lock()
         self._busy: set[str] = set()  # names that a change is at
         self._loop = asyncio.get_running_loop()
-        self._flush_timer: asyncio.TimerHandle | None = None
-        self._flushing: asyncio.Task[None] | None = None
 
     def __contains__(self, adapter: object) -> bool:
         names = parts_of(adapter) if isinstance(adapter, str) else ()
@@ -86,15 +85,21 @@ class ReplicatedAdapters:
         """
         await self._adopt_own()
         files = None if self._sender is None else ReplicaFiles(self._sender, engine)
-        home = ReplicaAdapters(name, engine, self._goal, self._usable, files)
-        await home.read()
-        while not home.is_settled:
-            await home.sync()
+        while True:
+            mirrors = self._mirrored is not None
+            home = ReplicaAdapters(name, engine, self._goal, self._usable, files, mirrors=mirrors)
+            await home.read()
+            while not (mirrors or home.is_settled):
+                await home.sync()
+            if mirrors == (self._mirrored is not None):
+                break
         if not is_member():
             return
         # Nothing was awaited since: a change that ends later finds this replica.
         self.leave(name)
         self.homes[name] = home
+        if self._mirrored is not None:
+            home.mirror(self._mirrored.get(name, {}))
         home.follow()
 
     def joined(self, name: str) -> None:
@@ -110,13 +115,13 @@ class ReplicatedAdapters:
         home = self.homes.pop(name, None)
         if home is not None:
             home.close()
-        self._compositions.pop(name, None)
+        self._compositions.forget(name)
 
     def seen(self, replica: str, contents: Mapping[str, str]) -> None:
         home = self.homes.get(replica)
         for name, version in contents.items():
             wanted = self.state.adapters.get(name)
-            if home is None or wanted is None or wanted.version == version or name in self._busy:
+            if home is None or home.mirrors or wanted is None or wanted.version == version or name in self._busy:
                 continue
             if (name, version) in self.former:
                 continue
@@ -136,17 +141,10 @@ class ReplicatedAdapters:
 
     def refused(self, replica: str, adapter: str, error: ErrorValue) -> None:
         self._usable(replica, adapter, False)
-        if adapter in self.state and replica in self.homes:
+        if adapter in self.state and replica in self.homes and self._mirrored is None:
             self.homes[replica].fail(adapter, error)
         else:
-            refused = self._compositions.setdefault(replica, {})
-            refused[adapter] = error
-            if self._compositions_timer is None:
-                self._compositions_timer = self._loop.call_later(RETRY_S, self._retry_compositions)
-            if len(refused) > MAX_COMPOSITIONS:  # there may be any number, since weights are free
-                oldest = next(iter(refused))
-                del refused[oldest]
-                self._tell_usable(replica, oldest, True)
+            self._compositions.add(replica, adapter, error)
 
     def cause_of(self, adapter: str | None) -> VLoraError | None:
         """Why no replica can serve an adapter or composition; None if one can, or if it is not known."""
@@ -154,18 +152,51 @@ class ReplicatedAdapters:
         for _, home in sorted(self.homes.items()):
             failures = [home.failures[name] for name in parts_of(adapter) if name in home.failures]
             errors = [failure.error for failure in failures if failure.bars]
-            if adapter is not None and (refused := self._compositions.get(home.name, {}).get(adapter)) is not None:
+            if adapter is not None and (refused := self._compositions.cause(home.name, adapter)) is not None:
                 errors.append(refused)
             if not errors:
                 return None
             causes.append((home.name, errors[0]))
         return _of_replica(*causes[0]) if causes else None
 
-    def num_failed(self, replica: str) -> int:
-        home = self.homes.get(replica)
-        if home is None:
-            return 0
-        return sum(failure.bars for name, failure in home.failures.items() if name not in home.coming)
+    # -- other front ends ---------------------------------------------------------------------------------------------
+
+    def follow(
+        self, adapters: Mapping[str, DesiredAdapter], failures: Mapping[str, Mapping[str, AdapterFailure]]
+    ) -> None:
+        """Have the adapters of another front end, which makes the changes, and its replicas' failures."""
+        before, self._mirrored = self.state.adapters, failures
+        former = [(name, each.version) for name, each in before.items() if each.version]
+        for name, version in former:
+            if name not in adapters or adapters[name].version != version:
+                self.former.begin(name, version)
+            if name not in adapters:
+                self._on_drain(name, version)
+        self.state.take_over(adapters)
+        for name, each in adapters.items():
+            self.former.drop(name, each.version)
+        for name, version in former:
+            self.former.end(name, version)
+        for home in self.homes.values():
+            home.mirror(failures.get(home.name, {}))
+        self._wake()
+
+    async def lead(self) -> None:
+        """Make the changes from now on, in place of another front end."""
+        if self._mirrored is not None:
+            self._mirrored = None
+            await asyncio.gather(*map(self._lead, self.homes.values()))
+
+    async def _lead(self, home: ReplicaAdapters) -> None:
+        home.mirror({})
+        while self.homes.get(home.name) is home:
+            try:
+                await self.join(home.name, home.client, lambda: self.homes.get(home.name) is home)
+            except EngineDead:
+                return  # it is synchronized when it joins again
+            except VLoraError as error:
+                log.warning("the adapters of replica %r cannot be read: %s; retrying", home.name, error)
+                await asyncio.sleep(FLUSH_S)
 
     # -- changes by operators -----------------------------------------------------------------------------------------
 
@@ -177,15 +208,7 @@ class ReplicatedAdapters:
             for name in paths.keys() & self.state.adapters.keys():
                 if former := self.state.adapters[name].version:
                     self.former.begin(name, former)
-            calls = [home.register(wanted) for home in homes]
-            results = dict(zip(homes, await asyncio.gather(*calls, return_exceptions=True), strict=True))
-            for home, error in results.items():
-                if isinstance(error, VLoraError) and not isinstance(error, EngineDead):
-                    raise _of_replica(home.name, ErrorValue.of(error))
-                if isinstance(error, BaseException) and not isinstance(error, EngineDead):
-                    raise error
-            if all(isinstance(error, EngineDead) for error in results.values()):
-                raise _no_replica()
+            await self._on_all(homes, lambda home: home.register(wanted))
             await self.state.commit(wanted)
 
     async def load(self, name: str, path: str) -> AdapterStatus:
@@ -236,10 +259,7 @@ class ReplicatedAdapters:
             if (cause := self.cause_of(name)) is not None:
                 raise cause
             usable = [home for home in homes if name not in home.failures or not home.failures[name].bars]
-            statuses = [await self._on(home, home.pin(name, pinned)) for home in usable]
-            found = [status for status in statuses if status is not None]
-            if not found:
-                raise _no_replica()
+            found = await self._on_all(usable, lambda home: home.pin(name, pinned))
             wanted = self.state.adapters[name]
             version = wanted.version or found[0].version
             await self.state.commit({name: DesiredAdapter(wanted.path, version, pinned)})
@@ -275,9 +295,6 @@ class ReplicatedAdapters:
 
     async def close(self) -> None:
         """Write what was not written yet, and leave the state to other processes."""
-        for timer in (self._flush_timer, self._compositions_timer):
-            if timer is not None:
-                timer.cancel()
         for name in tuple(self.homes):
             self.leave(name)
         with contextlib.suppress(VLoraError):
@@ -305,11 +322,19 @@ class ReplicatedAdapters:
                 raise
             finally:
                 self._busy -= {*names}
-                for content in self.former:
-                    self.former.end(*content)
+                if self.linger_s:
+                    self._loop.call_later(self.linger_s, self._end_changes)
+                else:
+                    self._end_changes()
                 self._wake(names)
-                for replica in tuple(self._compositions):
-                    self._allow_compositions(replica, names)
+                for home in homes:
+                    self._compositions.allow(home.name, names)
+
+    def _end_changes(self) -> None:
+        """Former contents are kept from now on only until the requests that began with them have ended."""
+        for name, version in self.former:
+            if name not in self._busy:
+                self.former.end(name, version)
 
     async def _wanted(self, path: str) -> DesiredAdapter:
         """A folder, with the content that it has at the front end if files are sent. Raises BadAdapter."""
@@ -320,11 +345,9 @@ class ReplicatedAdapters:
     async def _send(self, adapters: Collection[DesiredAdapter]) -> None:
         """Send the files of a change before it begins: that may take long, and no other change waits for it."""
         homes = [] if self._sender is None else [self.homes[name] for name in sorted(self.homes)]
-        calls = [self._on(home, home.send(adapters)) for home in homes]
         try:
-            for found in await asyncio.gather(*calls, return_exceptions=True):
-                if isinstance(found, BaseException):
-                    raise found
+            if homes:
+                await self._on_all(homes, lambda home: home.send(adapters))
         except BaseException:
             self._wake()  # files that have arrived are not in use
             raise
@@ -362,6 +385,21 @@ class ReplicatedAdapters:
         except VLoraError as error:
             raise _of_replica(home.name, ErrorValue.of(error)) from error
 
+    async def _on_all(
+        self, homes: Sequence[ReplicaAdapters], call: Callable[[ReplicaAdapters], Coroutine[Any, Any, T]]
+    ) -> list[T]:
+        """The results of replicas at once, without those that are gone. Raises the first error once all have ended."""
+        results = await asyncio.gather(*(self._on(home, call(home)) for home in homes), return_exceptions=True)
+        found = []
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+            if result is not None:
+                found.append(result)
+        if not found:
+            raise _no_replica()
+        return found
+
     async def _read_content(self, name: str) -> str | None:
         """The hash of an adapter's present content; None if no replica has read it."""
         wanted = self.state.adapters.get(name)
@@ -386,24 +424,14 @@ class ReplicatedAdapters:
     def _usable(self, replica: str, adapter: str, usable: bool) -> None:
         self._tell_usable(replica, adapter, usable)
         if usable:
-            self._allow_compositions(replica, {adapter})
-
-    def _allow_compositions(self, replica: str, parts: Collection[str] | None = None) -> None:
-        """Send a replica the compositions again that it has refused. parts: only those with one of these adapters."""
-        refused = self._compositions.get(replica, {})
-        for composition in [each for each in refused if parts is None or not {*parts}.isdisjoint(parts_of(each))]:
-            del refused[composition]
-            self._tell_usable(replica, composition, True)
-
-    def _retry_compositions(self) -> None:
-        self._compositions_timer = None
-        for replica in tuple(self._compositions):
-            self._allow_compositions(replica)
+            self._compositions.allow(replica, {adapter})
 
     def _adopt(self, name: str, version: str) -> None:
         """The first content that is read is the desired one."""
+        if self._mirrored is not None:
+            return
         self.state.adopt(name, version)
-        self._flush_after(FLUSH_S)
+        self._loop.call_later(FLUSH_S, self._wake)  # the replicas check the content that was adopted
 
     def _check_known(self, name: str) -> None:
         if name not in self.state:
@@ -412,22 +440,6 @@ class ReplicatedAdapters:
     def _wake(self, changed: Iterable[str] = ()) -> None:
         for home in self.homes.values():
             home.wake(changed)
-
-    def _flush_after(self, pause_s: float) -> None:
-        if self._flush_timer is None:
-            self._flush_timer = self._loop.call_later(pause_s, self._begin_flush)
-
-    def _begin_flush(self) -> None:
-        self._flush_timer = None
-        self._wake()  # the replicas check the content that was adopted
-        self._flushing = asyncio.create_task(self._flush())
-
-    async def _flush(self) -> None:
-        try:
-            await self.state.flush()
-        except VLoraError as error:
-            log.warning("%s; retrying", error)
-            self._flush_after(RETRY_S)
 
 
 def _no_replica() -> EngineDead:

@@ -7,12 +7,14 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from vlora.errors import VLoraError
-from vlora.routing.router import Advice
 from vlora.routing.scaling import REASONS, Decision, ScalingPolicy, ScalingSettings, Situation
 from vlora.types.replicas import ScalingStatus
+
+if TYPE_CHECKING:
+    from vlora.cluster.on_ray.cluster import RayCluster
 
 log = logging.getLogger("vlora.cluster")
 
@@ -24,40 +26,6 @@ _OPERATOR = "operator"
 SCALING_REASONS = (*REASONS, _OPERATOR)
 
 
-class Scaled(Protocol):
-    """Replicas in a fixed order, of which the first ones are to serve."""
-
-    @property
-    def number(self) -> int:
-        """Replicas that there should be, without those that drain in order to end."""
-        ...
-
-    @property
-    def in_operation(self) -> bool:
-        """Whether an operator's change is under way."""
-        ...
-
-    def absent(self) -> Mapping[int, str]:
-        """Of these, by their place, those that do not serve, with the error of their start; empty if none is known."""
-        ...
-
-    def serves(self, number: int) -> bool:
-        """Whether all of the first ones serve."""
-        ...
-
-    def advice(self) -> Advice:
-        """The router's."""
-        ...
-
-    def longest_wait_s(self) -> float:
-        """How long a request has waited for a replica with room."""
-        ...
-
-    async def advance(self, number: int) -> bool:
-        """Start replicas, or drain and end the last ones, without waiting. Returns whether all is begun and ended."""
-        ...
-
-
 class Autoscaler:
     """Follows the policy once a second.
 
@@ -66,7 +34,7 @@ class Autoscaler:
 
     def __init__(
         self,
-        scaled: Scaled,
+        scaled: RayCluster,
         settings: ScalingSettings,
         clock: Callable[[], float],
         *,
@@ -132,6 +100,12 @@ class Autoscaler:
         self.automatic = False
         self._starting.clear()
         self._problem = ""
+
+    def take_over(self, before: ScalingStatus) -> None:
+        """Go on in place of another one."""
+        self._target, self._reached, self.automatic = before.number, False, before.automatic
+        self._last, self._last_s = before.decision, self._clock() - (before.decided_s or 0.0)
+        self._counts = Counter(before.decisions)
 
     def turn_on(self) -> None:
         """Change the number automatically from now on, beginning with the present one."""

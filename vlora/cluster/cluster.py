@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+import secrets
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from vlora.cluster.adapter_sender import AdapterSender, ShippingLimits
@@ -17,18 +18,27 @@ from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.cluster.adapters import ReplicatedAdapters
 from vlora.cluster.in_flight_requests import InFlightRequests
 from vlora.cluster.members import Health, Member, alive, clients
-from vlora.cluster.replica_adapters import ReplicaAdapters
-from vlora.cluster.status import Events, status_of
+from vlora.cluster.status import Events, places_of, status_of
 from vlora.cluster.summary import merged_stats
 from vlora.engine.interface import EngineInterface, OutputStream
 from vlora.engine.ipc.client import EngineClient
+from vlora.engine.ipc.messages import LoadReport
 from vlora.engine.operations import GetSnapshot, LoadAdapter, RegisterAdapters, Train
-from vlora.engine.snapshot import EngineLoad
 from vlora.errors import Aborted, BadRequest, EngineDead, UnknownReplica
-from vlora.operations import CancelTraining, GetStats, ListTrainings, Operation, PinAdapter, UnloadAdapter
+from vlora.operations import (
+    CancelTraining,
+    DrainReplica,
+    GetStats,
+    ListTrainings,
+    Operation,
+    PinAdapter,
+    ResumeReplica,
+    Scale,
+    UnloadAdapter,
+)
 from vlora.routing import MoveCosts, Report, Room, Router
 from vlora.types import AdapterStatus, Request, RequestOutput
-from vlora.types.replicas import DEVICE, FAILED, HOST, PENDING, REGISTERED, UNKNOWN, AdapterPlace, ClusterStatus
+from vlora.types.replicas import SERVING, AdapterPlace, ClusterStatus
 from vlora.wire.address import Address
 
 log = logging.getLogger("vlora.cluster")
@@ -39,7 +49,7 @@ _TICK_S = 0.1
 
 
 class Cluster(EngineInterface):
-    """`EngineInterface` over replicas that `add` connects."""
+    """`EngineInterface` over the replicas of `add`."""
 
     def __init__(
         self,
@@ -75,7 +85,8 @@ class Cluster(EngineInterface):
             sender=None if shipping is None else AdapterSender(shipping),
         )
         self.events = Events()
-        self._in_flight = InFlightRequests(router, self.events, self._client_of, self._adapters)
+        self.key = secrets.token_hex(4)  # of this front end
+        self._in_flight = InFlightRequests(router, self.events, self._client_of, self._adapters, self.key)
         self._placement = LivePlacement(router, asyncio.get_running_loop().time, self._in_flight.follow)
         self._in_flight.on_answered = self._placement.ended
         self._drained: set[str] = set()  # replicas, connected or not
@@ -86,21 +97,21 @@ class Cluster(EngineInterface):
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
-    async def add(self, name: str, address: Address, *, tls: bool = False) -> None:
-        """Connect a replica; after a loss its connection is opened again until `remove`.
-
-        Raises:
-            BadConfig: The name is in use, or the versions differ.
-            VLoraError: As `connect`, or an adapter cannot be registered there.
-        """
-        member = self._member(name, address, tls)
-        self.members[name] = member
-        try:
-            await member.join()
-        except BaseException:
-            if self.members.get(name) is member:
-                await self._disconnect(name)
-            raise
+    def add(self, name: str, address: Address, *, tls: bool = False) -> None:
+        """Have a replica: its connection is opened, and again after a loss, until `remove`. Its name must be new."""
+        assert name not in self.members, name
+        member = self.members[name] = Member(
+            name,
+            address,
+            self._secret,
+            key=self.key,
+            tls=tls,
+            health=self._health,
+            prepare=self._prepare,
+            on_join=self._joined,
+            on_leave=self._left,
+        )
+        member.start()
 
     async def drain(self, name: str, timeout_s: float | None = None) -> bool:
         """Move a replica's requests to others, and send it no further ones, also after it was connected again.
@@ -130,12 +141,7 @@ class Cluster(EngineInterface):
     async def remove(self, name: str) -> None:
         """Disconnect a replica; requests that it still has continue elsewhere. Unknown names are ignored."""
         self._drained.discard(name)
-        await self._disconnect(name)
-
-    async def replace(self, name: str, address: Address, *, tls: bool = False) -> None:
-        """As `add`, for a replica that listens at another address since its restart. A drained one stays drained."""
-        await self._disconnect(name)
-        await self.add(name, address, tls=tls)
+        await self.disconnect(name)
 
     def consolidate(self) -> int:
         """Move requests as the router decides: to replicas with room, or into its queue. Returns their number."""
@@ -179,6 +185,19 @@ class Cluster(EngineInterface):
                 return await self._adapters.unload(name, drain)
             case PinAdapter(name, pinned):
                 return await self._adapters.pin(name, pinned)
+            case DrainReplica(name, wait_s):
+                others = [each.name for each in self.status().replicas if each.name != name and each.state == SERVING]
+                if name in self.members and not others:
+                    raise BadRequest(
+                        f"no other replica than {name!r} serves; resume another one before this one is drained"
+                    )
+                return await self.drain(name, wait_s)
+            case ResumeReplica(name):
+                return self.resume(name)
+            case Scale():
+                raise BadRequest(
+                    "the replicas of this server were not started by it; their number cannot be changed here"
+                )
             case Train(plan):
                 raise BadRequest(
                     f"a cluster does not train; serve {plan} with `vlora serve --train` on one of its machines"
@@ -204,7 +223,7 @@ class Cluster(EngineInterface):
         return self._adapters.state.adapters
 
     async def adapter_places(self) -> tuple[AdapterPlace, ...]:
-        return await _places_of(self._adapters, self.members)
+        return await places_of(self._adapters, self.members)
 
     def status(self) -> ClusterStatus:
         """The replicas, the queue, and what happened so far."""
@@ -221,21 +240,7 @@ class Cluster(EngineInterface):
 
     # -- members ------------------------------------------------------------------------------------------------------
 
-    def _member(self, name: str, address: Address, tls: bool) -> Member:
-        if name in self.members:
-            raise BadRequest(f"a replica named {name!r} is already in the cluster; names must be unique")
-        return Member(
-            name,
-            address,
-            self._secret,
-            tls=tls,
-            health=self._health,
-            prepare=self._prepare,
-            on_join=self._joined,
-            on_leave=self._left,
-        )
-
-    async def _disconnect(self, name: str) -> None:
+    async def disconnect(self, name: str) -> None:
         member = self.members.pop(name, None)
         if member is None:
             return
@@ -255,7 +260,7 @@ class Cluster(EngineInterface):
         self._absent_since = self._cause = None
         ready = client.ready
         self._in_flight.block_size = ready.block_size
-        client.watch_load(REPORT_S, lambda load, taken: self._reported(member, client, load, taken))
+        client.watch_load(REPORT_S, lambda report: self._reported(member, client, report))
         room = Room(max_batch_size=ready.max_batch_size, blocks=ready.num_blocks)
         # Requests are sent once the router knows what the replica cannot serve.
         self._in_flight.send(self._router.join(member.name, room, draining=True))
@@ -279,20 +284,25 @@ class Cluster(EngineInterface):
             self._in_flight.send(self._router.drain(name, drained))
 
     def _has_requests(self, name: str) -> bool:
-        return self._in_flight.is_on(name)
+        """Whether a replica has requests, of other front ends too as far as its last report says."""
+        standing = self._router.replicas.get(name)
+        return self._in_flight.is_on(name) or (standing is not None and standing.size > 0)
 
-    def _reported(self, member: Member, client: EngineClient, load: EngineLoad, taken: int) -> None:
+    def _reported(self, member: Member, client: EngineClient, report: LoadReport) -> None:
         if member.client is not client:
             return
+        load = report.load
         self._in_flight.versions |= load.resident
         self._adapters.seen(member.name, load.resident)
-        report = Report(
+        found = Report(
             free_blocks=load.free_blocks,
-            taken=taken,
-            ended=taken - load.num_running - load.num_waiting,
+            taken=report.num_taken,
+            ended=report.num_ended,
+            num_requests=load.num_running + load.num_waiting,
+            num_sharing=report.num_sharing,
             adapters=frozenset((*load.resident, *load.loading)),
         )
-        self._in_flight.send(self._router.report(member.name, report))
+        self._in_flight.send(self._router.report(member.name, found))
 
     def _left(self, member: Member, *, died: bool = True) -> None:
         if not clients(self.members):
@@ -335,41 +345,6 @@ class Cluster(EngineInterface):
             except EngineDead as error:
                 self._cause = str(error)
                 self._in_flight.fail_all(error)
-
-
-async def _places_of(adapters: ReplicatedAdapters, members: Mapping[str, Member]) -> tuple[AdapterPlace, ...]:
-    by_replica = await adapters.by_replica()
-    found = []
-    for replica, member in sorted(members.items()):
-        home, own = adapters.homes.get(replica), by_replica.get(replica)
-        if home is None or own is None:
-            cause = member.cause if home is None else "it does not answer"
-            found += [_unknown(adapter, replica, cause) for adapter in adapters.state.adapters]
-            continue
-        statuses = {status.name: status for status in own}
-        found += [_place(adapter, home, statuses.get(adapter)) for adapter in adapters.state.adapters]
-    return tuple(sorted(found, key=lambda each: (each.adapter, each.replica)))
-
-
-def _unknown(adapter: str, replica: str, cause: str) -> AdapterPlace:
-    return AdapterPlace(adapter=adapter, replica=replica, state=UNKNOWN, version="", pinned=False, cause=cause)
-
-
-def _place(adapter: str, home: ReplicaAdapters, status: AdapterStatus | None) -> AdapterPlace:
-    failure = home.failures.get(adapter)
-    cause = "" if failure is None else failure.error.message
-    if adapter in home.coming:
-        state, cause = PENDING, home.progress(adapter)
-    elif failure is not None and failure.bars:
-        state = FAILED
-    elif status is None:
-        state = PENDING
-    elif status.error is not None:
-        state, cause = FAILED, status.error
-    else:
-        state = DEVICE if status.resident else HOST if status.loaded else REGISTERED
-    version, pinned = ("", False) if status is None else (status.version, status.pinned)
-    return AdapterPlace(adapter=adapter, replica=home.name, state=state, version=version, pinned=pinned, cause=cause)
 
 
 REPLAN_S, REBALANCE_S = 60.0, 10.0

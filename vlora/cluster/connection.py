@@ -28,37 +28,45 @@ _VALID = datetime.timedelta(days=3650)  # peers compare a certificate, not its d
 
 def protocol(server: str = "replica", version: str | None = None) -> Protocol:
     """version: of vlora on this end; None is the installed one."""
-    return Protocol(server, f"vlora {version or importlib.metadata.version('vlora')}, protocol 3", "cluster secret")
+    return Protocol(server, f"vlora {version or importlib.metadata.version('vlora')}, protocol 4", "cluster secret")
 
 
 async def connect(
-    address: Address, secret: bytes, *, tls: bool, beat_s: float, version: str | None = None
+    address: Address,
+    secret: bytes,
+    *,
+    tls: bool,
+    beat_s: float,
+    key: str,
+    server: str = "replica",
+    version: str | None = None,
 ) -> EngineClient:
-    """Connect to a replica's engine.
+    """Connect to a replica's engine, or to another front end.
 
     Args:
         beat_s: How often a message will be sent at least, see `watch_beats`.
+        key: Of this front end: a later connection with it replaces this one.
         version: For tests.
 
     Raises:
         Unauthorized, BadConfig: As `handshake.introduce`.
         Disconnected: There is no replica at the address, or it does not answer in time.
     """
-    about = msgspec.msgpack.encode(beat_s)
+    about = msgspec.msgpack.encode((key, beat_s))
     transport, inbox, ready = await connection.connect(
-        address, protocol(version=version), secret, messages.Ready, tls=tls, about=about
+        address, protocol(server, version), secret, messages.Ready, tls=tls, about=about
     )
     client = EngineClient(_RemoteProcess(transport), transport, ready)
     inbox.hand_over(transport, transport.on_message)
     return client
 
 
-def beat_of(about: bytes) -> float:
-    """A front end's `beat_s`. Raises BadConfig."""
-    beat_s = read_about(about, float)
+def said_by(about: bytes) -> tuple[str, float]:
+    """A front end's key and `beat_s`. Raises BadConfig."""
+    key, beat_s = read_about(about, tuple[str, float])
     if not MIN_BEAT_S <= beat_s <= MAX_BEAT_S:
         raise BadConfig(f"beat_s is {beat_s:g}; it must be between {MIN_BEAT_S:g} and {MAX_BEAT_S:g} seconds")
-    return beat_s
+    return key, beat_s
 
 
 class _RemoteProcess:

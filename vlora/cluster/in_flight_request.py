@@ -17,9 +17,10 @@ from vlora.types import ErrorValue, Request, RequestOutput, Timings, seed_of
 class InFlightRequest:
     """A request with what it has answered. Nothing else has to survive a replica.
 
-    Each attempt has a request id of its own, so that an output of an earlier one is recognized.
+    Each attempt has a request id of its own, so that outputs of earlier ones, and of other front ends, are recognized.
 
     Attributes:
+        attempt_id: Of the current attempt; empty before the first one, and after the last one has failed.
         replica: Where the current attempt runs; None while the request waits.
         leaving: Whether it is moved, and its replica still has to return the last tokens.
         refusal: The error of a replica that could not take it.
@@ -31,6 +32,7 @@ class InFlightRequest:
         """Begin without an attempt."""
         self.request = request
         self.tokens: list[int] = []
+        self.attempt_id = ""
         self.replica: str | None = None
         self.leaving = False
         self.cancelled = False
@@ -67,15 +69,15 @@ class InFlightRequest:
         bounds = [bound for bound in (self.request.max_ttft_s, self.request.max_latency_s) if bound is not None]
         return self.began_s + min(bounds) if bounds and not self._attempt else None
 
-    @property
-    def attempt_id(self) -> str:
-        return self.request.request_id if self._attempt <= 1 else f"{self.request.request_id}#{self._attempt}"
+    def begin(self, replica: str, mark: str) -> Request | None:
+        """Begin an attempt, which no other one has the mark of.
 
-    def begin(self, replica: str) -> Request | None:
-        """Begin an attempt. Returns the request to send; None if its time has passed, and it has ended."""
+        Returns the request to send; None if its time has passed, and it has ended.
+        """
         now = self._clock()
         self._queue_s += now - self._waits_since_s
         self._attempt += 1
+        self.attempt_id = f"{self.request.request_id}#{mark}"
         self._attempt_s = now
         self.replica = replica
         used_s = now - self.began_s
@@ -124,7 +126,8 @@ class InFlightRequest:
 
     def fail(self, error: ErrorValue, reason: str = "error") -> None:
         assert reason in ("error", "cancelled")
-        self._attempt += 1  # outputs of the current attempt are not expected any more
+        self.attempt_id = ""  # no outputs are expected any more
+        self._attempt += 1
         timings = self._timings(None)
         self._deliver(
             RequestOutput(
@@ -223,11 +226,16 @@ class InFlightRequest:
         )
 
     def _error(self, error: ErrorValue | None) -> ErrorValue | None:
-        if error is None or self._attempt <= 1:
-            return error
-        if error.code == DeadlineMissed.code and self.request.max_latency_s is not None:
+        if error is None:
+            return None
+        if error.code == DeadlineMissed.code and self.request.max_latency_s is not None and self._attempt > 1:
             return ErrorValue.of(self.deadline_missed())
-        return ErrorValue(error.code, error.message.replace(repr(self.attempt_id), repr(self.request.request_id)))
+        return self.own_error(error)
+
+    def own_error(self, error: ErrorValue) -> ErrorValue:
+        """An error of a replica, with the request's own id."""
+        message = error.message.replace(repr(self.attempt_id), repr(self.request.request_id))
+        return msgspec.structs.replace(error, message=message)
 
 
 MAX_BLOCKS = 64

@@ -74,11 +74,13 @@ class InFlightRequests:
         events: Events,
         client_of: Callable[[str | None], EngineClient | None],
         adapters: ReplicatedAdapters,
+        key: str,
     ) -> None:
         """Begin without requests. Call in a running event loop.
 
         Args:
             client_of: The engine of a replica; None without a connection to it.
+            key: Of this front end.
         """
         self.open: dict[str, InFlightRequest] = {}
         self.block_size = 1
@@ -90,6 +92,7 @@ class InFlightRequests:
         self._adapters = adapters
         self._needs: dict[str, Need] = {}
         self._arrivals = itertools.count()
+        self._key, self._attempts = key, itertools.count(1)
         self._suspects = _Suspects()
         self._placed: deque[str] = deque()  # requests that `send` has still to follow
         self._is_sending = False
@@ -282,7 +285,7 @@ class InFlightRequests:
         client = self._client_of(name)
         if client is None or client.cause is not None:
             return  # the replica has died, and `replica_left` follows
-        request = in_flight.begin(name)
+        request = in_flight.begin(name, f"{self._key}.{next(self._attempts)}")
         if request is None:
             self._end(in_flight)  # its time has passed
             return
@@ -383,7 +386,7 @@ class InFlightRequests:
         request_id, name, adapter = in_flight.request.request_id, in_flight.replica, in_flight.request.adapter
         assert name is not None and adapter is not None and output.error is not None
         is_moved = in_flight.leaving  # the router has it elsewhere, or waiting, already
-        in_flight.refusal = output.error
+        in_flight.refusal = in_flight.own_error(output.error)
         in_flight.leave(output)
         if in_flight.version is None:
             self._adapters.refused(name, adapter, output.error)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple
 
 from vlora.cluster.connection import connect, watch_beats
 from vlora.engine.ipc.client import EngineClient
@@ -46,16 +47,20 @@ class Member:
         address: Address,
         secret: bytes,
         *,
+        key: str,
         tls: bool,
         health: Health,
-        prepare: Callable[[Member, EngineClient], Any],
-        on_join: Callable[[Member], None],
-        on_leave: Callable[[Member], None],
+        server: str = "replica",
+        prepare: Callable[[Member, EngineClient], Awaitable[object]] | None = None,
+        on_join: Callable[[Member], object],
+        on_leave: Callable[[Member], object] = lambda member: None,
     ) -> None:
         """Open no connection yet.
 
         Args:
             secret: See `vlora.wire.handshake`.
+            key: Of this front end.
+            server: What it is: a replica, or another front end.
             prepare: A coroutine that runs on a new connection before the replica joins.
             on_join, on_leave: Called when it can be used, and when it cannot any more.
         """
@@ -63,37 +68,24 @@ class Member:
         self.address = address
         self.client: EngineClient | None = None
         self.cause = "it has not been connected yet"
-        self._secret = secret
-        self._tls = tls
+        self._server = server
+        self._connect_to = functools.partial(connect, address, secret, tls=tls, key=key, server=server)
         self._health = health
         self._prepare = prepare
         self._on_join = on_join
         self._on_leave = on_leave
         self._joined = asyncio.Event()
-        self._is_closed = False
         self._serving: asyncio.Task[None] | None = None
 
-    async def join(self) -> None:
-        """Connect once, and keep the connection open from then on.
-
-        Raises:
-            Disconnected: It was closed meanwhile.
-            VLoraError: As `connect`, and errors of `prepare`.
-        """
-        client = await self._connect()
-        self._serving = asyncio.create_task(self._serve(client), name=f"vlora-replica-{self.name}")
-        joined = asyncio.create_task(self._joined.wait())
-        await asyncio.wait((joined, self._serving), return_when=asyncio.FIRST_COMPLETED)
-        joined.cancel()
-        if self._serving.done():  # otherwise it has joined, and if it was lost since, it joins again
-            raise self._closed_meanwhile()
+    def start(self) -> None:
+        """Connect, again and again if that fails."""
+        self._serving = asyncio.create_task(self._serve(), name=f"vlora-{self._server}-{self.name}")
 
     async def wait_joined(self) -> None:
         """Wait until there is a connection."""
         await self._joined.wait()
 
     async def close(self) -> None:
-        self._is_closed = True
         if self._serving is not None:
             self._serving.cancel()
             await asyncio.wait({self._serving})
@@ -104,13 +96,12 @@ class Member:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     async def _connect(self) -> EngineClient:
-        client = await connect(self.address, self._secret, tls=self._tls, beat_s=self._health.beat_s)
+        client = await self._connect_to(beat_s=self._health.beat_s)
         beats = asyncio.create_task(self._beat(client))
         try:
             await _first_sign(client)
-            await self._prepare(self, client)
-            if self._is_closed:
-                raise self._closed_meanwhile()
+            if self._prepare is not None:
+                await self._prepare(self, client)
             self.client = client  # at once: later changes of adapters include it
         except BaseException as error:
             await client.disconnect(f"it did not join: {error}")
@@ -119,33 +110,29 @@ class Member:
             beats.cancel()
         return client
 
-    def _closed_meanwhile(self) -> Disconnected:
-        return Disconnected(f"replica {self.name!r} was removed before it had joined")
-
-    async def _serve(self, client: EngineClient | None) -> None:
+    async def _serve(self) -> None:
         pause_s = FIRST_PAUSE_S
         while True:
-            if client is None:
-                try:
-                    client = await self._connect()
-                except VLoraError as error:
-                    if str(error) != self.cause:
-                        self.cause = str(error)
-                        log.warning("replica %r cannot be used: %s", self.name, error)
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
-                    continue
+            try:
+                client = await self._connect()
+            except VLoraError as error:
+                if str(error) != self.cause:
+                    self.cause = str(error)
+                    log.warning("%s %r cannot be used: %s", self._server, self.name, error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+                continue
             pause_s = FIRST_PAUSE_S
             self._joined.set()
-            log.info("replica %r at %s joins", self.name, self.address)
+            log.info("%s %r at %s joins", self._server, self.name, self.address)
             self._on_join(self)
             beats = asyncio.create_task(self._beat(client))
             try:
                 self.cause = await client.wait_dead()
             finally:
                 beats.cancel()
-            log.warning("replica %r is lost: %s", self.name, self.cause)
-            self.client, client = None, None
+            log.warning("%s %r is lost: %s", self._server, self.name, self.cause)
+            self.client = None
             self._joined.clear()
             self._on_leave(self)
 

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Set
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from vlora.cluster.adapter_sender import ReplicaFiles
-from vlora.cluster.adapter_state import FIRST_PAUSE_S, DesiredAdapter, Failure
+from vlora.cluster.adapter_state import FIRST_PAUSE_S, AdapterFailure, DesiredAdapter, Failure, Goal
 from vlora.engine.ipc.client import EngineClient
 from vlora.errors import Aborted, EngineDead, OverCapacity, UnknownAdapter, VLoraError
 from vlora.types import AdapterStatus, ErrorValue
@@ -24,25 +25,13 @@ _LEAST_S = 0.1  # between two rounds of retries
 BATCH = 64  # adapters in one call: the engine reads their headers between two steps
 
 
-class Goal(NamedTuple):
-    """What the replicas should be like now, and what is being changed.
-
-    Attributes:
-        kept: Contents by name to keep when others replace them.
-        busy: Names that an operator's change is at.
-    """
-
-    adapters: Mapping[str, DesiredAdapter]
-    kept: Mapping[str, Collection[str]]
-    busy: Set[str]
-
-
 class ReplicaAdapters:
     """One replica from its connection's opening to its end. Calls are made one after another.
 
     Attributes:
         files: Sends files that the replica's machine lacks; None: they have to be there.
         coming: Adapters that have failed because their files are not there yet, and are being sent.
+        mirrors: Another front end makes the changes; this one only says which former contents it needs.
     """
 
     def __init__(
@@ -52,6 +41,8 @@ class ReplicaAdapters:
         goal: Callable[[], Goal],
         on_usable: Callable[[str, str, bool], None],
         files: ReplicaFiles | None = None,
+        *,
+        mirrors: bool = False,
     ) -> None:
         """Call nothing yet.
 
@@ -60,6 +51,7 @@ class ReplicaAdapters:
             on_usable: Called with the replica, an adapter, and whether requests of the adapter may be sent there.
         """
         self.name = name
+        self.mirrors = mirrors
         self._goal = goal
         self.client = client
         self.failures: dict[str, Failure] = {}
@@ -86,12 +78,13 @@ class ReplicaAdapters:
             return [wanted.path for wanted in adapters]
         return [await self.files.send(wanted) if wanted.version else wanted.path for wanted in adapters]
 
-    async def register(self, adapters: Mapping[str, DesiredAdapter]) -> None:
+    async def register(self, adapters: Mapping[str, DesiredAdapter]) -> bool:
         async with self._change():
             await self._keep()
             paths = await self.send(adapters.values())
             await self._register(adapters, dict(zip(adapters, paths, strict=True)))
             await self._hold()
+            return True
 
     async def load(self, name: str, wanted: DesiredAdapter) -> AdapterStatus:
         async with self._change():
@@ -145,6 +138,8 @@ class ReplicaAdapters:
         """
         async with self._calling:
             await self._keep()
+            if self.mirrors:
+                return await self._hold()
             for name in (self._applied.keys() | self.failures.keys()) - self._goal().adapters.keys():
                 if self._is_still(name, None):
                     await self._unload(name, drain=True)
@@ -202,6 +197,26 @@ class ReplicaAdapters:
         self._on_usable(self.name, name, not bars)
         self.wake()
 
+    def mirror(self, failures: Mapping[str, AdapterFailure]) -> None:
+        """Have the failures that another front end, which makes the changes, has found."""
+        self.mirrors = True
+        for name in self.failures.keys() - failures.keys():
+            self._forget_failure(name)
+        for name, found in failures.items():
+            failure = self.failures[name] = Failure(found.error, None, bars=found.bars)
+            failure.due_s = math.inf
+            (self.coming.add if found.coming else self.coming.discard)(name)
+            self._on_usable(self.name, name, not found.bars)
+
+    def mirrored(self) -> dict[str, AdapterFailure]:
+        """What `mirror` has elsewhere."""
+        found = self.failures.items()
+        return {name: AdapterFailure(each.error, each.bars, name in self.coming) for name, each in found}
+
+    @property
+    def num_failed(self) -> int:
+        return sum(failure.bars for name, failure in self.failures.items() if name not in self.coming)
+
     def applied(self, name: str) -> DesiredAdapter | None:
         """An adapter as the replica was last asked to have it; None if it does not, or if that has failed."""
         return self._applied.get(name)
@@ -219,8 +234,8 @@ class ReplicaAdapters:
     def progress(self, name: str) -> str:
         """How far the files of an adapter are that are being sent."""
         wanted = self._goal().adapters.get(name)
-        assert self.files is not None
-        return self.files.progress.get(wanted.version if wanted else "", "its files are to be sent")
+        progress = {} if self.files is None else self.files.progress
+        return progress.get(wanted.version if wanted else "", "its files are to be sent")
 
     def close(self) -> None:
         for task in (self._following, self._sending):

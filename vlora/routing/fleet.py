@@ -124,23 +124,6 @@ class Fleet:
             if not names:
                 del self._by_size[standing.size]
 
-    def check_integrity(self) -> None:
-        """Assert that the indexes agree with the standings."""
-        assert self._names == sorted(self.replicas)
-        indexed = {name: size for size, names in self._by_size.items() for name in names}
-        assert indexed == {name: s.size for name, s in self.replicas.items() if s.open}
-        for name, standing in self.replicas.items():
-            users: dict[str, int] = {}
-            for need in standing.holds.values():
-                if need.adapter is not None:
-                    users[need.adapter] = users.get(need.adapter, 0) + 1
-            assert users == {adapter: count for adapter, count in standing.resident.items() if count}
-            assert standing.num_used == len(users) and standing.size >= len(standing.holds)
-            assert all(name in self._holders[adapter] for adapter in standing.resident)
-        assert all(
-            adapter in self.replicas[name].resident for adapter, names in self._holders.items() for name in names
-        )
-
 
 class PrefixIndex:
     """The first blocks of the requests that each replica was sent.

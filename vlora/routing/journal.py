@@ -92,7 +92,7 @@ def _signature(name: str) -> inspect.Signature:
 def _ordered(value: Any) -> Any:
     """An argument without sets: their order is not the same in each process."""
     if isinstance(value, Report) and value.adapters is not None:
-        return (*value[:-1], sorted(value.adapters))
+        return value._replace(adapters=sorted(value.adapters))  # type: ignore[arg-type]
     return value
 
 

@@ -424,12 +424,3 @@ class Router:
             left[target.name][1] -= need.blocks
             targets.append((need, target))
         return [self._move(need, source, target) for need, target in targets]
-
-    def check_integrity(self) -> None:
-        """Assert that each request is in one place, and that no index is out of date."""
-        self._fleet.check_integrity()
-        held = [request_id for s in self.replicas.values() for request_id in s.holds]
-        assert len(held) == len(set(held)), "a request is on two replicas"
-        assert set(held) == self._place_of.keys()
-        assert all(request_id in self._place_of[request_id].holds for request_id in held)
-        assert not any(request_id in self._queue for request_id in held), "a request waits and is on a replica"

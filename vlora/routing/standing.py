@@ -64,6 +64,7 @@ class Report(NamedTuple):
         ended: of these, requests that have ended, cancelled and moved ones included.
         num_requests: unfinished requests of all front ends; None if there is only one.
         adapters: adapters on its device or being loaded; None: as in the report before.
+        num_sharing: front ends of the replica.
     """
 
     free_blocks: int
@@ -71,6 +72,7 @@ class Report(NamedTuple):
     ended: int
     num_requests: int | None = None
     adapters: Set[str] | None = None
+    num_sharing: int = 1
 
 
 class Standing:
@@ -79,6 +81,8 @@ class Standing:
     Attributes:
         capacity: requests it takes at a time; more than a batch, so that its own scheduler has a choice.
         size: unfinished requests, of other front ends too.
+        share: of several front ends, requests that this one may have there whatever the others have; otherwise one
+            whose own requests always wait would keep the others out.
         holds: requests sent there that have not ended, by id, the earliest sent first.
         resident: requests that use each adapter on its device, the least recently used adapter first.
         barred: adapters that it cannot load.
@@ -104,6 +108,7 @@ class Standing:
         "num_used",
         "resident",
         "room",
+        "share",
         "size",
     )
 
@@ -111,7 +116,7 @@ class Standing:
         self.name = name
         self.room = room
         self.capacity = math.inf if math.isinf(over) else math.ceil(over * room.max_batch_size)
-        self.size = 0
+        self.size = self.share = 0
         self.holds: dict[str, Need] = {}
         self.resident: dict[str, int] = {}
         self.num_used = 0  # adapters in `resident` with at least one request
@@ -129,12 +134,14 @@ class Standing:
     @property
     def open(self) -> bool:
         """Whether it takes further requests, as far as their number is concerned."""
-        return not self.draining and self.size < self.capacity
+        return not self.draining and (self.size < self.capacity or len(self.holds) < self.share)
 
     def takes(self, need: Need) -> bool:
         return (
-            self.size < self.capacity
-            and need.blocks <= self.free_blocks
+            (
+                (self.size < self.capacity and need.blocks <= self.free_blocks)
+                or (len(self.holds) < self.share and need.blocks <= self.room.blocks)
+            )
             and not self.draining
             and need.adapter not in self.barred
             and (need.version is None or self.has_content(need))
@@ -210,6 +217,7 @@ class Standing:
         if report.num_requests is not None:
             self._others = max(0, report.num_requests - (report.taken - report.ended))
             self.size = len(self.holds) + self._others
+        self.share = self.room.max_batch_size // report.num_sharing if report.num_sharing > 1 else 0
         if report.adapters is not None:
             # An adapter of a request that the report does not include yet will be there.
             kept = {name: count for name, count in self.resident.items() if count or name in report.adapters}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from vlora import operations as op
 from vlora.cluster.cluster import Cluster
-from vlora.cluster.on_ray.cluster import RayCluster
 from vlora.config import Token
 from vlora.errors import BadRequest, DeadlineMissed, Forbidden, UnknownReplica
 from vlora.learning.sample_store import Corrector
@@ -19,7 +18,6 @@ from vlora.server.active_requests import reporting
 from vlora.server.frontend import FrontEnd
 from vlora.server.security.access import is_admin
 from vlora.server.streams.cameras import TENANT, Cameras, shown_source
-from vlora.types.replicas import SERVING
 
 if TYPE_CHECKING:
     from vlora.learning.learning import Learning
@@ -97,12 +95,8 @@ async def _perform(front_end: FrontEnd, operation: op.Operation, caller: Token |
             return _cluster(front_end).status()
         case op.GetAdapterPlaces():
             return await _cluster(front_end).adapter_places()
-        case op.DrainReplica(replica, wait_s):
-            return await _drain(_cluster(front_end), replica, wait_s)
-        case op.ResumeReplica(replica):
-            return _cluster(front_end).resume(replica)
-        case op.Scale(number, wait_s):
-            return await _scale(_cluster(front_end), number, wait_s)
+        case op.DrainReplica() | op.ResumeReplica() | op.Scale():
+            return await _cluster(front_end).call(operation)
         case op.GetCameras():
             return () if front_end.cameras is None else front_end.cameras.statuses()
         case op.GetFrame(camera, wait_s):
@@ -133,16 +127,3 @@ def _cluster(front_end: FrontEnd) -> Cluster:
     if front_end.cluster is None:
         raise UnknownReplica("this server has one engine; start it with --replicas 2 or more to have replicas")
     return front_end.cluster
-
-
-async def _drain(cluster: Cluster, name: str, wait_s: float) -> bool:
-    others = [each.name for each in cluster.status().replicas if each.name != name and each.state == SERVING]
-    if name in cluster.members and not others:
-        raise BadRequest(f"no other replica than {name!r} serves; resume another one before this one is drained")
-    return await cluster.drain(name, wait_s)
-
-
-async def _scale(cluster: Cluster, number: int | Literal["auto"], wait_s: float) -> bool:
-    if not isinstance(cluster, RayCluster):
-        raise BadRequest("the replicas of this server were not started by it; their number cannot be changed here")
-    return await cluster.scale(number, wait_s)

@@ -76,11 +76,15 @@ Returns `about` of the Welcome. Sets `on_message`, and sends nothing. Raises VLo
 
 
 class Listener:
-    """Accepts clients. Created by `open`."""
+    """Accepts clients. Created by `open`.
+
+    Attributes:
+        secret: That of new clients.
+    """
 
     def __init__(self, protocol: Protocol, secret: bytes, on_client: OnClient, certificate: Certificate | None) -> None:
         self._protocol = protocol
-        self._secret = check_secret(secret)
+        self.secret = check_secret(secret)
         self._on_client = on_client
         self._context = None if certificate is None else certificate.context()
         self._der = b"" if certificate is None else certificate.der()
@@ -139,7 +143,7 @@ class Listener:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 await accepted.begin(self._context)
-                exchange = handshake.admit(self._protocol, lambda: (self._secret,), peer=peer, certificate=self._der)
+                exchange = handshake.admit(self._protocol, lambda: (self.secret,), peer=peer, certificate=self._der)
                 client = await handshake.run_async(exchange, accepted.send, accepted.inbox.get)
             if accepted.inbox:
                 raise Disconnected("it sent messages before it was admitted")

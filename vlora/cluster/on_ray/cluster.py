@@ -8,60 +8,50 @@ import logging
 import math
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from vlora import operations as op
 from vlora.cluster.adapter_sender import ShippingLimits
 from vlora.cluster.adapter_state import AdapterState
 from vlora.cluster.autoscaler import Autoscaler
-from vlora.cluster.cluster import Cluster
 from vlora.cluster.journal_file import JournalFile
-from vlora.cluster.members import Health, Member, alive, clients
+from vlora.cluster.members import Health, Member, clients
 from vlora.cluster.model_files import model_digest, portable
+from vlora.cluster.on_ray.front_ends import Change, FrontEnds, ServiceState
 from vlora.cluster.on_ray.processes import LocalRay, RayProcesses, driver_settings
+from vlora.cluster.on_ray.replicas import RayReplicas
 from vlora.cluster.on_ray.reports import (
-    Connected,
-    Draining,
     Failed,
-    HeadFacts,
-    Located,
-    Logged,
-    Lost,
+    Follows,
+    Found,
     NoRoom,
-    Restart,
-    StandsBy,
+    Owns,
     replica_names,
 )
 from vlora.cluster.on_ray.settings import Folder, RayOptions, with_own_cores, with_shared_cores
 from vlora.cluster.replica import ALONE_S, ReplicaSettings
-from vlora.cluster.status import with_place
 from vlora.config import EngineConfig
 from vlora.engine.host_resources import default_threads
 from vlora.engine.ipc.client import ENGINE_COMMAND
 from vlora.errors import BadConfig, BadRequest, EngineDead, VLoraError
+from vlora.operations import Operation
 from vlora.routing import Advice, RecordedRouter, Router
 from vlora.routing.scaling import DOWN_AFTER_S, UP_AFTER_S, ScalingSettings
-from vlora.types import EngineStats
-from vlora.types.replicas import DOWN, DRAINING, SERVING, ClusterStatus, ReplicaStatus
-from vlora.wire.address import Address
+from vlora.types import EngineStats, ErrorValue
+from vlora.types.replicas import DRAINING, SERVING, ClusterStatus, ScalingStatus
 
 log = logging.getLogger("vlora.cluster")
 
 HUNG_S = 60.0
-MOVE_S = 10.0  # for the requests of a replica that leaves its node
+LINGER_S = 5.0  # for other front ends to ask for former contents of adapters
 _PAUSE_S = 0.2
 
 
-class RayCluster(Cluster):
-    """`EngineInterface` over replicas that are actors on Ray. Created by `start`.
-
-    A replica that ends is started again. Without any, requests wait for a minute, then fail with the causes.
-
-    Attributes:
-        located: Where each replica is, as last reported, by name.
-    """
+class RayCluster(RayReplicas):
+    """`EngineInterface` over replicas that are actors on Ray, behind this front end and others. Created by `start`."""
 
     def __init__(
         self,
@@ -77,29 +67,22 @@ class RayCluster(Cluster):
     ) -> None:
         settings: dict[str, Any] = {"rule": rule, "weights": config.weights, "tenant_weights": config.tenant_weights}
         router = Router(**settings) if journal is None else RecordedRouter(journal.write, **settings).as_router
-        self.secret = secrets.token_bytes(32)
-        super().__init__(router, self.secret, health=health, adapters=adapters, shipping=shipping)
+        own: dict[str, Any] = {"health": health, "hung_s": hung_s, "adapters": adapters, "shipping": shipping}
+        super().__init__(router, secrets.token_bytes(32), scaling.least, **own)
         self._journal = journal
         self.folder = Folder.create()
-        self.ray: RayProcesses
-        self.number = self.num_replicas = scaling.least
+        self.number = scaling.least
         self.max_replicas = scaling.most
+        self.on_change: list[Callable[[], object]] = []
         self._closed = False
-        self._hung_s = hung_s
         self._scaling = asyncio.Lock()
         self._num_calls = 0  # of `scale`
-        self._failures: dict[str, str] = {}  # of the latest starts
-        self._waiting: dict[str, str] = {}  # for room on a node of Ray, which may get one: that is no failure
-        self._leaving: set[str] = set()  # drained by `scale`
-        self._lost: dict[str, float] = {}  # since when replicas have been lost that have not joined again
-        self.on_change: list[Callable[[], object]] = []
-        self.located: dict[str, Located] = {}
-        self._following: dict[str, asyncio.Task[None]] = {}
-        self._moving: dict[str, asyncio.Task[None]] = {}
-        self._starting: asyncio.Queue[str | StandsBy | NoRoom | Failed] | None = asyncio.Queue()  # of the start
-        self._problem = ""  # of the driver, as last logged
+        self._starting: asyncio.Queue[str | Follows | NoRoom | Failed] | None = asyncio.Queue()  # of the start
         self._autoscaler = Autoscaler(self, scaling, self._loop.time, automatic=automatic)
-        self._autoscaling: asyncio.Task[None] | None = None
+        self.front_ends = FrontEnds(
+            self.key, self._health, make_state=self._make_state, on_state=self._follow_owner, perform=self._perform
+        )
+        self._stated_s = 0.0  # when the owner's state came
 
     @classmethod
     async def start(
@@ -146,38 +129,24 @@ class RayCluster(Cluster):
         local = LocalRay(self.folder, math.ceil(max_replicas * options.cpus)) if is_local else None
         replica = ReplicaSettings(
             config=dataclasses.replace(config, model=portable(config.model)),
-            secret=self.secret,
+            secret=self._secret,
             model_digest="" if is_local else await asyncio.to_thread(model_digest, config.model),
             command=("" if command[0] == sys.executable else command[0], *command[1:]),  # the Python of each node
             alone_s=alone_s,
         )
         settings = driver_settings(options, replica, num_replicas, max_replicas, self.folder, model_name)
         self.ray = RayProcesses(settings, local, self.hear)
-        self._adapters.state.on_change = self.ray.keep
         try:
             if is_local and config.device == "cpu" and num_replicas > (cores := default_threads(environ={})):
                 announce(f"{num_replicas} replicas share {cores} cores: more replicas than cores make a server slower")
             announce("starting Ray" if is_local else f"connecting to Ray at {options.address}")
             await self.ray.start()
             await self._wait_joined(num_replicas, announce, options.wait_s)
-            self._autoscaling = asyncio.create_task(self._autoscaler.run(), name="vlora-autoscaler")
+            self._begin(self._autoscaler.run())
         except BaseException:
             await self.close()
             raise
         return self
-
-    @property
-    def cause(self) -> str | None:
-        """Why no replica can be used; None while one can."""
-        try:
-            alive(self.members)
-        except EngineDead as error:
-            return str(error)
-        return None
-
-    @property
-    def starting(self) -> bool:
-        return self.cause is not None  # they are started again without end
 
     async def scale(self, number: int | Literal["auto"], timeout_s: float) -> bool:
         """Have another number of replicas: start further ones, or drain the last ones and then end them.
@@ -234,15 +203,6 @@ class RayCluster(Cluster):
             await self._release(name)
         return True
 
-    async def _emptied(self, names: Sequence[str], ends_s: float, goes_on: Callable[[], bool] = lambda: True) -> bool:
-        """Wait until drained replicas have no requests. Returns whether they have none."""
-        while any(map(self._has_requests, names)):
-            if self._loop.time() >= ends_s or not goes_on():
-                return False
-            self.consolidate()
-            await asyncio.sleep(_PAUSE_S / 4)
-        return True
-
     async def _wait_started(self, number: int, ends_s: float) -> bool:
         call = self._num_calls
         while not set(replica_names(number)) <= set(clients(self.members)):
@@ -256,27 +216,45 @@ class RayCluster(Cluster):
         return True
 
     def status(self) -> ClusterStatus:
-        """See `Cluster`, with the place of each replica, and why one does not start."""
-        found = super().status()
-        known = {each.name: each for each in found.replicas}
-        for name in replica_names(self.num_replicas):
-            known.setdefault(name, ReplicaStatus(name=name, state=DOWN, cause="it starts", num_requests=0))
-        causes = {**self._waiting, **self._failures}
-        replicas = tuple(with_place(each, self.located.get(name), causes) for name, each in sorted(known.items()))
-        return msgspec.structs.replace(found, replicas=replicas, scaling=self._autoscaler.status)
+        """See Cluster, with what decides on the number of replicas."""
+        return msgspec.structs.replace(super().status(), scaling=self._scaling_status)
 
-    # -- of `Scaled` --------------------------------------------------------------------------------------------------
+    @property
+    def makes_changes(self) -> bool:
+        return self.front_ends.owner is None
+
+    @property
+    def _scaling_status(self) -> ScalingStatus:
+        if self.front_ends.owner is None or (state := self.front_ends.state) is None:
+            return self._autoscaler.status
+        since_s = state.scaling.decided_s
+        decided_s = None if since_s is None else since_s + self._loop.time() - self._stated_s
+        return msgspec.structs.replace(state.scaling, decided_s=decided_s)
+
+    async def call(self, operation: Operation) -> Any:
+        """See Cluster. What the owner of the service does is left to it."""
+        if self.front_ends.owner is not None and isinstance(operation, Change):
+            return await self.front_ends.call(operation)
+        match operation:
+            case op.Scale(number, wait_s):
+                return await self.scale(number, wait_s)
+        return await super().call(operation)
+
+    # -- of the autoscaler ---------------------------------------------------------------------------------------------
 
     @property
     def in_operation(self) -> bool:
-        return self._scaling.locked()
+        """Whether an operator's change is under way, or another front end makes the changes."""
+        return self._scaling.locked() or self.front_ends.owner is not None
 
     def absent(self) -> dict[int, str]:
+        """Of the first replicas, by their place, those that do not serve, with the error of their start, if known."""
         joined, names = clients(self.members), enumerate(replica_names(self.number))
         failures = {name: f"{name} does not start: {cause}" for name, cause in self._failures.items()}
         return {place: failures.get(name, "") for place, name in names if name not in joined}
 
     def serves(self, number: int) -> bool:
+        """Whether all of the first replicas serve."""
         states = {each.name: each.state for each in super().status().replicas}
         return all(states.get(name) == SERVING for name in replica_names(number))
 
@@ -287,6 +265,7 @@ class RayCluster(Cluster):
         return self._in_flight.longest_wait_s
 
     async def advance(self, number: int) -> bool:
+        """Start replicas, or drain and end the last ones, without waiting. Returns whether all is begun and ended."""
         async with self._scaling:
             self._check_remaining(number)
             return await self._reach(number, self._loop.time())
@@ -296,10 +275,11 @@ class RayCluster(Cluster):
 
     async def close(self) -> None:
         """See EngineInterface. Ends the replicas, and a Ray that was started here."""
-        tasks = [*self._following.values(), *self._moving.values(), *([self._autoscaling] if self._autoscaling else [])]
+        tasks = [*self._following.values(), *self._moving.values(), *self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.front_ends.close()
         await super().close()
         if not self._closed:
             self._closed = True
@@ -314,7 +294,7 @@ class RayCluster(Cluster):
         names, waiting = set[str](), dict[str, str]()
         ends_s: float | None = None  # once a replica has no room
         assert self._starting is not None
-        while len(names) < number:
+        while not names or not names >= {*self._wanted_at_start(number)}:
             try:
                 async with asyncio.timeout_at(ends_s):
                     found = await self._starting.get()
@@ -323,8 +303,8 @@ class RayCluster(Cluster):
             match found:
                 case Failed(error=error):
                     raise error.to_exception()
-                case StandsBy(service):
-                    announce(f"{service} serves in this namespace; this one takes over when it ends")
+                case Follows(service):
+                    announce(f"{service} serves in this namespace; this one serves beside it")
                 case NoRoom(name, ""):
                     waiting.pop(name, None)
                     ends_s = ends_s if waiting else None
@@ -336,115 +316,101 @@ class RayCluster(Cluster):
                 case name:
                     names.add(name)
                     where = "" if self.ray.local is not None else f" on {self.located[name].at.host}"
-                    announce(f"{name} serves ({len(names)} of {number}){where}")
+                    announce(f"{name} serves ({len(names)} of {len(self._wanted_at_start(number))}){where}")
         self._starting = None
 
-    async def _release(self, name: str) -> None:
-        """Forget a replica that has no requests, and that the driver ends."""
-        for task in filter(None, (self._following.pop(name, None), self._moving.pop(name, None))):
-            task.cancel()
-            await asyncio.wait({task})
-        await self.remove(name)
-        self._leaving.discard(name)
-        for known in (self._failures, self._waiting, self._lost, self.located):
-            known.pop(name, None)
+    def _wanted_at_start(self, number: int) -> Collection[str]:
+        return replica_names(number) if self.front_ends.owner is None else self.located
 
     def hear(self, event: Any) -> None:
         """Follow an event of the driver."""
-        name = getattr(event, "name", "")
-        if name and name not in replica_names(self.num_replicas):
+        if (name := getattr(event, "name", "")) and name not in replica_names(self.num_replicas):
             return  # it was on its way when the number was reduced
-        if self._starting is not None and isinstance(event, StandsBy | NoRoom | Failed):
+        if self._starting is not None and isinstance(event, Follows | NoRoom | Failed):
             self._starting.put_nowait(event)
-            return
         match event:
-            case StandsBy(service):
-                log.warning("%s has taken over; this server has no replicas until it ends", service)
-                self._releasing = [asyncio.create_task(self._release(each)) for each in tuple(self.located)]
-            case Connected():
-                self._problem = ""
-                self.secret = self._secret = event.secret
-                if event.adapters is not None:
-                    self._adapters.state.take_over(event.adapters)
-                self.ray.keep(self.desired_adapters)
-            case Located():
-                self._failures.pop(name, None)
-                self.located[name] = event
-                if (task := self._following.get(name)) is None or task.done():
-                    self._following[name] = asyncio.create_task(self._follow(name), name=f"vlora-follow-{name}")
-            case Logged(lines=lines):
-                for line in lines:
-                    print(line if self.ray.local is not None else f"{name}: {line}", file=sys.stderr)
-            case NoRoom(what=what):
-                self._waiting.pop(name, None)
-                if what:
-                    self._waiting[name] = what
-                    log.warning("%s", what)
-            case Failed(error=error):
-                if name:
-                    self._failures[name] = error.message
-                    log.warning("%s does not start: %s; retrying", name, error.message)
-                elif self._problem != error.message:
-                    self._problem = error.message
-                    log.warning("%s; serving goes on, and it is tried again", error.message)
-            case Lost(cause=cause):
-                self._lost.pop(name, None)
-                log.warning("%s has ended: %s; it is started again", name, cause)
-            case Draining(node=node) if name not in self._moving:
-                log.warning("Ray is going to end the node of %s, which moves to another one", name)
-                self._moving[name] = asyncio.create_task(self._move(name, node), name=f"vlora-move-{name}")
-            case HeadFacts() if event.warning:
-                log.warning("%s", event.warning)
+            case Found(address):
+                self._begin(self._listen(address))
+            case Owns(secret):
+                self._own(secret)
+            case Follows(service, secret):
+                self._secret = secret
+                self.front_ends.follow(service, secret)
+            case NoRoom() | Failed() if self._starting is not None:
+                pass
+            case _:
+                super().hear(event)
 
-    async def _move(self, name: str, node: str) -> None:
-        """Drain a replica, then have it started on another node."""
-        resumes = name not in self._drained
-        self._mark_drained(name, True)
-        if len(clients(self.members)) > 1:
-            await self._emptied([name], self._loop.time() + MOVE_S)
-        await self._disconnect(name)  # requests that no other replica has room for continue anywhere
-        asked_s = -math.inf
-        while (found := self.located.get(name)) is not None and found.node == node:
-            if self._loop.time() - asked_s > MOVE_S:  # another driver may have started
-                asked_s = self._loop.time()
-                self.ray.send(Restart(name, found.at.replica_pid, moves=True))
-            await asyncio.sleep(_PAUSE_S)
-        if resumes and name not in self._leaving:
+    # -- other front ends ---------------------------------------------------------------------------------------------
+
+    async def _listen(self, address: str) -> None:
+        try:
+            self.ray.send(await self.front_ends.listen(address, self._secret))
+        except VLoraError as error:
+            self.hear(Failed("", ErrorValue.of(error)))
+
+    def _own(self, secret: bytes) -> None:
+        """Make the changes of the service, perhaps in place of another front end."""
+        self._secret = secret
+        state = self.front_ends.state if self.front_ends.owner is not None else None
+        self.front_ends.own(secret)
+        if state is None:
+            return
+        log.warning("this front end makes the changes of the service from now on")
+        for name in state.leaving:  # one of them that is still to leave its node is reported again
             self._mark_drained(name, False)
-        del self._moving[name]
+        self._autoscaler.take_over(state.scaling)
+        self._begin(self._adapters.lead())
 
-    async def _follow(self, name: str) -> None:
-        """Connect a replica, wherever its latest process listens."""
-        while (found := self.located.get(name)) is not None:
-            address = Address(found.at.host, found.at.port)
-            if (member := self.members.get(name)) is not None and member.address == address:
-                return  # or another driver has found it
-            try:
-                await self.replace(name, address, tls=found.at.tls)
-            except VLoraError as error:
-                log.warning("%s at %s cannot be used: %s; retrying", name, address, error)
-                await asyncio.sleep(_PAUSE_S)
+    def _make_state(self) -> ServiceState:
+        return ServiceState(
+            number=self.number,
+            located=dict(self.located),
+            drained=frozenset(self._drained),
+            leaving=frozenset({*self._leaving, *self._moving}),
+            causes={**self._waiting, **self._failures},
+            adapters=dict(self.desired_adapters),
+            failures={name: home.mirrored() for name, home in self._adapters.homes.items()},
+            scaling=self._autoscaler.status,
+        )
 
-    def _left(self, member: Member, *, died: bool = True) -> None:
-        super()._left(member, died=died)
-        if died:
-            self._lost[member.name] = self._loop.time()
+    def _follow_owner(self, state: ServiceState) -> None:
+        self._stated_s = self._loop.time()
+        if state.number != self.number:
+            self.ray.scale(state.number)  # for its driver, once it owns the service
+        self.number = self.num_replicas = state.number
+        for name in self._drained ^ state.drained:
+            self._mark_drained(name, name in state.drained)
+        self._waiting, self._failures = {}, dict(state.causes)
+        for name in self.located.keys() - state.located.keys():
+            self._begin(self._release(name))
+        for name, found in state.located.items():
+            if self.located.get(name) != found:
+                self._locate(found)
+        changes = state.adapters != self.desired_adapters
+        self._adapters.follow(state.adapters, state.failures)
+        if changes:
+            self._tell_change()
+
+    async def _perform(self, operation: Operation) -> Any:
+        try:
+            return await self.call(operation)
+        finally:
+            self._tell_change()
+
+    def _tell_change(self) -> None:
+        for call in self.on_change:
+            call()
 
     def _tick(self) -> None:
-        """See `Cluster`. Ends lost replicas that have not joined again."""
         super()._tick()
-        for name, since_s in self._lost.items():
-            if self._loop.time() - since_s > self._hung_s:
-                log.warning("%s has not joined again for %g s; it is started again", name, self._hung_s)
-                self.ray.send(Restart(name, self.located[name].at.replica_pid))
-                self._lost[name] = self._loop.time()
+        self._adapters.linger_s = LINGER_S if self.front_ends.num_followers else 0.0
+        self.front_ends.publish()
 
     def _joined(self, member: Member) -> None:
-        self._lost.pop(member.name, None)
         was_absent = len(clients(self.members)) == 1
         super()._joined(member)
         if self._starting is not None:
             self._starting.put_nowait(member.name)
         if was_absent:
-            for call in self.on_change:
-                call()
+            self._tell_change()

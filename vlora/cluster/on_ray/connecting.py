@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,7 +17,6 @@ from ray._private import services
 from ray.experimental import internal_kv
 from ray.job_config import JobConfig
 
-from vlora.cluster.adapter_state import DesiredAdapter
 from vlora.cluster.on_ray.reports import DriverSettings, Service
 from vlora.errors import BadConfig
 from vlora.wire.address import Address
@@ -117,83 +116,74 @@ store = Store()
 
 
 class Lease:
-    """The use of a namespace by one front end: an entry of Ray's own store that its driver renews. Another front end of
-    the same service waits for its end, which it notes in a second entry.
+    """The ownership of a namespace's service by one front end: an entry of Ray's own store that its driver renews.
+
+    Front ends that follow note it in a second entry.
 
     Attributes:
-        awaited: Whether one waits.
+        is_followed: Whether one follows.
     """
 
     RENEW_S, STALE_S = 1.0, 10.0
-    _SERVICE, _WAITING, _ADAPTERS = b"service", b"waiting", b"adapters"
+    _OWNER, _FOLLOWED = b"service", b"followed"
 
     def __init__(self, namespace: str, service: Service) -> None:
         self._namespace = f"vlora:{namespace}".encode()
         self._service = service
         self._what = namespace
         self._count = 0
-        self._waiting: tuple[bytes | None, float] = (None, -math.inf)  # as last seen, and since when
+        # As last seen, and since when.
+        self._owner: tuple[tuple[Service, int, int] | None, float] = (None, -math.inf)
+        self._followed: tuple[bytes | None, float] = (None, -math.inf)
 
-    def take(self, on_wait: Callable[[Service], object]) -> bool:
-        """Take the namespace once no front end uses it. Returns whether it has waited for another one.
+    def take(self) -> Service | None:
+        """Take the service, unless another front end owns it, which is returned. Call it every `RENEW_S` at least.
 
-        Raises BadConfig if a front end of another service uses it. on_wait: called with the front end that does.
+        Raises BadConfig if a front end of another service uses the namespace.
         """
-        former, since_s, waited = self._get(), time.monotonic(), False
-        while former is not None and former[0].key != self._service.key:
-            if waited:
-                self._count += 1
-                self._put(self._WAITING, (self._service.key, self._count))
-            time.sleep(self.RENEW_S / 2)
-            if (found := self._get()) == former:
-                if time.monotonic() - since_s > self.STALE_S:
-                    break
-                continue
-            former, since_s = found, time.monotonic()
-            if found is None or found[0].key == self._service.key:
-                continue
-            if found[0].settings != self._service.settings:
-                other = " with other settings" if found[0].model == self._service.model else ""
-                raise BadConfig(
-                    f"the Ray namespace {self._what!r} is in use by {found[0]}{other}; end it, or choose another "
-                    "--ray-namespace"
-                )
-            if not waited:
-                waited = True
-                on_wait(found[0])
-        store.delete(self._WAITING, namespace=self._namespace)
-        self.renew(first=True)
-        return waited
+        found, now = self._get(), time.monotonic()
+        before, since_s = self._owner
+        if found != before:
+            self._owner = (found, now)
+        if found is None and self._put(self._OWNER, (self._service, os.getpid(), 0), overwrite=False):
+            return self.take()  # another one was first
+        if found is None or found[0].key == self._service.key or (found == before and now - since_s > self.STALE_S):
+            store.delete(self._FOLLOWED, namespace=self._namespace)
+            self.renew(first=True)
+            return None
+        if found[0].settings == self._service.settings:
+            self._count += 1
+            self._put(self._FOLLOWED, (self._service.key, self._count))
+        elif before is not None and found != before:  # it lives
+            other = " with other settings" if found[0].model == self._service.model else ""
+            raise BadConfig(
+                f"the Ray namespace {self._what!r} is in use by {found[0]}{other}; end it, or choose another "
+                "--ray-namespace"
+            )
+        return found[0]
 
     def renew(self, *, first: bool = False) -> Service | None:
-        """Returns another front end that has taken it; None if this one has it."""
+        """Returns another front end that has taken the service; None if this one has it."""
         if not first and ((found := self._get()) is None or found[0].key != self._service.key):
             return self._service if found is None else found[0]
         self._count += 1
-        self._put(self._SERVICE, (self._service, os.getpid(), self._count))
-        if (waiting := store.get(self._WAITING, namespace=self._namespace)) != self._waiting[0]:
-            self._waiting = (waiting, time.monotonic())
+        self._put(self._OWNER, (self._service, os.getpid(), self._count))
+        if (followed := store.get(self._FOLLOWED, namespace=self._namespace)) != self._followed[0]:
+            self._followed = (followed, time.monotonic())
         return None
 
     @property
-    def awaited(self) -> bool:
-        return time.monotonic() - self._waiting[1] < 3 * self.RENEW_S
+    def is_followed(self) -> bool:
+        return time.monotonic() - self._followed[1] < 3 * self.RENEW_S
 
     def release(self) -> None:
         if (found := self._get()) is not None and found[0].key == self._service.key:
-            store.delete(self._SERVICE, namespace=self._namespace)
-
-    def keep(self, adapters: Mapping[str, DesiredAdapter]) -> None:
-        self._put(self._ADAPTERS, adapters)
-
-    def kept(self) -> dict[str, DesiredAdapter]:
-        """The adapters of the front end before."""
-        value = store.get(self._ADAPTERS, namespace=self._namespace)
-        return {} if value is None else msgspec.msgpack.decode(value, type=dict[str, DesiredAdapter])
+            store.delete(self._OWNER, namespace=self._namespace)
 
     def _get(self) -> tuple[Service, int, int] | None:
-        value = store.get(self._SERVICE, namespace=self._namespace)
+        value = store.get(self._OWNER, namespace=self._namespace)
         return None if value is None else msgspec.msgpack.decode(value, type=tuple[Service, int, int])
 
-    def _put(self, key: bytes, value: Any) -> None:
-        store.put(key, msgspec.msgpack.encode(value), namespace=self._namespace)
+    def _put(self, key: bytes, value: Any, *, overwrite: bool = True) -> object:
+        """Returns whether there was a value before; without `overwrite` it is kept."""
+        return store.put(key, msgspec.msgpack.encode(value), overwrite=overwrite, namespace=self._namespace)

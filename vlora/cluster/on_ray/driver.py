@@ -1,14 +1,15 @@
 """The only driver of Ray, in a process of its own. It creates the replicas' actors and reports on them.
 
 Run as `python -m vlora.cluster.on_ray.driver`, with a `DriverSettings` and later `Order`s on stdin. It writes events
-(`reports.py`) to stdout, and ends the actors when stdin ends. They outlive a driver that is killed; the next one of the
-same front end finds them by their names. Ray may end a driver after its head, so a front end is no driver.
+(`reports.py`) to stdout, and ends the actors when stdin ends, unless another front end follows. They outlive a driver
+that is killed; the next one finds them by their names. Ray may end a driver after its head, so no front end is one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import sys
 import threading
 import time
@@ -24,29 +25,30 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from vlora.cluster.adapter_state import DesiredAdapter
 from vlora.cluster.on_ray.actor import ReplicaActor, keeps_state
 from vlora.cluster.on_ray.connecting import MAX_CHARS, Lease, connect, find_address, line_of
 from vlora.cluster.on_ray.reports import (
     RENEWED,
     ActorReport,
-    Connected,
     Draining,
     DriverSettings,
     Ended,
     Event,
     Failed,
+    Follows,
+    Found,
     HeadFacts,
-    Keep,
+    Listens,
     Located,
     Logged,
     Lost,
     NoRoom,
     Opened,
     Order,
+    Owns,
     Restart,
     Scale,
-    StandsBy,
+    Service,
     missing,
     replica_names,
 )
@@ -79,28 +81,52 @@ class Driver:
         """out: a binary file for events."""
         self._settings = settings
         self._out = out
+        self.listening: queue.SimpleQueue[Listens] = queue.SimpleQueue()
         self._saying = threading.Lock()
         self._replica = msgspec.msgpack.encode(settings.replica)
         self._handles: dict[str, Any] = {}
         self._scaled = threading.Condition()
+        self._number = settings.number
         self._wanted: tuple[str, ...] = ()
         self._following: set[str] = set()
         self.nodes: dict[str, str] = {}
         self._leaving: dict[str, str] = {}  # the nodes of those that are to move
-        self._lease = Lease(settings.namespace, settings.service)
+        self._lease: Lease | None = None  # None: the driver starts
+        self._owns = False
         self._looked_at_head = not settings.checks_head
 
     def start(self) -> None:
-        """Begin to hold the replicas, once no other front end does. Raises BadConfig if one of another service does."""
-        waited = self._lease.take(lambda service: self.say(StandsBy(service)))
-        threading.Thread(target=self.renew, daemon=True).start()
-        secret = self._adopt()
-        self.say(Connected(secret, self._lease.kept() if waited else None))
-        self.scale(self._settings.number)
+        """Own the service, or follow its owner. Raises BadConfig if another service uses the namespace."""
+        here = self._settings.service
+        if self._settings.checks_head:  # otherwise nothing else uses this Ray
+            address = ray.util.get_node_ip_address()
+            self.say(Found(address))
+            listens = self.listening.get()
+            here = msgspec.structs.replace(here, address=address, port=listens.port, tls=listens.tls)
+        self._lease = Lease(self._settings.namespace, here)
+        self.run(self._lease)
 
-    def _adopt(self) -> bytes:
-        """Keep the replicas of a front end before that have the same settings, and end others. Returns their secret."""
-        own, kept = self._settings.replica, None
+    def run(self, lease: Lease) -> None:
+        """Follow the owner of the service; own it once there is none."""
+        followed: Service | None = None
+        while (other := lease.take()) is not None:
+            if other != followed and other.settings == self._settings.service.settings and (secret := self._secret()):
+                followed = other
+                self.say(Follows(other, secret))
+            time.sleep(Lease.RENEW_S / 2)
+        threading.Thread(target=self.renew, args=(lease,), daemon=True).start()
+        secret = self._secret(ends_others=True) or self._settings.replica.secret
+        self._replica = msgspec.msgpack.encode(msgspec.structs.replace(self._settings.replica, secret=secret))
+        self.say(Owns(secret))
+        self._owns = True
+        self.scale(self._number)
+
+    def _secret(self, *, ends_others: bool = False) -> bytes:
+        """Of the replicas, which any front end of the service has started; empty if none runs.
+
+        ends_others: End replicas with other settings or another secret, of former front ends.
+        """
+        secret = b""
         calls: dict[str, Any] = {name: ray.get_actor(_PREFIX + name).settings.remote() for name in own_actors()}
         ready = ray.wait([*calls.values()], num_returns=len(calls), timeout=_LOOK_S)[0] if calls else []
         for name in sorted(name for name, call in calls.items() if call in ready):
@@ -109,28 +135,27 @@ class Driver:
                     continue
                 with contextlib.suppress(msgspec.MsgspecError):  # of another version
                     found = msgspec.msgpack.decode(data, type=ReplicaSettings)
-                    if found == kept or (kept is None and msgspec.structs.replace(found, secret=own.secret) == own):
-                        kept = found
+                    alike = msgspec.structs.replace(self._settings.replica, secret=found.secret) == found
+                    if alike and secret in (b"", found.secret):
+                        secret = found.secret
                         continue
-                self.end([name])
-        self._replica = msgspec.msgpack.encode(kept or own)
-        return (kept or own).secret
-
-    def keep(self, adapters: Mapping[str, DesiredAdapter]) -> None:
-        """Keep the adapters for a front end that takes over."""
-        with contextlib.suppress(RayError, RuntimeError):  # Ray's head is away
-            self._lease.keep(adapters)
+                if ends_others:
+                    self.end([name])
+        return secret
 
     def stop(self) -> None:
-        """End the actors, unless another front end waits, which takes them over."""
-        self._lease.release()
-        if self._lease.awaited:
-            return
-        self.end(own_actors())
-        self._request_nodes(0)
+        """End the actors, unless another front end follows, which takes them over."""
+        if self._owns and self._lease is not None:
+            self._lease.release()
+            if not self._lease.is_followed:
+                self.end(own_actors())
+                self._request_nodes(0)
 
     def scale(self, number: int) -> None:
-        """Have the first replicas; end the actors of others."""
+        """Have the first replicas, and end the actors of others, once this front end owns the service."""
+        self._number = number
+        if not self._owns:
+            return
         with self._scaled:
             self._wanted = replica_names(number)
             self._scaled.notify_all()
@@ -179,16 +204,14 @@ class Driver:
                 self._leaving[name], moving = node, True
                 self.say(Draining(name, node))
 
-    def renew(self) -> None:
+    def renew(self, lease: Lease) -> None:
         while True:
             time.sleep(Lease.RENEW_S)
             began_s = time.monotonic()
             with contextlib.suppress(RayError, RuntimeError):  # Ray's head is away
                 self.look_at_nodes(time.time())
-                if time.monotonic() - began_s > _AWAY_S:  # it is back, and tells drivers no more of its actors
-                    os._exit(RENEWED)
-                if (other := self._lease.renew()) is not None:
-                    self.say(StandsBy(other))
+                # Either it is back, and tells drivers no more of its actors, or another front end owns the service.
+                if time.monotonic() - began_s > _AWAY_S or lease.renew() is not None:
                     os._exit(RENEWED)
 
     def hold(self, name: str) -> None:
@@ -327,6 +350,27 @@ def _of_actor(error: BaseException) -> str:
     return (lines or [type(error).__name__])[-1][:MAX_CHARS]
 
 
+def follow_orders(driver: Driver, settings: DriverSettings) -> None:
+    """Follow the orders on stdin; end this process after them."""
+    with contextlib.suppress(EOFError):  # the front end has closed it, or has ended
+        while True:
+            order: Any = read_value(sys.stdin.buffer, cast(Any, Order))
+            match order:
+                case Scale(number=number):
+                    driver.scale(number)
+                case Listens():
+                    driver.listening.put(order)
+                case Restart(name, replica_pid, moves):
+                    driver.restart(name, replica_pid, moves=moves)
+    # If Ray's head is gone, the calls do not return.
+    threading.Thread(target=_leave_late, daemon=True).start()
+    if settings.checks_head:  # otherwise the Ray of this machine removes it
+        settings.folder.remove()
+    driver.stop()
+    ray.shutdown()
+    os._exit(0)
+
+
 def main() -> None:
     settings = read_value(sys.stdin.buffer, DriverSettings)
     # Ray writes pages to both when a process ends; the front end's log has its own lines about that.
@@ -340,30 +384,15 @@ def main() -> None:
     try:
         address = find_address(settings.address)
         connect(msgspec.structs.replace(settings, address=address if settings.address != "auto" else "auto"))
+        ordering = threading.Thread(target=follow_orders, args=(driver, settings), daemon=True)
+        ordering.start()
         driver.start()
+        ordering.join()
     except BadConfig as error:
         driver.say(Failed("", ErrorValue.of(error)))
-        os._exit(1)
     except Exception as error:
         print(f"the driver cannot use Ray: {line_of(str(error))}", file=problems, flush=True)
-        os._exit(1)
-    with contextlib.suppress(EOFError):  # the front end has closed it, or has ended
-        while True:
-            order: Any = read_value(sys.stdin.buffer, cast(Any, Order))
-            match order:
-                case Scale(number=number):
-                    driver.scale(number)
-                case Keep(adapters):
-                    driver.keep(adapters)
-                case Restart(name, replica_pid, moves):
-                    driver.restart(name, replica_pid, moves=moves)
-    # If Ray's head is gone, the calls do not return.
-    threading.Thread(target=_leave_late, daemon=True).start()
-    if settings.checks_head:  # otherwise the Ray of this machine removes it
-        settings.folder.remove()
-    driver.stop()
-    ray.shutdown()
-    os._exit(0)
+    os._exit(1)
 
 
 def _leave_late() -> None:

@@ -12,18 +12,16 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from vlora.cluster.adapter_state import DesiredAdapter
 from vlora.cluster.on_ray.reports import (
     RENEWED,
     DriverSettings,
     Event,
     Failed,
-    Keep,
     LocalReport,
     LocalSettings,
     Order,
@@ -46,7 +44,7 @@ _STOP_S = 5.0
 _EXIT_S = 1.0  # between the end of a process's output and its exit
 
 
-_QUICK = {"RAY_NUM_REDIS_GET_RETRIES": "2"}
+_QUICK = {"RAY_NUM_REDIS_GET_RETRIES": "1"}
 """By default Ray tries a connection for 20 s, also with a token that is refused."""
 
 
@@ -195,10 +193,6 @@ class RayProcesses:
             await self.local.start()
         self._running = asyncio.create_task(self._run(), name="vlora-ray")
 
-    def keep(self, adapters: Mapping[str, DesiredAdapter]) -> None:
-        """Keep the adapters for a front end that takes over."""
-        self.send(Keep(dict(adapters)))
-
     def scale(self, number: int) -> None:
         """Start or end actors, now or when a driver runs again."""
         self._number = number
@@ -274,7 +268,7 @@ class RayProcesses:
         code = await driver.end(_EXIT_S)
         self.driver = None
         if code == RENEWED:
-            log.info("Ray's head has started again, and so does the driver")
+            log.info("the driver of Ray is replaced")
         elif not refused:
             log.warning("the driver of Ray has ended with code %d; serving goes on, and another one starts", code)
         return heard

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from vlora.cluster.adapter_state import DesiredAdapter
 from vlora.cluster.on_ray.settings import Folder
 from vlora.cluster.replica import ReplicaSettings
 from vlora.types import ErrorValue
@@ -43,11 +42,12 @@ class LocalReport(msgspec.Struct, frozen=True):
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """Who uses a namespace.
+    """A front end that uses a namespace.
 
     Attributes:
-        key: Of one run of a front end.
+        key: Of one run of it.
         settings: A hash of all that two front ends of one service have in common.
+        address, port, tls: Where other front ends connect to it; port 0: nowhere.
     """
 
     key: str
@@ -55,6 +55,9 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     host: str
     pid: int
+    address: str = ""
+    port: int = 0
+    tls: bool = False
 
     def __str__(self) -> str:
         return f"a server of model {self.model!r} (process {self.pid} on {self.host})"
@@ -131,10 +134,11 @@ class Scale(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-class Keep(msgspec.Struct, frozen=True, tag=True):
-    """The adapters of the service, for a front end that takes over."""
+class Listens(msgspec.Struct, frozen=True, tag=True):
+    """Other front ends can connect to this one, at the address of its node. The driver waits for this."""
 
-    adapters: dict[str, DesiredAdapter]
+    port: int
+    tls: bool
 
 
 class Restart(msgspec.Struct, frozen=True, tag=True):
@@ -145,28 +149,33 @@ class Restart(msgspec.Struct, frozen=True, tag=True):
     moves: bool = False
 
 
-Order = Scale | Keep | Restart
+Order = Scale | Listens | Restart
 
 
 # -- from a driver ----------------------------------------------------------------------------------------------------
 
 
-class StandsBy(msgspec.Struct, frozen=True, tag=True):
-    """Another front end of the service uses the namespace; this driver waits for its end."""
+class Found(msgspec.Struct, frozen=True, tag=True):
+    """The driver can use Ray. address: of this node."""
+
+    address: str
+
+
+class Follows(msgspec.Struct, frozen=True, tag=True):
+    """Another front end owns the service; its replicas have this secret."""
 
     service: Service
+    secret: bytes
 
 
-class Connected(msgspec.Struct, frozen=True, tag=True):
-    """The driver holds the replicas of a namespace.
+class Owns(msgspec.Struct, frozen=True, tag=True):
+    """This front end owns the service: its driver holds the replicas.
 
     Attributes:
         secret: Of the replicas, which may have been started by another front end.
-        adapters: Those of the front end before, if this one has waited for its end.
     """
 
     secret: bytes
-    adapters: dict[str, DesiredAdapter] | None
 
 
 class Located(msgspec.Struct, frozen=True, tag=True):
@@ -238,7 +247,7 @@ class HeadFacts(msgspec.Struct, frozen=True, tag=True):
         return ""
 
 
-Event = StandsBy | Connected | Located | Lost | Draining | Failed | NoRoom | Logged | HeadFacts
+Event = Found | Follows | Owns | Located | Lost | Draining | Failed | NoRoom | Logged | HeadFacts
 
 
 def replica_names(number: int) -> tuple[str, ...]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
+import os
 import re
 import secrets
 import shutil
@@ -13,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from vlora.cluster.adapter_store import locked
 from vlora.config import EngineConfig
 from vlora.engine.host_resources import default_threads
 from vlora.errors import BadConfig
@@ -64,7 +67,7 @@ class RayOptions:
 
     Attributes:
         address: Of the control service of the user's Ray, or "auto"; None starts a Ray on this machine.
-        namespace: Of the replicas' actors. One server at a time uses it.
+        namespace: Of the replicas' actors. One service uses it.
         resources: Custom resources of each replica.
         labels: Those that its node must have.
         runtime_env: See Ray's documentation.
@@ -124,6 +127,10 @@ def with_own_cores(config: EngineConfig, cpus: float) -> EngineConfig:
     return dataclasses.replace(config, threads=max(1, int(cpus) // config.tensor_parallel))
 
 
+_LOCK, _NEW_LOCK = "lock", "lock.new"
+_locks: dict[str, int] = {}  # descriptors, by folder, as long as this process runs
+
+
 class Folder(NamedTuple):
     """The files of one run, for this user only: the driver's log, and the token and files of a Ray that it starts."""
 
@@ -131,11 +138,23 @@ class Folder(NamedTuple):
 
     @classmethod
     def create(cls) -> Folder:
-        """With a new token. Ray's own default would be a world-readable one in the home directory."""
+        """With a new token. Ray's own default would be a world-readable one in the home directory.
+
+        Folders of runs of which all processes were killed are removed.
+        """
         parent = tempfile.gettempdir()
         if len(parent) > _MAX_FOLDER_CHARS - len("/vlora-ray-12345678"):
             parent = "/tmp"
+        for lock in Path(parent).glob(f"vlora-ray-*/{_LOCK}"):
+            with contextlib.suppress(OSError):  # of another user
+                if (left := locked(lock)) is not None:
+                    os.close(left)
+                    cls(str(lock.parent)).remove()
         self = cls(tempfile.mkdtemp(prefix="vlora-ray-", dir=parent))
+        made = locked(Path(self.path, _NEW_LOCK))
+        assert made is not None
+        _locks[self.path] = made
+        os.rename(Path(self.path, _NEW_LOCK), Path(self.path, _LOCK))  # it is locked from its beginning
         token = Path(self.token_file)
         token.touch(0o600)
         token.write_text(secrets.token_hex(_TOKEN_BYTES))
@@ -166,6 +185,8 @@ class Folder(NamedTuple):
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+        if (lock := _locks.pop(self.path, None)) is not None:
+            os.close(lock)
 
 
 def environment(folder: Folder, environ: Mapping[str, str]) -> dict[str, str]:

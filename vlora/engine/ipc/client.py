@@ -18,7 +18,6 @@ from vlora.engine.interface import EngineInterface, OutputStream
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.messages import WatchedLoad
 from vlora.engine.operations import KeepAdapters, LoadAdapter, RegisterAdapters
-from vlora.engine.snapshot import EngineLoad
 from vlora.errors import BadRequest, EngineDead
 from vlora.operations import Operation
 from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput
@@ -165,11 +164,8 @@ class EngineClient(EngineInterface):
         """
         return await self.call(KeepAdapters({name: tuple(contents) for name, contents in versions.items()}))
 
-    def watch_load(self, every_s: float, on_change: Callable[[EngineLoad, int], None]) -> None:
-        """Call `on_change` with the engine's load now and after changes, at most once in `every_s` seconds.
-
-        Its second argument is the number of requests that the load includes, ended ones too, since this call.
-        """
+    def watch_load(self, every_s: float, on_change: Callable[[messages.LoadReport], None]) -> None:
+        """Call `on_change` with the engine's load now and after changes, at most once in `every_s` seconds."""
         self._watched = WatchedLoad(on_change)
         self._post(messages.WatchLoad(every_s))
 

@@ -111,13 +111,17 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     Attributes:
         load: Its `resident` has only the adapters that were loaded or got other content.
-        num_taken: Requests added since WatchLoad, refused ones included: the load includes these.
+        num_taken: Requests added so far, refused ones included: the load includes these.
+        num_ended: Of these, requests that have ended. A replica counts both for each of its front ends.
+        num_sharing: Front ends of the replica.
         evicted: Names of the adapters that are no longer on the device.
         is_complete: `load.resident` has all adapters: this is the first report after WatchLoad.
     """
 
     load: EngineLoad
     num_taken: int
+    num_ended: int = 0
+    num_sharing: int = 1
     evicted: tuple[str, ...] = ()
     is_complete: bool = False
 
@@ -234,7 +238,7 @@ class LoadReporter:
 
     def watch(self, every_s: float) -> None:
         """Send a complete report with the next `poll`, and then at most one in `every_s` seconds."""
-        self._every_s, self._due_s, self._sent, self._num_taken = every_s, 0.0, None, 0
+        self._every_s, self._due_s, self._sent = every_s, 0.0, None
 
     def poll(self) -> None:
         """Send a report if one is due and the load has changed. Called between two steps."""
@@ -268,8 +272,8 @@ class LoadReporter:
 class WatchedLoad:
     """The client's side: the load that the reports amount to."""
 
-    def __init__(self, on_change: Callable[[EngineLoad, int], None]) -> None:
-        """on_change: called after each report with the load and the number of requests taken (`LoadReport`)."""
+    def __init__(self, on_change: Callable[[LoadReport], None]) -> None:
+        """on_change: called after each report, with all adapters."""
         self._on_change = on_change
         self._resident: dict[str, str] | None = None
 
@@ -282,4 +286,5 @@ class WatchedLoad:
         for name in report.evicted:
             self._resident.pop(name, None)
         self._resident |= report.load.resident
-        self._on_change(msgspec.structs.replace(report.load, resident=dict(self._resident)), report.num_taken)
+        load = msgspec.structs.replace(report.load, resident=dict(self._resident))
+        self._on_change(msgspec.structs.replace(report, load=load))
