@@ -47,7 +47,7 @@ class Fake:
         self.busy: set[int] = set()  # of those that drain
         self.orders: list[int] = []
         settings = ScalingSettings(1, 3, up_after_s=2.0, down_after_s=5.0)
-        self.scaler = Autoscaler(self, settings, lambda: self.now, automatic=True, start_s=100.0)  # type: ignore[arg-type]
+        self.scaler = Autoscaler(self, settings, lambda: self.now, automatic=True, start_s=100.0)
 
     def absent(self) -> Mapping[int, str]:
         return {place: self.failures.get(place, "") for place in range(self.number) if place not in self.ready}
@@ -255,7 +255,7 @@ class Run:
         assert isinstance(here.cluster, ScaledCluster)
         self.cluster, self.replicas = here.cluster, here.replicas
         settings = ScalingSettings(1, 3, up_after_s=2.0, down_after_s=10.0)
-        self.scaler = Autoscaler(self.cluster, settings, asyncio.get_running_loop().time, automatic=True)  # type: ignore[arg-type]
+        self.scaler = Autoscaler(self.cluster, settings, asyncio.get_running_loop().time, automatic=True)
         self.asked: list[asyncio.Task[Any]] = []
 
     async def load(self, seconds: float, per_s: float) -> None:

@@ -7,14 +7,11 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 from vlora.errors import VLoraError
 from vlora.routing.scaling import REASONS, Decision, ScalingPolicy, ScalingSettings, Situation
 from vlora.types.replicas import ScalingStatus
-
-if TYPE_CHECKING:
-    from vlora.cluster.on_ray.cluster import RayCluster
 
 log = logging.getLogger("vlora.cluster")
 
@@ -34,14 +31,14 @@ class Autoscaler:
 
     def __init__(
         self,
-        scaled: RayCluster,
+        scaled: Any,
         settings: ScalingSettings,
         clock: Callable[[], float],
         *,
         automatic: bool,
         start_s: float = START_S,
     ) -> None:
-        """Begin with the present number of replicas."""
+        """Begin with the present number of replicas. scaled: a `RayCluster`."""
         self.automatic = automatic
         self._scaled = scaled
         self._settings = settings
