@@ -182,6 +182,8 @@ ROWS = {
 }
 SLOW = ("chunks", "moved", "evicted", "preempted", "modes_change")
 """Scenarios that run slowly, but for `lora`: it is the form for which `make test-fast` runs all but evictions."""
+MOVED = ("lora", "dora")
+"""The forms for which `make test` moves pages: a page does not depend on the form of the adapter."""
 
 
 def rows(*forms: str) -> pytest.MarkDecorator:
@@ -191,12 +193,13 @@ def rows(*forms: str) -> pytest.MarkDecorator:
         for scenario in [*line.split(), *(f"without:{part}" for part in FORMS[form].left_out)]:
             name = scenario.partition(":")[0]
             slow = name in SLOW and (form != "lora" or name == "evicted")
+            exhaustive = name == "moved" and form not in MOVED
             families = VIDEO_FAMILIES if name == "video" else ("qwen2_vl", "llava") if form == "tied" else FAMILIES
             found += [
                 pytest.param(
                     (form, family),
                     scenario,
-                    marks=[pytest.mark.slow] if slow else [],
+                    marks=[pytest.mark.slow] * slow + [pytest.mark.exhaustive] * exhaustive,
                     id=f"{form}-{scenario.replace(' ', '_')}-{family}",
                 )
                 for family in families

@@ -33,7 +33,7 @@ from vlora.split.serving import load_base
 from vlora.wire.address import Address
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "llava"])
+@pytest.fixture(scope="module", params=["qwen2_vl", pytest.param("llava", marks=pytest.mark.exhaustive)])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -246,6 +246,7 @@ def test_a_domain_that_joins_no_adapter_is_packed_as_from_nothing(made: Path, tm
     assert trainings(out) == done and adapters(out) == adapters(whole)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("no_join_fits")
 def test_a_replaced_domain_with_its_own_adapter_is_no_growth(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "out", out := tmp_path / "out")

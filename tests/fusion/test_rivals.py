@@ -114,12 +114,13 @@ def test_a_seed_determines_a_training_and_its_file_answers_alike(tmp_path: Path,
         assert served.answers(splits.test) == model(pixels(splits.test)).argmax(1).tolist()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "source"),
     [
         ("classification", "drawn-signs"),
-        pytest.param("detection", "drawn-traffic-detection", marks=pytest.mark.exhaustive),
+        ("detection", "drawn-traffic-detection"),
     ],
 )
 def test_small_models_learn_from_the_training_part(tmp_path: Path, task: str, source: str) -> None:

@@ -129,7 +129,10 @@ def stored(folder: Path) -> dict[str, tuple[bytes, dict[str, Any]]]:
     return found
 
 
-@pytest.mark.parametrize("packing", ["naive", "first_fit", "guided", "jointly"])
+@pytest.mark.parametrize(
+    "packing",
+    ["guided", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("naive", "first_fit", "jointly"))],
+)
 def test_a_packing_killed_at_any_file_operation_gives_the_same_adapters(tmp_path: Path, packing: str) -> None:
     plan = plan_for(packing, order=("given", "random"))
     assert in_child(pack, tmp_path / "whole", plan, None, tmp_path / "places") == 0

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slow
 # answers of weights in groups (tests/models/test_stored_groups.py), and of LLaVA and LLaVA-OneVision
 # (tests/hub/test_parts.py, tests/engine, tests/models/test_processing.py).
 _DEFAULT = {
-    ("Qwen-VL-Chat", "hub"),
     ("Qwen2.5-VL-7B-bnb", "hub"),
     ("Qwen3-VL-2B", "5.23"),
     ("Qwen3-VL-30B-A3B", "hub"),

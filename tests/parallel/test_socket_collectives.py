@@ -236,7 +236,7 @@ def test_pieces_fit_into_small_system_buffers(poor: set[int], monkeypatch: pytes
         ends[rank] = {other: Stingy(fileno=end.detach()) for other, end in ends[rank].items()}
         for end in ends[rank].values():
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    count = 2**17
+    count = 2**14
 
     def work(rank: int, collectives: SocketCollectives) -> list[float]:
         return collectives.exchange(torch.full((count,), float(rank)), "test")[:, [0, -1]].flatten().tolist()
