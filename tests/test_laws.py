@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "vlora.split": BASE | own("rate_limits config lazy models wire") | {"atmm"},
     "vlora.training": LEVEL_2 | own("models plan_files"),
     "vlora.learning": BASE | own("adapter_files confidence lora plan_files threads training"),
-    "vlora.server": LEVEL_3 | own("cluster engine client learning operations public_hosts tracing"),
+    "vlora.server": LEVEL_3 | own("cluster engine client learning opencv operations public_hosts tracing"),
     "vlora.simulator": BASE | own("config memory orchestrator routing"),
     "vlora.bench": LEVEL_3 | _SHELL | own("plan_files") | {"fusion"},
     "vlora.tune": LEVEL_2 | own("models"),

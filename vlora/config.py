@@ -342,7 +342,9 @@ class ServerConfig:
         256, "Adapters", "Maximum number of adapters from --adapter-source; the one used last stays.", least=1
     )
     image_hosts: tuple[str, ...] = setting(
-        (), "Network", "Host of image URLs that HTTP requests may use, * for every public host; may be repeated."
+        (),
+        "Network",
+        "Host of image and video URLs of HTTP requests, * for every public host; may be repeated.",
     )
     image_folder: str | None = setting(None, "Network", "Folder of file URLs that HTTP requests may use.")
     file_folder: str | None = setting(
@@ -371,6 +373,8 @@ class ServerConfig:
         64, "Limits", f"Maximum number of images per request, at most {MAX_VISUALS}.", least=1, most=MAX_VISUALS
     )
     max_request_pixels: int = setting(160_000_000, "Limits", "Maximum pixels of all images of a request.", least=1)
+    max_video_bytes: int = setting(64 * 2**20, "Limits", "Maximum size of an encoded video.", least=1)
+    max_video_s: float = setting(600.0, "Limits", "Maximum duration of an encoded video.", above=0)
     max_message_bytes: int = setting(256 * 2**20, "Limits", "Maximum size of a message.", least=1)
     max_held_bytes: int = setting(2**30, "Limits", "Maximum bytes of buffered messages over all requests.")
     max_prompt_chars: int = setting(1_000_000, "Limits", "Maximum text length of a request.", least=1)

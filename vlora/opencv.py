@@ -9,7 +9,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 from vlora.errors import BadImage
 
@@ -18,7 +19,7 @@ os.environ.setdefault("OPENCV_LOG_LEVEL", "SILENT")
 
 import cv2
 
-__all__ = ["STDERR", "Video", "clock", "cv2", "quiet"]
+__all__ = ["STDERR", "Video", "clock", "cv2", "frame_times", "frames_at", "quiet"]
 
 STDERR = threading.Lock()
 """Held while stderr is redirected; code that prints while other threads may run `quiet` acquires it."""
@@ -30,6 +31,7 @@ _RESTART_S = 1.0  # time stamps that go back by more start again, as in files th
 _LOST_S = 100.0  # stamps of a camera that fall behind by more are no times; stalls of 40 s occur
 _OPENING_S, _FAST_S = 5.0, 0.01  # frames of a camera are skipped for at most the first time, if read in the second
 _PARSED = {cv2.VideoWriter.fourcc(*name) for name in ("h264", "H264", "avc1", "hevc", "HEVC", "hvc1", "hev1")}
+_SAME_S = 5e-4  # by which the times of a frame differ at most
 _DRIFT = 2e-4  # seconds per second by which a camera's clock may be slower
 
 
@@ -53,21 +55,9 @@ class Video:
         Raises:
             BadImage: OpenCV cannot open it.
         """
-        try:
-            if isinstance(address, str):
-                address.encode()  # OpenCV aborts on others
-            if isinstance(address, str) and since is not None and "://" in address:
-                # Several threads decode several frames at once: each would arrive frames later, seconds at night.
-                self._capture = cv2.VideoCapture(address, cv2.CAP_ANY, [cv2.CAP_PROP_N_THREADS, 1])
-            else:
-                self._capture = cv2.VideoCapture(address)
-        except UnicodeEncodeError as error:
-            raise BadImage("its name is not UTF-8; rename it") from error
-        except cv2.error as error:  # a number that is no C int
-            raise BadImage("OpenCV does not accept the address") from error
-        if not self._capture.isOpened():
-            self._capture.release()
-            raise BadImage("it is not a video that this machine can decode")
+        # Several threads decode several frames at once: each would arrive frames later, seconds at night.
+        arriving = isinstance(address, str) and since is not None and "://" in address
+        self._capture = _opened(address, cv2.CAP_ANY, *[cv2.CAP_PROP_N_THREADS, 1] * arriving)
         declared = self._capture.get(cv2.CAP_PROP_FPS)
         self.rate = declared if 0 < declared < 1000 else None
         codec = int(self._capture.get(cv2.CAP_PROP_FOURCC))
@@ -120,6 +110,56 @@ class Video:
         """The current frame, BGR; None if it cannot be decoded."""
         decoded, picture = self._capture.retrieve()
         return picture if decoded else None
+
+
+def _opened(address: str | int, reader: int, *options: int) -> cv2.VideoCapture:
+    """Raises BadImage if OpenCV cannot open it."""
+    try:
+        if isinstance(address, str):
+            address.encode()  # OpenCV aborts on others
+        capture = cv2.VideoCapture(address, reader, options)
+    except UnicodeEncodeError as error:
+        raise BadImage("its name is not UTF-8; rename it") from error
+    except cv2.error as error:  # a number that is no C int
+        raise BadImage("OpenCV does not accept the address") from error
+    if not capture.isOpened():
+        capture.release()
+        raise BadImage("it is not a video that this machine can decode")
+    return capture
+
+
+def frame_times(path: str) -> list[float]:
+    """When each frame of a file is shown, in seconds after the first; only the container is read, no frame decoded.
+
+    Raises:
+        BadImage: OpenCV cannot open it, or it has no frames.
+    """
+    capture = _opened(path, cv2.CAP_FFMPEG, cv2.CAP_PROP_FORMAT, -1)  # packets in the order of decoding
+    stamps = []
+    while capture.grab():
+        stamps.append(capture.get(cv2.CAP_PROP_POS_MSEC) / 1e3)
+    capture.release()
+    if not stamps:
+        raise BadImage("it has no frames")
+    return [round(stamp - min(stamps), 6) for stamp in sorted(stamps)]
+
+
+def frames_at(path: str, times: Sequence[float]) -> Iterator[tuple[float, cv2.typing.MatLike]]:
+    """The frames of a file at these times of `frame_times`, in order, each with its time, BGR. A time that is repeated
+    repeats the frame; in the place of one that cannot be decoded is the next one, and none after the last.
+
+    Raises:
+        BadImage: OpenCV cannot open it.
+    """
+    left = deque(times)
+    with Video(path) as video:
+        for time_s in video:
+            if left and time_s >= left[0] - _SAME_S and (picture := video.picture()) is not None:
+                while left and time_s >= left[0] - _SAME_S:
+                    left.popleft()
+                    yield time_s, picture
+            if not left:
+                return
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ def read_media(
         BadImage: it cannot be read, contains no frame, or has fewer frames per second than the shape requires.
     """
     if media.kind == "picture":
-        yield Clip(0, 0.0, 0.0, (_fit(read_picture(media.path), max_side),))
+        yield Clip(0, 0.0, 0.0, (fit(read_picture(media.path), max_side),))
         return
     source = Source(media.path.stem, str(media.path), "file")
     for _, chunk in read_clips(source, [shape], stop=stop, say=say):
@@ -119,10 +119,11 @@ def _shrink(jpeg: bytes, max_side: int) -> bytes:
     """The picture itself if it is small enough, so that it is not compressed twice."""
     picture = cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR)
     assert picture is not None, "the reader of the video has encoded it"
-    return jpeg if max(picture.shape[:2]) <= max_side else _fit(picture, max_side)
+    return jpeg if max(picture.shape[:2]) <= max_side else fit(picture, max_side)
 
 
-def _fit(picture: cv2.typing.MatLike, max_side: int) -> bytes:
+def fit(picture: cv2.typing.MatLike, max_side: int) -> bytes:
+    """A JPEG, made smaller if a side has more pixels."""
     height, width = picture.shape[:2]
     if (scale := max_side / max(height, width)) < 1:
         size = max(1, round(width * scale)), max(1, round(height * scale))

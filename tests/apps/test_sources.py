@@ -29,6 +29,7 @@ from apps.video_analytics.sources import read_picture
 from fusion.data.frames import Clip
 from tests.apps.scripted import clip_result, file_source, refuse_to_list
 from tests.server.running import png
+from tests.video_files import NIGHT, picture, write_times
 from vlora import opencv
 from vlora.config import ServerConfig
 from vlora.errors import BadImage
@@ -163,14 +164,8 @@ def test_pictures_that_opencv_would_show_wrongly_are_refused(tmp_path: Path) -> 
 # -- frames by the clock ----------------------------------------------------------------------------------------------
 
 STEADY = [number / 30 for number in range(300)]
-NIGHT = [number / 30 for number in range(60)] + [2 + number / 5 for number in range(40)]  # 30 per second, then 5
 LOST = [number / 30 for number in range(60)] + [7 + number / 30 for number in range(90)]
 SLIDES = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 9.0, 9.5]
-
-
-def picture(second: float) -> bytes:
-    grey = np.full((48, 64, 3), min(245, 20 * int(second + 1e-6) + 5), np.uint8)
-    return cv2.imencode(".jpg", grey)[1].tobytes()
 
 
 def second_of(grey: Any) -> int:
@@ -179,27 +174,6 @@ def second_of(grey: Any) -> int:
 
 def seconds(frames: Sequence[bytes]) -> list[int]:
     return [second_of(Image.open(io.BytesIO(frame))) for frame in frames]
-
-
-def write_times(path: Path, times: Sequence[float], start_s: float = 0.0) -> Path:
-    """A file of JPEG frames with these time stamps, rounded to milliseconds."""
-    if path.suffix == ".gif":
-        shown = [Image.fromarray(np.full((48, 64), 20 * int(at + 1e-6) + 5, np.uint8)) for at in times]
-        shown = [each.convert("RGB") for each in shown]
-        for number, each in enumerate(shown):
-            each.putpixel((0, 0), (number, 0, 0))  # Pillow joins equal frames
-        lasts = [round(1e3 * (after - at)) for at, after in zip(times, [*times[1:], times[-1] + 0.5], strict=True)]
-        shown[0].save(path, save_all=True, append_images=shown[1:], duration=lasts)
-        return path
-    writer = cv2.VideoWriter()
-    raw = [cv2.VIDEOWRITER_PROP_RAW_VIDEO, 1]
-    with opencv.quiet():
-        assert writer.open(str(path), cv2.CAP_FFMPEG, cv2.VideoWriter.fourcc(*"MJPG"), 1000, (64, 48), raw)
-    for at in times:
-        writer.set(cv2.VIDEOWRITER_PROP_PTS, round(1e3 * (start_s + at)))
-        writer.write(np.frombuffer(picture(at), np.uint8).reshape(1, -1))
-    writer.release()
-    return path
 
 
 FILES = [
@@ -424,9 +398,9 @@ def test_a_clip_has_the_frames_of_its_rate_and_heads_read_a_video_once(
     opened: list[str] = []
     capture = cv2.VideoCapture
 
-    def counted(address: Any) -> Any:
+    def counted(address: Any, *options: Any) -> Any:
         opened.append(address)
-        return capture(address)
+        return capture(address, *options)
 
     monkeypatch.setattr(sources_module.cv2, "VideoCapture", counted)
     source = file_source(write_ramp(tmp_path / "ramp.mp4", 21))

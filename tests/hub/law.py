@@ -9,11 +9,12 @@ import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
 from PIL import Image
+from starlette.requests import Request as HttpRequest
 
 from tests.engine.test_quantized_answers import EXACT, ExactInt4
 from tests.harness import FixedModes
@@ -28,7 +29,9 @@ from vlora.models.processing import InputProcessor
 from vlora.models.vision.images import Clip
 from vlora.server.http.chat_request import ChatRequest, conversation_of
 from vlora.server.http.tools import as_messages
+from vlora.server.prompts import Messages, with_pictures
 from vlora.types import Mode, Request, SamplingParams
+from vlora.types.video import Video
 
 NUM_TOKENS = 6
 EQUAL = "equal"
@@ -103,13 +106,17 @@ class Served:
         """`EQUAL`, `refused: ...` with the reason, or the difference."""
         adapted = kind in ("adapter", "head")
         body = ChatRequest.model_validate({"model": "m", **BODIES["picture" if adapted else kind]})
-        messages, _ = conversation_of(body.messages)
+        messages, _ = conversation_of(body.messages, HttpRequest({"type": "http"}))
         tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in body.offered]
         visuals = _visuals(kind, self.name)
         if tools and self.processor.takes_tools != self.oracle.takes_tools:
             return f"takes_tools is {self.processor.takes_tools}"
         if tools and not self.oracle.takes_tools:
             messages, tools = as_messages(messages, tools), []
+        if not self.processor.takes_videos:  # as `PromptEncoder`
+            videos = [Video(one.frames, one.times) for one in visuals if isinstance(one, Clip)]
+            messages = [dict(each) for each in cast(Messages, with_pictures(messages, videos))]
+            visuals = [each for one in visuals for each in (one.frames if isinstance(one, Clip) else [one])]
         try:
             text = self.processor.template(messages, tools) if tools else self.processor.template(messages)
             encoded = self.processor.encode(text, visuals)

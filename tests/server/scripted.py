@@ -119,7 +119,7 @@ class Encoded(NamedTuple):
 class ByteProcessor:
     """One token per byte; an image is one token with its mean brightness. num_processed: images, each time."""
 
-    takes_tools = False
+    takes_tools = takes_videos = False
     special_tokens = ("<|image_pad|>",)
     num_processed = 0
     config = SimpleNamespace(text_config=SimpleNamespace(hidden_size=3, vocab_size=258))

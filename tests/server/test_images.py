@@ -30,6 +30,7 @@ from vlora.public_hosts import is_public
 from vlora.server import images as image_sources
 from vlora.server.images import ImageSources, RawImage, decode_images
 from vlora.training.samples import read_picture
+from vlora.types.video import Video, VideoFile
 
 CONFIG = ServerConfig(max_image_bytes=100_000, max_image_pixels=10_000, max_request_pixels=15_000, max_images=3)
 
@@ -218,6 +219,7 @@ def test_samples_that_cannot_be_shown_are_refused_with_their_kind(tmp_path: Path
 
 
 PICTURE = png()
+VIDEO = (Path(__file__).parent / "reordered.mp4").read_bytes()
 LOCAL = ("127.0.0.1",)
 CONTENT = bytes(range(247, 256)) + b"\0"
 BASE64 = base64.b64encode(CONTENT).decode()  # with + and / and padding
@@ -225,6 +227,7 @@ BASE64 = base64.b64encode(CONTENT).decode()  # with + and / and padding
 
 PAGES = {
     "/picture": Page(PICTURE),
+    "/video": Page(VIDEO, "video/mp4"),
     "/text": Page(b"<html>", "text/html"),
     "/large": Page(b"x" * 2000),
     "/endless": Page(b"x" * 2000, sized=False),
@@ -261,7 +264,32 @@ def read(*urls: bytes | str, **settings: Any) -> list[bytes | RawImage]:
     return asyncio.run(main())
 
 
+def read_video(url: str, **settings: Any) -> Video[RawImage]:
+    async def main() -> Video[RawImage]:
+        sources = ImageSources(ServerConfig(**{"max_video_bytes": 1000, **settings}))
+        try:
+            return await sources.frames(VideoFile(url, num_frames=2), 1, ())
+        finally:
+            await sources.close()
+
+    return asyncio.run(main())
+
+
+def both(*urls: Any, **settings: Any) -> None:
+    """Read as an image, and as a video, which ends in the same way."""
+    with pytest.raises(VLoraError) as refused:
+        read_video(*urls, **settings)
+    message = str(refused.value).replace("video", "image").replace("data:image/mp4", "data:image/png")
+    try:
+        read(*urls, **settings)
+    except VLoraError as error:
+        assert (type(error), str(error)) == (type(refused.value), message)
+        raise
+
+
 def test_allowed_hosts_are_fetched_and_redirects_followed(pages: Site) -> None:
+    shown = read_video(pages.url("/to//video"), image_hosts=LOCAL, max_video_bytes=4000)
+    assert [frame.height for frame in shown.frames] == [32, 32] and shown.times == pytest.approx([0, 3])
     assert read(b"own", pages.url("/picture"), pages.url("/round/1"), image_hosts=LOCAL) == [b"own", PICTURE, PICTURE]
     for _, headers in pages.requested:
         assert headers["Host"] == f"127.0.0.1:{pages.port}" and "Authorization" not in headers
@@ -270,9 +298,10 @@ def test_allowed_hosts_are_fetched_and_redirects_followed(pages: Site) -> None:
 @pytest.mark.parametrize(
     ("path", "error", "message"),
     [
-        ("/text", BadImage, "image 1: '127.0.0.1' sent 'text/html'; an image is expected"),
+        ("/text", BadImage, "image 1: '127.0.0.1' sent 'text/html'; Content-Type must be image/..."),
         ("/large", TooLarge, "image 1 has over 1000 bytes"),
         ("/endless", TooLarge, "image 1 has over 1000 bytes"),
+        ("/video", TooLarge, "video 1 has over 1000 bytes"),
         ("/missing", BadImage, "cannot be fetched from '127.0.0.1': status 404"),
         ("/forever", BadImage, "more than 3 redirects"),
         ("/to/file:///etc/passwd", BadRequest, "unsupported URL scheme 'file'"),
@@ -283,7 +312,8 @@ def test_allowed_hosts_are_fetched_and_redirects_followed(pages: Site) -> None:
 )
 def test_the_response_of_a_host_is_checked(pages: Site, path: str, error: type[VLoraError], message: str) -> None:
     with pytest.raises(error, match=message):
-        read(pages.url(path), image_hosts=LOCAL)
+        of_kind: dict[str, Any] = {"/large": read, "/endless": read, "/video": read_video}
+        of_kind.get(path, both)(pages.url(path), image_hosts=LOCAL)
 
 
 PRIVATE_HOSTS = (
@@ -299,7 +329,7 @@ def test_public_hosts_only_refuses_every_form_of_a_private_address(
     num_requests = len(pages.requested)
     for host in PRIVATE_HOSTS:
         with pytest.raises((BadRequest, BadImage), match=r"is not a public address|cannot resolve host|is invalid"):
-            read(pages.url("/picture", host), image_hosts=("*",))
+            both(pages.url("/picture", host), image_hosts=("*",))
     assert len(pages.requested) == num_requests
     real = asyncio.BaseEventLoop.getaddrinfo
 
@@ -309,8 +339,8 @@ def test_public_hosts_only_refuses_every_form_of_a_private_address(
     monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
     for target in ("http://10.0.0.1/", "http://localhost/picture", "//evil/x"):
         with pytest.raises(BadRequest, match="is not a public address"):
-            read(pages.url(f"/to/{target}"), image_hosts=("*", *LOCAL))
-    assert len(pages.requested) == num_requests + 3, "only the redirects themselves are fetched, not their targets"
+            both(pages.url(f"/to/{target}"), image_hosts=("*", *LOCAL))
+    assert len(pages.requested) == num_requests + 2 * 3, "only the redirects themselves are fetched, not their targets"
 
 
 def test_the_checked_address_is_used_for_the_connection(pages: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,10 +353,10 @@ def test_the_checked_address_is_used_for_the_connection(pages: Site, monkeypatch
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
     with pytest.raises(BadRequest, match=r"'rebinding\.example' is not a public address"):
-        read(pages.url("/picture", "rebinding.example"), image_hosts=("*",))
-    assert requested == ["rebinding.example"]
+        both(pages.url("/picture", "rebinding.example"), image_hosts=("*",))
+    assert requested == 2 * ["rebinding.example"]
     assert read(pages.url("/picture", "pictures.example"), image_hosts=("pictures.example",)) == [PICTURE]
-    assert requested[1:2] == ["pictures.example"] and set(requested[2:]) <= {"127.0.0.1"}
+    assert requested[2:3] == ["pictures.example"] and set(requested[3:]) <= {"127.0.0.1"}
 
 
 NO_DATA = ("data:image/png,raw", "data:image/png;base64;charset=utf-8,QUJD", "data:image/png;base64")
@@ -342,7 +372,7 @@ INVALID = {
 def test_invalid_urls_are_refused_and_not_repeated() -> None:
     for url, message in INVALID.items():
         with pytest.raises(BadRequest, match=message) as caught:
-            read(url, image_hosts=LOCAL)
+            both(url, image_hosts=LOCAL)
         assert "secret" not in str(caught.value)
 
 
@@ -388,9 +418,9 @@ def test_data_urls_are_read_as_browsers_read_them() -> None:
 def test_nothing_is_fetched_or_read_unless_the_operator_allows_it(pages: Site, tmp_path: Path) -> None:
     num_requests = len(pages.requested)
     with pytest.raises(BadRequest, match=r"does not fetch images from '127.0.0.1'.* --image-hosts"):
-        read(pages.url("/picture"))
+        both(pages.url("/picture"))
     with pytest.raises(BadRequest, match=r"does not read files.* --image-folder"):
-        read(f"file://{tmp_path}/x.png")
+        both(f"file://{tmp_path}/x.png")
     with pytest.raises(TooLarge, match="has 4 images"):
         read(*[pages.url("/picture")] * 4, image_hosts=LOCAL)
     assert len(pages.requested) == num_requests
@@ -424,7 +454,7 @@ def test_files_are_read_from_the_allowed_folder_only(tmp_path: Path) -> None:
     elsewhere = f"file://elsewhere{folder}/inside.png"
     for url in (*(f"file:{name}" for name in names), *(f"file://{path}" for path in paths), elsewhere):
         with pytest.raises(BadImage, match=r"^image 1: no such file in this server's image folder$"):
-            read(url, **allowed)
+            both(url, **allowed)
     with pytest.raises(BadConfig, match="there is no such folder"):
         ServerConfig(image_folder=str(tmp_path / "none"))
 

@@ -4,7 +4,7 @@ from vlora.client.aio import AsyncClient
 from vlora.client.frame_stream import AsyncFrameStream, FrameStream
 from vlora.client.sync import Client, TextStream, wait_for_server
 from vlora.client.values import Answer, FrameAnswer, FrameResult, HeadResult, TextQuestion
-from vlora.types.video import Video
+from vlora.types.video import Video, VideoFile
 
 __all__ = [
     "Answer",
@@ -18,5 +18,6 @@ __all__ = [
     "TextQuestion",
     "TextStream",
     "Video",
+    "VideoFile",
     "wait_for_server",
 ]

@@ -49,7 +49,7 @@ class AsyncClient(Caller):
         answer: Way | None = None,
         **sampling: Any,
     ) -> Answer:
-        """Answer a question, optionally about images and videos (`vlora.client.Video`), in words or by a domain's head.
+        """Answer a question, optionally about images and videos (`Video`, `VideoFile`), in words or by a domain's head.
 
         Args:
             adapter: The name of an adapter or of a domain. Several adapters are composed: "a+b", or

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from vlora.adapter_files import ADAPTER_FILES, other_weights, why_unreadable
-from vlora.client.requests import Generate
+from vlora.client.requests import Generate, SentVisual
 from vlora.client.values import TextQuestion, sampling_params
 from vlora.errors import BadAdapter, BadImage, BadRequest
 from vlora.types import adapter_name
 from vlora.types.domain import Way
-from vlora.types.video import Video
+from vlora.types.video import Video, VideoFile
 
 Image = bytes | bytearray | memoryview | str | os.PathLike[str]
 """An encoded image (JPEG, PNG, ...), or the path of one."""
 
-Visual = Image | Video[Image]
-"""An image, or a video as its frames with their times."""
+Visual = Image | Video[Image] | VideoFile[Image]
+"""An image; a video as its frames with their times; or one that is encoded, as bytes or a path."""
 
 FrameImage = Image | tuple[bytes, int, int] | Any
 """An image of a frame: an Image; or (RGB bytes, height, width); or an array of bytes [height, width, 3], RGB."""
@@ -80,15 +80,17 @@ def read_adapter(path: str | os.PathLike[str]) -> dict[str, bytes]:
         raise BadAdapter(f"{error.filename or folder}: cannot read: {why_unreadable(error)}") from error
 
 
-def read_documents(documents: Documents) -> tuple[str | tuple[bytes | Video[bytes], ...], ...]:
+def read_documents(documents: Documents) -> tuple[str | tuple[SentVisual, ...], ...]:
     """Raises BadImage, and BadRequest for a text or picture in place of a list of them."""
     if isinstance(documents, str) or any(isinstance(one, bytes | os.PathLike) for one in documents):
         raise BadRequest("a text or picture is in place of a list; pass a list of texts and of lists of pictures")
     return tuple(one if isinstance(one, str) else tuple(map(read_visual, one)) for one in documents)
 
 
-def read_visual(visual: Visual) -> bytes | Video[bytes]:
+def read_visual(visual: Visual) -> SentVisual:
     """Raises BadImage, and BadRequest for a video with wrong times."""
+    if isinstance(visual, VideoFile):
+        return VideoFile(_read(visual.content), visual.fps, visual.num_frames)
     if not isinstance(visual, Video):
         return _read(visual)
     visual.check()

@@ -10,13 +10,14 @@ from vlora.client.values import Answer, FrameResults, HeadOutcome, HeadResult, H
 from vlora.operations import Operation, OperatorCall, WaitS
 from vlora.types.domain import Way
 from vlora.types.request import MAX_INPUTS, MAX_ITEMS, MAX_VISUALS, Pooling, SamplingParams
-from vlora.types.video import Video
+from vlora.types.video import Video, VideoFile
 
 Images = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_VISUALS)]
 """Encoded images. A message has bounds on its values; the limits of a server are below them."""
 
 
-Visuals = Annotated[tuple[bytes | Video[bytes], ...], msgspec.Meta(max_length=MAX_VISUALS)]
+SentVisual = bytes | Video[bytes] | VideoFile[bytes]
+Visuals = Annotated[tuple[SentVisual, ...], msgspec.Meta(max_length=MAX_VISUALS)]
 
 Documents = Annotated[tuple[str | Visuals, ...], msgspec.Meta(max_length=MAX_INPUTS)]
 """Texts, and pictures and videos that are read together."""

@@ -16,7 +16,7 @@ from vlora.errors import BadRequest, listed
 from vlora.server.prompts import SharedImages, TextRequest, text_of_question
 from vlora.types import AdapterStatus, HeadSummary, SamplingParams, is_composed
 from vlora.types.domain import DomainSummary, Way
-from vlora.types.video import Video
+from vlora.types.video import Video, VideoFile
 
 
 class Target(NamedTuple):
@@ -107,7 +107,7 @@ def _problems(
     else:
         (num_frames,) = (head.num_frames for head in target.statuses[0].heads if head.name == domain.head)
         visuals = asked.images.images if isinstance(asked.images, SharedImages) else asked.images
-        if len(visuals) != num_frames or any(isinstance(visual, Video) for visual in visuals):
+        if len(visuals) != num_frames or any(isinstance(visual, Video | VideoFile) for visual in visuals):
             yield f"head {domain.head!r} reads {num_frames} image{'s' * (num_frames != 1)} per request"
     if question is None:
         yield "a head answers one question about images, without other turns, a system message or tools"

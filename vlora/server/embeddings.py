@@ -14,7 +14,7 @@ from vlora.server.execution import interleave
 from vlora.server.frontend import FrontEnd
 from vlora.server.prompts import Conversation, PlainText, TextRequest, Visual
 from vlora.types import MAX_LOGPROBS, SamplingParams, Timings
-from vlora.types.video import Video
+from vlora.types.video import Video, VideoFile
 
 _TOGETHER = 64  # documents of one call that are requests of the engine at a time
 _FIRST_TOKEN = SamplingParams(max_tokens=1, min_tokens=1, logprobs=MAX_LOGPROBS)
@@ -74,7 +74,7 @@ async def perform_input_call(front_end: FrontEnd, call: InputCall, tenant: str |
     async def value(document: str | Sequence[Visual]) -> tuple[float, ...] | float:
         """Its embedding or score."""
         text, visuals = (document, ()) if isinstance(document, str) else (None, document)
-        parts = [{"type": "video" if isinstance(one, Video) else "image"} for one in visuals]
+        parts = [{"type": "video" if isinstance(one, Video | VideoFile) else "image"} for one in visuals]
         if isinstance(call, GetScores):
             parts = parts if text is None else [{"type": "text", "text": text}]
             return (await score(front_end, parts, visuals, call.question, **options))[0]

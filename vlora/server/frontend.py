@@ -170,7 +170,7 @@ class FrontEnd:
                         yield 0, Piece(result.label, num_prompt_tokens=result.timings.num_prompt_tokens)
                     yield 0, as_answer(result, request_id, domain.name)
                     return
-                kept = None if self._collector is None else self._collector.question_of(prompt, len(images), adapter)
+                kept = None if self._collector is None else self._collector.question_of(prompt, images, adapter)
                 if kept is not None and not isinstance(images, SharedImages):
                     images = await self._encoder.read(cast(Sequence[Image], images), clock)
                 encoded = await self._encode(prompt, images, target, clock)

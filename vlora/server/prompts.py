@@ -21,10 +21,10 @@ from vlora.errors import BadRequest, TooLarge, VLoraError, listed
 from vlora.models.vision.images import Clip
 from vlora.server.active_requests import RequestClock
 from vlora.server.detokenizer import MAX_STOP_CHARS, MAX_STOP_STRINGS
-from vlora.server.images import ImageSources, RawImage, check_number, decode_images
+from vlora.server.images import EncodedVideo, ImageSources, RawImage, check_number, decode_images
 from vlora.types import SamplingParams
 from vlora.types.domain import Way
-from vlora.types.video import Video
+from vlora.types.video import Video, VideoFile
 
 if TYPE_CHECKING:
     from vlora.models.processing import EncodedPrompt, InputProcessor, ProcessedImages
@@ -71,8 +71,8 @@ Prompt = str | Messages | PlainText | PromptTokens | Conversation
 Image = bytes | RawImage | str
 """An encoded image, raw pixels, or the URL of an encoded one."""
 
-Visual = Image | Video[Image]
-"""An image of a prompt, or a video of such images."""
+Visual = Image | Video[Image] | EncodedVideo
+"""An image of a prompt, a video of such images, or a video from which the server takes frames."""
 
 
 def check_text(prompt: Prompt, sampling: SamplingParams, config: ServerConfig) -> None:
@@ -134,6 +134,23 @@ def with_question(prompt: Prompt, question: str) -> Prompt:
     return [*before, {**last, "content": [*content, {"type": "text", "text": question}]}]
 
 
+def with_pictures(prompt: Prompt, visuals: Sequence[object]) -> Prompt:
+    """A prompt with pictures in the place of each video, as many as it has frames: for models that take no videos."""
+    match prompt:
+        case str() | PlainText() | PromptTokens():
+            return prompt
+        case Conversation():
+            return prompt._replace(messages=cast(Messages, with_pictures(prompt.messages, visuals)))
+    videos = (one for one in visuals if isinstance(one, Video))
+
+    def shown(part: Mapping[str, str]) -> list[Mapping[str, str]]:
+        return [{"type": "image"} for _ in next(videos).frames] if part["type"] == "video" else [part]
+
+    in_parts = (message["content"] for message in prompt)
+    contents = [each if isinstance(each, str) else [*itertools.chain(*map(shown, each))] for each in in_parts]
+    return [{**message, "content": content} for message, content in zip(prompt, contents, strict=True)]
+
+
 def text_of_question(prompt: Prompt) -> str | None:
     """The text of a prompt that is a single question, possibly empty; None for other prompts."""
     if isinstance(prompt, str):
@@ -182,6 +199,12 @@ def _texts(prompt: Prompt) -> Iterator[str]:
             yield content
         else:
             yield from (part["text"] for part in content if part["type"] == "text")
+
+
+def _images_of(visuals: Sequence[Visual]) -> list[Image]:
+    """Images, and those of videos that are decoded, in order."""
+    listed = ((one.frames if isinstance(one, Video) else (one,)) for one in visuals if not isinstance(one, VideoFile))
+    return [*itertools.chain(*listed)]
 
 
 class SharedImages:
@@ -268,8 +291,10 @@ class PromptEncoder:
                     if isinstance(images, SharedImages):
                         processed = await images.processed(self._read_and_process)
                         return await self._in_thread(self._encode, prompt, processed)
-                    encoded = await self._read(images)
-                    return await self._in_thread(self._process_and_encode, prompt, images, encoded)
+                    visuals, read = await self._read(images)
+                    if not self._processor.takes_videos:
+                        prompt, visuals = with_pictures(prompt, visuals), [*read]
+                    return await self._in_thread(self._process_and_encode, prompt, visuals, read)
 
     async def read(self, images: Sequence[Image], clock: RequestClock) -> list[bytes | RawImage]:
         """The images' bytes or raw pixels from their sources. Raises as `encode`."""
@@ -281,19 +306,21 @@ class PromptEncoder:
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._sources.close()
 
-    async def _read(self, visuals: Sequence[Visual]) -> list[bytes | RawImage]:
-        """All images, those of videos included."""
-        images: list[Image] = []
-        for visual in visuals:
-            images += visual.frames if isinstance(visual, Video) else (visual,)
-        check_number(images, self._config)
-        for visual in visuals:
-            if isinstance(visual, Video):
-                visual.check()
-        return await self._sources.read(images)
+    async def _read(self, visuals: Sequence[Visual]) -> tuple[list[Visual], list[bytes | RawImage]]:
+        """The visuals, encoded videos as their frames; and all images, those of videos included, from their sources."""
+        found = list(visuals)
+        check_number(_images_of(found), self._config)
+        for place, visual in enumerate(visuals):
+            if isinstance(visual, VideoFile):
+                number = sum(isinstance(one, Video | VideoFile) for one in visuals[: place + 1])
+                found[place] = await self._sources.frames(visual, number, _images_of(found))
+        for one in found:
+            if isinstance(one, Video):
+                one.check()
+        return found, await self._sources.read(_images_of(found))
 
     async def _read_and_process(self, visuals: Sequence[Visual]) -> ProcessedImages:
-        return await self._in_thread(self._process, visuals, await self._read(visuals))
+        return await self._in_thread(self._process, *await self._read(visuals))
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)

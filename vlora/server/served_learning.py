@@ -23,8 +23,9 @@ from vlora.server.active_requests import RequestClock
 from vlora.server.adapter_catalog import AdapterCatalog
 from vlora.server.detokenizer import AnswerText
 from vlora.server.images import RawImage
-from vlora.server.prompts import Conversation, PlainText, Prompt, PromptEncoder, PromptTokens, SharedImages
+from vlora.server.prompts import Conversation, Images, PlainText, Prompt, PromptEncoder, PromptTokens, SharedImages
 from vlora.types import MAX_PRIORITY, Request, SamplingParams, TrainingStatus
+from vlora.types.video import Video, VideoFile
 
 if TYPE_CHECKING:
     from vlora.models.processing import InputProcessor
@@ -44,10 +45,12 @@ class Collector:
     def __init__(self, learning: Learning) -> None:
         self._learning = learning
 
-    def question_of(self, prompt: Prompt, num_images: int, adapter: str | None) -> KeptQuestion | None:
+    def question_of(self, prompt: Prompt, images: Images, adapter: str | None) -> KeptQuestion | None:
         """The question to keep of a prompt; None if its adapter does not learn, or if no training has such prompts."""
         version = self._learning.version_of(adapter)
-        question = None if version is None or num_images > 1 else _question(prompt)
+        shown: Sequence[Any] = images.images if isinstance(images, SharedImages) else images
+        refused = len(shown) > 1 or any(isinstance(one, Video | VideoFile) for one in shown)
+        question = None if version is None or refused else _question(prompt)
         if version is None or question is None or not question.strip():
             return None
         assert adapter is not None
@@ -64,8 +67,6 @@ class Collector:
         """Keep an answer. images: read from their sources."""
         visuals: Sequence[Any] = images.images if isinstance(images, SharedImages) else images
         image = visuals[0] if visuals else None
-        if not isinstance(image, bytes | RawImage | None):
-            return  # a video
         repeatable = answer.finish_reason == "stop" and _is_plain(sampling)
         answered = AnsweredRequest(
             answer.request_id, tenant, kept.version, kept.question, answer.text, None, repeatable

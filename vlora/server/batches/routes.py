@@ -15,7 +15,7 @@ from pydantic import Field
 
 from vlora.errors import BadRequest, UnknownFile
 from vlora.server.batches.runner import BatchRunner, Endpoint
-from vlora.server.batches.store import Record, StoredBatch, StoredFile
+from vlora.server.batches.store import NO_FILES, Record, StoredBatch, StoredFile, path_of
 from vlora.server.http.middleware import FILE_PATHS
 from vlora.server.http.sampling_fields import StrictModel
 from vlora.server.security.access import caller_of, tenant
@@ -55,7 +55,7 @@ class FileRoutes:
     @property
     def _runner(self) -> BatchRunner:
         if self._own is None:
-            raise BadRequest("this server keeps no files; start it with --file-folder FOLDER")
+            raise BadRequest(NO_FILES)
         return self._own
 
     async def upload_file(
@@ -83,7 +83,7 @@ class FileRoutes:
         return msgspec.to_builtins(self._runner.store.find(StoredFile, file_id, caller_of(request)))
 
     async def file_content(self, file_id: str, request: Request) -> FileResponse:
-        path = self._runner.store.path(self._runner.store.find(StoredFile, file_id, caller_of(request)).id)
+        path = path_of(self._runner.store, file_id, caller_of(request))
         return FileResponse(path, media_type="application/octet-stream", stat_result=os.stat(path))
 
     async def delete_file(self, file_id: str, request: Request) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from vlora.server.security.access import is_admin
 _MAX_RECORDS = 2000
 _WINDOW_S, _KEPT_S = 24 * 3600, 30 * 24 * 3600  # of a batch, and of files, as in OpenAI's API
 
+NO_FILES = "this server keeps no files; start it with --file-folder FOLDER"
+
 Status = Literal["validating", "failed", "in_progress", "completed", "expired", "cancelling", "cancelled"]
 
 
@@ -67,6 +69,13 @@ class StoredBatch(msgspec.Struct, kw_only=True, tag="batch", tag_field="object")
 
 
 Record = TypeVar("Record", StoredFile, StoredBatch)
+
+
+def path_of(files: FileStore | None, file_id: str, caller: Token | None) -> Path:
+    """The content of a file. Raises UnknownFile, and BadRequest on a server that keeps no files."""
+    if files is None:
+        raise BadRequest(NO_FILES)
+    return files.path(files.find(StoredFile, file_id, caller).id)
 
 
 class FileStore:

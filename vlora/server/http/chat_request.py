@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+from fastapi import Request
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from vlora.errors import BadRequest
+from vlora.server.batches.store import path_of
 from vlora.server.http.sampling_fields import MAX_TOKENS, SamplingFields, StrictModel
 from vlora.server.http.tools import MAX_TOOLS, Choice, NamedTool, Tool, ToolCall, call_grammar, json_grammar
+from vlora.server.images import EncodedVideo
+from vlora.server.security.access import caller_of
 from vlora.types import MAX_LOGPROBS, SamplingParams
 from vlora.types.domain import Way
-from vlora.types.video import Video
+from vlora.types.video import Video, VideoFile
 
 MAX_MESSAGES = 1024
 MAX_PARTS = 256  # of one message
@@ -55,6 +59,28 @@ class VideoPart(StrictModel):
         return Video(tuple(self.video), tuple(times))
 
 
+class VideoUrl(StrictModel):
+    """A data URL, an http, https or file URL that the operator allows, or file_id, a file of /v1/files. fps: frames per
+    second; num_frames: as many at equal distances. By default one per second, at most 16 at equal distances."""
+
+    url: str | None = None
+    file_id: str | None = None
+    fps: float | None = None
+    num_frames: int | None = None
+
+    def as_value(self, request: Request) -> EncodedVideo:
+        """Raises BadRequest."""
+        if (self.url is None) == (self.file_id is None):
+            raise BadRequest("a video needs url or file_id; send one of the two", field="video_url")
+        stored = self.file_id and path_of(request.app.state.files, self.file_id, caller_of(request))
+        return VideoFile(stored or self.url or "", self.fps, self.num_frames)
+
+
+class VideoUrlPart(StrictModel):
+    type: Literal["video_url"]
+    video_url: VideoUrl
+
+
 class ChatMessage(StrictModel):
     """An assistant message may have tool calls in place of content; a tool message holds a call's result. name labels
     the speaker; clients copy empty annotations from answers."""
@@ -65,7 +91,7 @@ class ChatMessage(StrictModel):
     content: (
         str
         | Annotated[
-            list[Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]],
+            list[Annotated[TextPart | ImagePart | VideoPart | VideoUrlPart, Field(discriminator="type")]],
             Field(max_length=MAX_PARTS, fail_fast=True),
         ]
     ) = ""
@@ -138,10 +164,17 @@ class ChatRequest(SamplingFields):
         return [] if self.tool_choice == "none" else self.tools
 
 
-def conversation_of(messages: Sequence[ChatMessage]) -> tuple[list[dict[str, Any]], list[str | Video[str]]]:
-    """Messages for chat templates, and the URLs of images and of videos' frames in order. Raises BadRequest for invalid
-    tool calls."""
-    images: list[str | Video[str]] = []
+ByUrl = str | Video[str] | EncodedVideo
+
+
+def conversation_of(messages: Sequence[ChatMessage], request: Request) -> tuple[list[dict[str, Any]], list[ByUrl]]:
+    """Messages for chat templates, and the URLs of images, of videos and of their frames in order.
+
+    Raises:
+        BadRequest: A tool call or a video is invalid.
+        UnknownFile: The caller has no such file.
+    """
+    images: list[ByUrl] = []
     plain: list[dict[str, Any]] = []
     for message in messages:
         text = message.content
@@ -149,8 +182,9 @@ def conversation_of(messages: Sequence[ChatMessage]) -> tuple[list[dict[str, Any
         for part in [TextPart(type="text", text=text)] if isinstance(text, str) else text:
             if isinstance(part, TextPart):
                 content.append({"type": "text", "text": part.text})
-            elif isinstance(part, VideoPart):
-                images.append(part.as_value())
+            elif isinstance(part, VideoPart | VideoUrlPart):
+                video = part.as_value() if isinstance(part, VideoPart) else part.video_url.as_value(request)
+                images.append(video)
                 content.append({"type": "video"})
             else:
                 images.append(part.image_url.url)

@@ -108,7 +108,7 @@ class EmbeddingRoutes:
         if body.dimensions not in (None, size):
             why = f"this model's embeddings have {size} and are not trained to be shortened; leave it out"
             raise BadRequest(f"dimensions is {body.dimensions}; {why}", field="dimensions")
-        inputs = [_conversation(body)] if body.messages else [(each, ()) for each in body.input]
+        inputs = [_conversation(body, request)] if body.messages else [(each, ()) for each in body.input]
         embed = functools.partial(self._front_end.embed, pooling=body.pooling)
         found = await self._for_each(body, request, embed, inputs)
         encode = _base64 if body.encoding_format == "base64" else list
@@ -139,7 +139,7 @@ class EmbeddingRoutes:
             raise BadRequest("the chat template adds special tokens; leave this out", field="add_special_tokens")
         await self._adapter(body.model)
         plain = PlainText(body.prompt or "", body.add_special_tokens is not False)
-        prompt, images = _conversation(body) if body.messages else (plain, ())
+        prompt, images = _conversation(body, request) if body.messages else (plain, ())
         tokens = await unless_disconnected(request, self._front_end.tokenize(prompt, images, tenant(request)))
         names = [self._front_end.processor.token_text(token) for token in tokens] if body.return_token_strs else None
         longest = (await self._front_end.stats()).max_context
@@ -156,7 +156,7 @@ class EmbeddingRoutes:
         """queries: one for all documents, or one for each."""
         pairs = []
         for place, document in enumerate(documents):
-            (turn,), images = conversation_of([document])
+            (turn,), images = conversation_of([document], request)
             question = body.question or (PICTURE_QUESTION if images else TEXT_QUESTION)
             pairs.append((turn["content"], images, question_about(queries[place % len(queries)], question)))
         return await self._for_each(body, request, functools.partial(score, self._front_end), pairs)
@@ -178,8 +178,8 @@ class EmbeddingRoutes:
         return None if model in (None, self._model) else (await self._front_end.adapters.resolve(model)).adapter
 
 
-def _conversation(body: EmbeddingRequest | TokenizeRequest) -> tuple[Any, Sequence[Visual]]:
-    messages, images = conversation_of(body.messages)
+def _conversation(body: EmbeddingRequest | TokenizeRequest, request: Request) -> tuple[Any, Sequence[Visual]]:
+    messages, images = conversation_of(body.messages, request)
     return Conversation(messages, begins_answer=body.add_generation_prompt), images
 
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from vlora.client.values import Answer
 from vlora.errors import BadRequest
 from vlora.server.detokenizer import Piece
-from vlora.server.http.chat_request import MAX_MESSAGES, MAX_PARTS, ChatRequest
+from vlora.server.http.chat_request import MAX_MESSAGES, MAX_PARTS, ChatRequest, VideoUrl
 from vlora.server.http.chat_response import event, how, usage
 from vlora.server.http.sampling_fields import MAX_TOKENS, RequestFields, StrictModel
 
@@ -35,7 +35,17 @@ class InputImage(StrictModel):
         return {"type": "image_url", "image_url": {"url": self.image_url}}
 
 
-InputPart = Annotated[InputText | InputImage, Field(discriminator="type")]
+class InputVideo(StrictModel):
+    """Not part of OpenAI's API. video_url: as in a chat completion."""
+
+    type: Literal["input_video"]
+    video_url: VideoUrl
+
+    def as_part(self) -> dict[str, Any]:
+        return {"type": "video_url", "video_url": self.video_url.model_dump()}
+
+
+InputPart = Annotated[InputText | InputImage | InputVideo, Field(discriminator="type")]
 
 
 class InputMessage(StrictModel):

@@ -29,7 +29,7 @@ from vlora.server.console.routes import ConsoleRoutes
 from vlora.server.detokenizer import Piece
 from vlora.server.execution import interleave
 from vlora.server.frontend import FrontEnd
-from vlora.server.http.chat_request import MAX_PARTS, ChatRequest, conversation_of
+from vlora.server.http.chat_request import MAX_PARTS, ByUrl, ChatRequest, conversation_of
 from vlora.server.http.chat_response import ChatResponseBuilder, event, head_json
 from vlora.server.http.embedding_routes import EmbeddingRoutes
 from vlora.server.http.errors import ErrorBody, add_error_handlers, error_body, unless_disconnected
@@ -43,7 +43,6 @@ from vlora.server.prompts import Conversation, Prompt, TextRequest
 from vlora.server.security.access import Access, caller_of, tenant
 from vlora.server.security.public_errors import error_for, shown_to
 from vlora.types import SamplingParams
-from vlora.types.video import Video
 
 _SHOWN = 128  # characters of an unknown name
 _OPENAI_NAMES = {"prompt": "messages", "adapter": "model"}
@@ -96,6 +95,7 @@ def make_app(
         dependencies=[Depends(HTTPBearer(auto_error=False))] if access.required else [],
     )
     add_error_handlers(app)
+    app.state.files = files
     ModelRoutes(front_end, model).add_to(app)  # first, because routes are matched in order
     CompletionRoutes(front_end, model).add_to(app)
     EmbeddingRoutes(front_end, model).add_to(app)
@@ -221,7 +221,7 @@ class CompletionRoutes:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, as one response or as server-sent events."""
         try:
-            prompt, images = self._read_prompt(body)
+            prompt, images = self._read_prompt(body, request)
             request_id = uuid.uuid4().hex
             parts = self._generate(body, prompt, images, body.sampling(), request, request_id)
             builder = ChatResponseBuilder(
@@ -239,7 +239,7 @@ class CompletionRoutes:
         """Answer a conversation in the form of OpenAI's responses, as one or as server-sent events; nothing is kept."""
         chat, name = body.as_chat(), uuid.uuid4().hex
         try:
-            prompt, images = self._read_prompt(chat)
+            prompt, images = self._read_prompt(chat, request)
             parts = self._generate(chat, prompt, images, chat.sampling(), request, name)
             return await _respond(chat, request, ResponsesBuilder(name, int(time.time()), body), parts, 1)
         except BadRequest as error:
@@ -289,9 +289,9 @@ class CompletionRoutes:
         shown = shown_to(outcomes, caller_of(request))
         return {"object": "list", "data": [_outcome_json(outcome) for outcome in shown]}
 
-    def _read_prompt(self, body: ChatRequest) -> tuple[Prompt, list[str | Video[str]]]:
-        """The conversation with its tools, and the URLs of images and of videos' frames."""
-        messages, images = conversation_of(body.messages)
+    def _read_prompt(self, body: ChatRequest, request: Request) -> tuple[Prompt, list[ByUrl]]:
+        """The conversation with its tools, and the URLs of images, videos and their frames."""
+        messages, images = conversation_of(body.messages, request)
         if not body.offered and not any(message.role == "tool" or message.tool_calls for message in body.messages):
             return messages, images
         declared = [tool.model_dump(exclude={"function": {"strict"}}) for tool in body.offered]
@@ -303,7 +303,7 @@ class CompletionRoutes:
         self,
         body: SamplingFields,
         prompt: Prompt,
-        images: Sequence[str | Video[str]],
+        images: Sequence[ByUrl],
         sampling: SamplingParams,
         request: Request,
         request_id: str | None = None,
