@@ -148,6 +148,7 @@ ERRORS = {
     "stream camera.yaml 0": "a plan has its own cameras; give one plan and no other source",
     "stream camera.yaml": "line 5, field `cameras[0].tasks[0].head`: adapter 'cam' has no head 'noon'; its heads: nig",
     "stream rates.yaml --check": "line 5, field `cameras[0].tasks[0].rates`: is not a known field; check its spelling",
+    "summarize videos --part-s nan": "--part-s is nan; it must be a number, at least 0.1",
     # Indexes.
     "retrieve ' ' --index x.sqlite": "the query is empty",
     "retrieve 'a car' --index y.sqlite": "no index",

@@ -290,6 +290,40 @@ def test_what_describes_the_clips_of_an_index_is_noted(asking: Vlora, inputs: Pa
     assert asking(*by, "signs")[2].startswith("note: new clips are described by cam, ")
 
 
+SUMMARIZE = ("summarize", "day.mp4", "--frames", "2", "--part-s")
+
+
+def test_a_video_is_summarized_by_its_parts(
+    asking: Vlora, inputs: Path, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_video(inputs / "day.mp4", [20, 230, 20, 230, 20], rest=3)
+    parts = [("0:00.0", "0:02.0"), ("0:02.0", "0:04.0"), ("0:04.0", "0:05.2")]
+    asked = ("--question", "say:seen", "--summary-question", "say:all")
+    lines = asking.out(*SUMMARIZE, "2", *asked).splitlines()
+    assert lines[:3] == [f"{start} to {end}  seen" for start, end in parts]
+    assert lines[3:] == ["summary  0:00.0 to 0:05.2  all", *(f"{start} to {end}: seen" for start, end in parts)]
+    notes = asking.json(*SUMMARIZE, "2", *asked, "--adapter", "signs")
+    assert [(note["kind"], note["start_s"], note["end_s"]) for note in notes] == [
+        *(("part", start, end) for start, end in ((0.0, 2.0), (2.0, 4.0), (4.0, 5.2))),
+        ("summary", 0.0, 5.2),
+    ]
+    # Notes beyond the context: each half has a summary first, and these have one.
+    monkeypatch.setattr(server.engine.engine.limits, "max_context", 1600)
+    long = ("--question", f"say:{'seen ' * 80}", "--max-tokens", "500", "--summary-question", "say:all")
+    text = asking.json(*SUMMARIZE, "2", *long)[-1]["text"].splitlines()
+    halves = [line.partition(": all")[0] for line in text if line.endswith(": all")]
+    assert text[0] == "all" and halves == ["0:00.0 to 0:02.0", "0:02.0 to 0:05.2"]
+    assert "over this model's context of 1600" in asking.refusal(*SUMMARIZE, "2", *long, "--max-tokens", "1500")
+    (inputs / "bad\udcff.mp4").touch()
+    for name, why in (
+        ("none.mp4", "no such file"),
+        ("a.png", "it is a picture; ask about it with `vlora query`"),
+        ("videos", "it is not a video that this machine can decode"),
+        ("bad\udcff.mp4", "its name is not UTF-8; rename it"),
+    ):
+        assert asking.refusal("summarize", name) == f"cannot read video {name!r}: {why}"
+
+
 @pytest.mark.slow
 def test_the_embedded_model_finds_what_a_query_names(vlora_command: Vlora, tmp_path: Path) -> None:
     """The base model without an adapter: first are pictures with a red bus, found by its words and its answers."""

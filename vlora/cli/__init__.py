@@ -19,6 +19,7 @@ from vlora.cli import (  # noqa: F401  (they join their commands)
     query,
     retrieve,
     serve,
+    summarize,
     train,
     tune,
 )
