@@ -38,7 +38,7 @@ FETCH_S, FETCH_VIDEO_S = 10.0, 60.0
 _MAX_CONNECTIONS = 16
 _MAX_CONNECTIONS_OF_HOST = 4  # a slow host must leave room for the others
 _MAX_DECODERS = 2
-DECODER = (sys.executable, "-m", "vlora.server.video_process")
+DECODER = (sys.executable, "-m", "vlora.server.streams.video_process")
 # Containers that name no other files, as playlists do; one thread, as the cores belong to the engine.
 _FOR_DECODERS = {
     "OPENCV_FFMPEG_CAPTURE_OPTIONS": "format_whitelist;mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,asf,ogg,gif"
