@@ -146,6 +146,9 @@ class ServedBase:
     tls_client_ca: str | None = None
 
 
+STEP_TOKENS = 512, 2048  # of a step on a CPU and on a GPU
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine: a folder or a hub name, and flags of `vlora serve`. Their defaults are defined here only.
@@ -190,8 +193,10 @@ class EngineConfig:
     )
     policy: str = setting("cost_based", "Scheduling", _POLICY, choices=POLICY_NAMES)
     max_batch_size: int = setting(32, "Scheduling", "Maximum number of requests per step.", least=1)
-    max_step_tokens: int = setting(512, "Scheduling", "Maximum number of tokens per step.", least=1)
-    cuda_graphs: bool = setting(True, "Scheduling", "Run decode steps on a GPU as CUDA graphs.")
+    max_step_tokens: int | None = setting(
+        None, "Scheduling", "Maximum number of tokens per step. Default: 512, on a GPU 2048.", least=1
+    )
+    cuda_graphs: bool = setting(True, "Scheduling", "Run steps on a GPU as CUDA graphs.")
     max_context: int | None = setting(
         None, "Scheduling", "Maximum tokens of prompt and answer together. Default: the model's own limit.", least=1
     )
@@ -242,9 +247,9 @@ class EngineConfig:
                 f"switching in_place is not possible with quantize {self.quantize}, because the quantized weights are "
                 "in no file; choose switching shadow"
             )
-        if self.max_step_tokens < self.max_batch_size:
+        if self.step_tokens < self.max_batch_size:
             raise BadConfig(
-                f"max_step_tokens ({self.max_step_tokens}) is below max_batch_size ({self.max_batch_size}); "
+                f"max_step_tokens ({self.step_tokens}) is below max_batch_size ({self.max_batch_size}); "
                 "a full batch of decoding requests needs one token each"
             )
         _parse_weights("weight", self.weight)
@@ -269,6 +274,11 @@ class EngineConfig:
     @property
     def weights(self) -> dict[str, float]:
         return _parse_weights("weight", self.weight)
+
+    @property
+    def step_tokens(self) -> int:
+        """`max_step_tokens`, or its default for the device."""
+        return self.max_step_tokens or STEP_TOKENS[self.device != "cpu"]
 
     @property
     def tenant_weights(self) -> dict[str, float]:

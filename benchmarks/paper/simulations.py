@@ -22,7 +22,7 @@ from vlora.bench.dummy import dummy_picture, random_peft
 from vlora.bench.report import Row
 from vlora.bench.timed_engine import TimedEngine
 from vlora.bench.timing import interleaved, median_ms, work_seconds
-from vlora.config import EngineConfig
+from vlora.config import STEP_TOKENS, EngineConfig
 from vlora.lora.merge import ShadowSwitcher
 from vlora.models.loading import dummy_model
 from vlora.orchestrator.cost_model import Costs
@@ -160,7 +160,7 @@ def full_batch_capacity(costs: Costs, prompt: int, answer: int, shares: Sequence
     """Requests per second of unmerged-only with full batches; prompts run in separate steps."""
     size = EngineConfig.max_batch_size
     different = sum(1 - (1 - share) ** size for share in shares)
-    prompts_a_step = max(1.0, EngineConfig.max_step_tokens / prompt)
+    prompts_a_step = max(1.0, STEP_TOKENS[0] / prompt)
     prompt_s = costs.merged_s(prompt, 0, 1 / prompts_a_step) + costs.lanes_s(prompt)
     step_s = costs.merged_s(size, size * (prompt + answer / 2)) + costs.lanes_s(size, different)
     return 1 / (prompt_s + answer * step_s / size)

@@ -123,8 +123,8 @@ def read_logits(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """The logits of each head request, by request id."""
     seen: dict[str, torch.Tensor] = {}
 
-    def recording(hidden: torch.Tensor, packed: ForwardBatch, *others: Any) -> Any:
-        results = read_heads(hidden, packed, *others)
+    def recording(packed: ForwardBatch, *others: Any) -> Any:
+        results = read_heads(packed, *others)
         for row in packed.head_rows:
             if row.answers:
                 assert row.state.head_logits is not None

@@ -77,7 +77,7 @@ def attend(packed: Packed, gpu: GpuAttention, *, last_layer: bool) -> tuple[torc
     query = torch.randn(1, HEADS, packed.num_tokens, DIM, generator=generator)
     key, value = (torch.randn(1, KV_HEADS, packed.num_tokens, DIM, generator=generator) for _ in range(2))
     batch: Any = packed
-    queries, last, _ = queries_of(batch, [], torch.float32, gpu, torch.from_numpy)
+    queries, last, _ = queries_of(batch, torch.float32, gpu, torch.from_numpy)
     chosen = last if last_layer else queries
     step = StepAttention(KVCache(matrix, LAYERS, BLOCK), torch.from_numpy(packed.write_rows), chosen, chosen)
     out, _ = paged_attention(Layer(), query, key, value, None, vlora_step=step)
@@ -147,7 +147,7 @@ def test_rows_that_are_read_in_the_last_layer(read: list[list[int]], monkeypatch
 def test_only_chunks_with_earlier_tokens_are_gathered() -> None:
     for spans, gathered in (([(0, 7), (6, 7), (0, 2)], None), ([(0, 7), (6, 7), (3, 5)], 7 + 1 + 5)):
         packed: Any = Packed(spans)
-        queries, _, _ = queries_of(packed, [], torch.float32, FLASH, torch.from_numpy)
+        queries, _, _ = queries_of(packed, torch.float32, FLASH, torch.from_numpy)
         chunks = queries[0]
         assert isinstance(chunks, FlashChunks)
         assert (chunks.rows is None) if gathered is None else (len(chunks.rows) == gathered)  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ def test_only_chunks_with_earlier_tokens_are_gathered() -> None:
 def test_decode_tokens_are_laid_out_in_one_array_of_blocks() -> None:
     packed: Any = Packed([(4, 9), (0, 1), (70, 71)])
     gpu = GpuAttention(CPU, BLOCK, BLOCK_ROWS, decodes=True, prefills=False)
-    queries, last, _ = queries_of(packed, [], torch.float32, gpu, torch.from_numpy)
+    queries, last, _ = queries_of(packed, torch.float32, gpu, torch.from_numpy)
     tokens, last_tokens = queries[-1], last[-1]
     assert isinstance(tokens, BlockDecodes) and isinstance(last_tokens, BlockDecodes)
     assert tokens.places.tolist() == [5, 6] and tokens.lengths.tolist() == [1, 71]

@@ -29,7 +29,7 @@ from vlora.engine import Engine
 from vlora.lora.adapted_linear import AdaptedLinear
 from vlora.memory.arena import PAGE_BYTES
 from vlora.memory.host_to_device import Inline
-from vlora.models.gpu.decode_step import DecodeGraphs, sizes_up_to
+from vlora.models.gpu.graphs import StepGraphs, sizes_up_to
 from vlora.orchestrator.policies.base import Candidate, Decision, PolicyState
 from vlora.types import Batch, BatchItem, Mode, Request, RequestOutput, SamplingParams
 
@@ -120,11 +120,11 @@ def serve(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Served:
     draws = random.Random(3)
     replays: Counter[tuple[bool, bool, int]] = Counter()
     eager = 0
-    replay = DecodeGraphs.replay
+    replay = StepGraphs.replay
 
-    def counted(graphs: DecodeGraphs, packed: Any, lanes: Any) -> bool:
+    def counted(graphs: StepGraphs, packed: Any, lanes: Any, inputs: Any) -> bool:
         nonlocal eager
-        done = replay(graphs, packed, lanes)
+        done = replay(graphs, packed, lanes, inputs)
         if done:
             merged = engine.parts.device.switcher.merged_key is not None
             replays[merged, bool(lanes), packed.num_tokens] += 1
@@ -134,7 +134,7 @@ def serve(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Served:
 
     waiting, outputs, num_moved = requests(), dict[str, list[RequestOutput]](), 0
     with monkeypatch.context() as patch:
-        patch.setattr(DecodeGraphs, "replay", counted)
+        patch.setattr(StepGraphs, "replay", counted)
         while waiting or engine.has_work:
             while waiting and draws.random() < 0.6:
                 engine.add(waiting.pop(0))
@@ -171,11 +171,12 @@ def test_graphs_give_the_answers_of_steps_without_graphs(
 def test_the_workload_uses_every_graph_and_every_way_to_run(served: tuple[Engine, Served]) -> None:
     """The positive control of the comparison."""
     _, found = served
+    decodes = Counter({key: number for key, number in found.replays.items() if key[2] <= MAX_BATCH})
     print(found.replays, found.eager_decodes, found.num_moved, found.stats)
-    assert found.replays.total() >= 200
-    kinds = {(merged, lanes) for merged, lanes, _ in found.replays}
+    assert decodes.total() >= 200
+    kinds = {(merged, lanes) for merged, lanes, _ in decodes}
     assert kinds == {(False, False), (False, True), (True, False), (True, True)}
-    assert {number for _, _, number in found.replays} == set(range(1, MAX_BATCH + 1))
+    assert {number for _, _, number in decodes} == set(range(1, MAX_BATCH + 1))
     assert found.eager_decodes > 0, "no step had an adapter that graphs do not serve"
     assert found.num_moved > 100 and found.stats.num_preemptions > 0
     assert found.stats.num_adapter_loads > len(RANKS) and found.stats.num_reused_tokens > 0
@@ -273,7 +274,7 @@ def test_a_step_that_cannot_be_captured_runs_without_graphs(
     with monkeypatch.context() as patch:
         patch.setattr(AdaptedLinear, "forward", waiting)
         engine = make_engine({})
-    assert "decode steps run without CUDA graphs, because the capture failed" in caplog.text
+    assert "steps run without CUDA graphs, because the capture failed" in caplog.text
     assert engine.parts.device.runner.graphs is None
     assert answer(engine) == answer(make_engine({}, cuda_graphs=False)) == answer(make_engine({}))
 
@@ -309,7 +310,8 @@ def run_steps(engine: Engine, *, ahead: bool) -> list[dict[str, int]]:
         num_tokens |= dict.fromkeys(names, 1)
         with counting() as counts:
             step = runner.launch(Batch(Mode.UNMERGED, None, tuple(items)))
-        assert counts.total(*HOST_WAITS) == 0 and counts.total(Kind.H2D_ASYNC) == 1, counts.report(*HOST_WAITS)
+        assert counts.total(*HOST_WAITS) == 0, counts.report(*HOST_WAITS)
+        assert counts.total(Kind.H2D_ASYNC) <= 1 + (last is None), counts.report(Kind.H2D_ASYNC)  # prompts have two
         if last is not None:
             tokens.append(runner.collect(last).tokens)
         last = step

@@ -311,9 +311,8 @@ def test_blocks_that_are_freed_at_once_are_found(
 def test_a_step_is_launched_before_the_last_one_is_collected(roomy: Watched) -> None:
     roomy.engine.add(decoding(5))
     assert answers_of(roomy.engine)["r"].reason == "length"
-    prefill = [("launch", 1), ("collect", 1)]
-    ahead = [("launch", 2), ("launch", 3), ("collect", 2), ("launch", 4), ("collect", 3), ("launch", 5), ("collect", 4)]
-    assert roomy.events == [*prefill, *ahead, ("collect", 5)], "the limit of tokens needs no discarded step"
+    ahead = [event for number in range(2, 6) for event in (("launch", number), ("collect", number - 1))]
+    assert roomy.events == [("launch", 1), *ahead, ("collect", 5)], "the limit of tokens needs no discarded step"
 
 
 @pytest.mark.parametrize("sampling", [{"logprobs": 1}, {"presence_penalty": 0.5}, {"repetition_penalty": 1.2}])

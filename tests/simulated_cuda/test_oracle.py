@@ -98,8 +98,9 @@ def test_own_layers_and_compositions_in_every_mode() -> None:
 
 @pytest.mark.gpu_sim
 @pytest.mark.timeout(600)
-def test_decode_steps_as_graphs() -> None:
-    passes("tests/simulated_cuda/check_decode_graphs.py")
+@pytest.mark.parametrize("kind", ("decode", "prompt"))
+def test_steps_as_graphs(kind: str) -> None:
+    passes(f"tests/simulated_cuda/check_{kind}_graphs.py")
 
 
 @pytest.mark.gpu_sim

@@ -367,7 +367,7 @@ def _build_scheduler(
         block_manager=block_manager,
         max_request_blocks=device.limits.max_request_blocks,
         max_batch_size=config.max_batch_size,
-        max_step_tokens=config.max_step_tokens,
+        max_step_tokens=config.step_tokens,
         theta_s=config.theta_s,
         eos_ids=hf_model.eos_ids,
         cost=cost,

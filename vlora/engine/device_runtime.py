@@ -236,4 +236,4 @@ class DeviceRuntime:
         if on_gpu and config.cuda_graphs and self.runner.gpu.decodes and group is None:
             num_blocks = self.limits.num_pages // self.limits.block_pages
             max_context = min(self.limits.max_context, num_blocks * config.block_size)
-            self.runner.capture_decodes(config.max_batch_size, max_context, padding_block=num_blocks)
+            self.runner.capture(config.max_batch_size, config.step_tokens, max_context, num_blocks)

@@ -57,9 +57,9 @@ def failed(batch: Batch, error: StepFailed) -> StepResult:
 class StepsAhead:
     """Keeps at most one step in flight while the next one is scheduled.
 
-    Only a decode step stays in flight, and only if its requests need nothing of their last token on the host: text
-    without grammar, penalties and log probabilities. Other steps, and those that have switched weights or have failed
-    for a request, change inputs of the next decision and are collected at once.
+    A step stays in flight only if its requests need nothing of their last token on the host: text without grammar,
+    penalties and log probabilities. Other steps, and those that encode images, have switched weights or have failed for
+    a request, change inputs of the next decision and are collected at once.
     """
 
     runner: ModelRunner
@@ -117,8 +117,7 @@ class StepsAhead:
         outputs = self._collect(written=ids)
         self.scheduler.advance(batch)
         self._in_flight = batch, step
-        decodes = batch.encode is None and batch.num_tokens == len(ids)
-        if decodes and not step.switched and not step.errors and self._plain.issuperset(ids):
+        if batch.encode is None and not step.switched and not step.errors and self._plain.issuperset(ids):
             return outputs
         return outputs + self._collect()
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
 from typing import Protocol
 
@@ -261,13 +261,22 @@ class AdapterPool:
     def factors(self, key: str, site: str) -> HostFactors:
         return self._residents[key].factors[site]
 
-    def is_plain(self, key: str) -> bool:
-        """Whether an adapter consists of dense factors of adaptable layers.
+    def unfit_for_graphs(self, keys: Set[str], merged: str | None, highest_rank: int) -> str:
+        """Why captured kernels cannot compute a step with lanes of these adapters; empty if they can.
 
-        Other adapters have block-diagonal or split factors, further rows, or weights of the output head or the token
-        embedding.
+        Args:
+            merged: The adapter in the weights.
+            highest_rank: Of an adapter with a lane.
         """
-        return self._residents[key].is_dense and not self.has_own_layers(key)
+        if merged is not None and self.has_own_layers(merged):
+            return "a merged adapter changes the output head or the token embedding"
+        # Others have block-diagonal or split factors, or further rows.
+        if not all(self._residents[key].is_dense and not self.has_own_layers(key) for key in keys):
+            return "an adapter does not consist of two dense matrices for each layer"
+        if self._table is None or not self._table.serves(keys):
+            return "an adapter has factors that the kernels cannot read in place"
+        rank = max((self._table.ranks[key] for key in keys), default=0)
+        return f"an adapter has rank {rank}, captured kernels at most {highest_rank}" if rank > highest_rank else ""
 
     def has_own_layers(self, key: str) -> bool:
         """Whether an adapter changes the output head or the token embedding, which are never merged."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import atmm
@@ -18,10 +17,12 @@ from vlora.parallel.adapter_sharding import parts_of
 class ModeSwitcher(Protocol):
     """Sets the language model's weights to `W0` or to `W0 + delta` of one adapter.
 
-    in_place: merged weights overwrite W0, so that every switch is a pass over the weights.
+    in_place: merged weights overwrite W0, so that every switch is a pass over the weights. shows_late: layers get the
+    weights of a switch in `show` only: graphs have the addresses of both, and need no switch.
     """
 
     in_place: bool
+    shows_late: bool
     merged_key: str | None
 
     def switch(self, key: str | None) -> bool:
@@ -31,14 +32,11 @@ class ModeSwitcher(Protocol):
         W0.
         """
 
+    def show(self, *, merged: bool | None = None) -> None:
+        """Give the model's layers the memory of W0 or of merged weights (None: of the last switch)."""
+
     def forget(self, key: str) -> None:
         """Remove every trace of an adapter from the weights, because it is being evicted."""
-
-    def shown(self, *, merged: bool) -> AbstractContextManager[None]:
-        """Context in which the model's layers have the memory of W0, or of merged weights with any content.
-
-        For captures of CUDA graphs, while nothing is merged.
-        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +93,7 @@ class ShadowSwitcher:
     that a captured graph holds for every adapter (docs/decisions/0046).
     """
 
-    in_place = False
+    in_place = shows_late = False
 
     def __init__(self, slabs: WeightSlabs, pool: AdapterPool, *, complete: bool = False) -> None:
         """complete: layers without a delta have a copy of W0 in the shadow, instead of W0 itself; joined ones must."""
@@ -113,25 +111,23 @@ class ShadowSwitcher:
         self._shadow_key: str | None = None
         self._dirty: frozenset[str] = frozenset()  # layers with another value than W0 in the shadow
         self.merged_key: str | None = None
+        self._shows_merged = False
 
     def switch(self, key: str | None) -> bool:
         if key == self.merged_key:
             return False
         if key is not None and key != self._shadow_key:
             self._merge(key)
-        self._show(merged=key is not None)
         self.merged_key = key
+        if not self.shows_late:
+            self.show()
         return True
 
-    @contextmanager
-    def shown(self, *, merged: bool) -> Iterator[None]:
-        self._show(merged=merged)
-        try:
-            yield
-        finally:
-            self._show(merged=False)
-
-    def _show(self, *, merged: bool) -> None:
+    def show(self, *, merged: bool | None = None) -> None:
+        merged = self.merged_key is not None if merged is None else merged
+        if merged == self._shows_merged:
+            return
+        self._shows_merged = merged
         wanted = frozenset() if not merged else self._slabs.slots.keys() if self._complete else self._dirty
         for name, holder, w0, shadow in self._weights:
             holder.hold(shadow if name in wanted else w0)

@@ -12,7 +12,6 @@ the bus, which is many times slower than device memory.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -36,7 +35,7 @@ SAMPLE_ROWS, SAMPLE_VALUES = 32, 2**17  # minimum of each, or the whole layer
 class InPlaceSwitcher:
     """A `ModeSwitcher` without a second copy of the target weights: merged weights overwrite W0."""
 
-    in_place = True
+    in_place, shows_late = True, False
 
     def __init__(self, slabs: WeightSlabs, pool: AdapterPool, base_weights: BaseWeights, *, subtracting: bool) -> None:
         """Create a switcher over slabs with nothing merged.
@@ -78,13 +77,13 @@ class InPlaceSwitcher:
         self.merged_key, self._torn = key, False
         return True
 
+    def show(self, *, merged: bool | None = None) -> None:
+        pass
+
     def forget(self, key: str) -> None:
         """Rewrites the layers instead of subtracting, because the factors may already be freed."""
         if self.merged_key == key:
             self._restore()
-
-    def shown(self, *, merged: bool) -> AbstractContextManager[None]:
-        return nullcontext()
 
     @property
     def sampled_shapes(self) -> frozenset[tuple[int, int]]:

@@ -77,10 +77,12 @@ class StepAttention:
         """
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         cache = self.cache.k[layer], self.cache.v[layer]
-        tensors = LayerTensors(out, q, new, cache, q.shape[2] ** -0.5 if scale is None else scale)
+        self.launch(layer, LayerTensors(out, q, new, cache, q.shape[2] ** -0.5 if scale is None else scale))
+        return out
+
+    def launch(self, layer: int, tensors: LayerTensors) -> None:
         for queries in self.last_queries if layer == len(self.cache.k) - 1 else self.queries:
             queries.attend(tensors)
-        return out
 
 
 def token_rows(states: torch.Tensor) -> torch.Tensor:

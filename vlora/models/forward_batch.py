@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import atmm
 from vlora.models.attention import LayerTensors, PagedChunk, PagedDecodes, PrefillSpan, Queries
 from vlora.models.gpu.attention import Chunk, GpuAttention, Put
-from vlora.models.last_layer import ReadRows, lanes_of_rows
+from vlora.models.hf_model import VisualRows
 from vlora.models.request_state import RequestState
 from vlora.types import BatchItem, Mode
 
@@ -71,10 +71,12 @@ class ForwardBatch:
         draws: On a GPU the `draw_table` of the text rows, if any of them is not greedy.
         logits: Of the text rows, float32 [n, vocab]; None before they are computed.
         inputs: The language model's inputs [T, hidden], with the features of images in their places.
+        hidden: Its states [T, hidden], valid in rows that are read. A decode step as a graph has neither.
     """
 
     text_index: torch.Tensor
     inputs: torch.Tensor
+    hidden: torch.Tensor
     draws: torch.Tensor | None = None
     logits: torch.Tensor | None = None
 
@@ -101,7 +103,6 @@ class ForwardBatch:
             self.write_rows[row.start : row.stop] = row.context[row.first :]
 
     def read_rows(self) -> list[np.ndarray]:
-        """For each item, the batch indices of tokens with a final hidden state that is read, ascending."""
         return [row.read() for row in self.rows]
 
     def positions(self, num_rows: int) -> np.ndarray:
@@ -112,32 +113,25 @@ class ForwardBatch:
             out[:, row.start : row.stop] = row.state.positions.span(row.first, row.last)
         return out
 
-    def place_visuals(self, embeddings: torch.Tensor) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """Write image and video embeddings over their placeholders in embeddings [T, hidden], in place.
-
-        Returns:
-            The mask of those rows [T] and, per deepstack level, the rows' additional features; (None, []) if there are
-            none.
-        """
-        mask = np.zeros(self.num_tokens, dtype=bool)
+    def visuals(self, put: Put) -> VisualRows | None:
+        """The features of images and videos at this step's placeholders; None if there are none."""
+        rows: list[np.ndarray] = []
         features: list[torch.Tensor] = []
         levels: list[tuple[torch.Tensor, ...]] = []
         for row in self.rows:
             visual = row.state.visual
             if visual is None or row.first >= len(visual.before) - 1:
                 continue
-            stop = min(row.last, len(visual.before) - 1)
-            before = visual.before[row.first : stop + 1]
+            before = visual.before[row.first : row.last + 1]
             if before[0] == before[-1]:
                 continue
-            mask[row.start : row.start + stop - row.first] = np.diff(before) == 1
+            rows.append(row.start + np.flatnonzero(np.diff(before)))
             features.append(visual.features[before[0] : before[-1]])
             levels.append(tuple(level[before[0] : before[-1]] for level in visual.deepstack))
         if not features:
-            return None, []
-        rows = torch.from_numpy(mask).to(embeddings.device)
-        embeddings[rows] = torch.cat(features)
-        return rows, [torch.cat(level) for level in zip(*levels, strict=True)]
+            return None
+        joined = [torch.cat(level) for level in zip(*levels, strict=True)]
+        return VisualRows(put(np.concatenate(rows)), torch.cat(features), joined)
 
     def lanes(self, mode: Mode, merged: str | None) -> list[atmm.Lane]:
         """The lanes of the batch: each row's own adapter and, in mixed mode, minus the merged adapter."""
@@ -158,8 +152,8 @@ class ForwardBatch:
 
 
 def queries_of(
-    packed: ForwardBatch, lanes: Sequence[atmm.Lane], dtype: torch.dtype, gpu: GpuAttention, put: Put
-) -> tuple[list[Queries], list[Queries], ReadRows | None]:
+    packed: ForwardBatch, dtype: torch.dtype, gpu: GpuAttention, put: Put
+) -> tuple[list[Queries], list[Queries], np.ndarray | None]:
     """Build the queries of a packed batch.
 
     Args:
@@ -167,8 +161,7 @@ def queries_of(
         put: Copies indices to the device.
 
     Returns:
-        The queries of all layers except the last, those of the last layer, and the rows of the last layer that are read
-        (None: all).
+        The queries of all layers except the last, those of the last layer, and its rows that are read (None: all).
     """
     attending = [np.arange(row.start, row.stop) for row in packed.rows]
     queries = _queries(packed, attending, dtype, gpu, put)
@@ -176,8 +169,7 @@ def queries_of(
     rows = np.concatenate(read)
     if len(rows) == packed.num_tokens:
         return queries, queries, None
-    limited = ReadRows(put(rows), lanes_of_rows(lanes, rows))
-    return queries, _queries(packed, read, dtype, gpu, put), limited
+    return queries, _queries(packed, read, dtype, gpu, put), rows
 
 
 def _queries(

@@ -20,7 +20,7 @@ from vlora.types import ErrorValue, FoundBox, HeadAnswer
 
 
 def read_heads(
-    hidden: torch.Tensor, packed: ForwardBatch, pool: AdapterPool, config: Any
+    packed: ForwardBatch, pool: AdapterPool, config: Any
 ) -> tuple[dict[str, HeadAnswer], dict[str, ErrorValue]]:
     """Read all heads of all adapters in one call, and the states for embeddings in another one.
 
@@ -39,10 +39,10 @@ def read_heads(
         else:
             pooled.append(row)
     if pooled:
-        _add_states(hidden, pooled)
+        _add_states(packed.hidden, pooled)
     heads = {key: pool.head(*key) for key in rows}
     read = {key: [_read_now(row) for row in members] for key, members in rows.items()}
-    for key, together in _logits(hidden, packed.inputs, heads, read).items() if rows else ():
+    for key, together in _logits(packed, heads, read).items() if rows else ():
         head = heads[key]
         parts = together.float().cpu().split([len(r.rows) for r in read[key]])
         for row, now, part in zip(rows[key], read[key], parts, strict=True):
@@ -68,18 +68,20 @@ _Key = tuple[str, str]  # adapter and head
 
 
 def _logits(
-    hidden: torch.Tensor,
-    inputs: torch.Tensor,
+    packed: ForwardBatch,
     heads: Mapping[_Key, TaskHead],
     read: Mapping[_Key, Sequence[_ReadNow]],
 ) -> dict[_Key, torch.Tensor]:
     """The logits of all rows of each head, over hidden states or over the language model's inputs."""
+    hidden = packed.hidden
     rows = {key: torch.from_numpy(np.concatenate([r.rows for r in read[key]])).to(hidden.device) for key in heads}
     of_states = [key for key, head in heads.items() if head.spec.reads == "states"]
     found = atmm.head_logits(
         hidden, [atmm.HeadRows(heads[key].weight, heads[key].bias, rows[key]) for key in of_states]
     )
-    of_inputs = {key: heads[key].logits(inputs.index_select(0, rows[key])) for key in heads if key not in of_states}
+    of_inputs = {
+        key: heads[key].logits(packed.inputs.index_select(0, rows[key])) for key in heads if key not in of_states
+    }
     return dict(zip(of_states, found, strict=True)) | of_inputs
 
 

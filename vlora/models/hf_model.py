@@ -49,6 +49,21 @@ class VisionFeatures:
         return sum(t.numel() * t.element_size() for t in (self.rows, *self.deepstack))
 
 
+@dataclasses.dataclass(frozen=True)
+class VisualRows:
+    """Rows of a packed batch with features of images and videos, which `place` writes over their embeddings.
+
+    index: int64 [n] on the model's device. features: [n, hidden]. levels: additional ones, for each deepstack level.
+    """
+
+    index: torch.Tensor
+    features: torch.Tensor
+    levels: list[torch.Tensor]
+
+    def place(self, embeddings: torch.Tensor) -> None:
+        embeddings.index_copy_(0, self.index, self.features)
+
+
 class HFModel:
     """A loaded transformers model with its attention replaced and its linear layers converted by `adapt`."""
 
@@ -241,8 +256,7 @@ class HFModel:
         embeddings: torch.Tensor,
         positions: torch.Tensor,
         step: StepAttention,
-        visual_mask: torch.Tensor | None,
-        deepstack: Sequence[torch.Tensor],
+        visuals: VisualRows | None = None,
     ) -> torch.Tensor:
         """Run the text model on packed embeddings [T, hidden] and positions [1 or 3, T].
 
@@ -250,13 +264,13 @@ class HFModel:
             Hidden states [T, hidden] after the final norm.
         """
         rotary = positions[:, None] if self.family.mrope else positions
-        plain = embeddings.is_cpu and not deepstack and not torch.is_grad_enabled()
+        plain = embeddings.is_cpu and not (visuals and visuals.levels) and not torch.is_grad_enabled()
         if plain and self.fused_layers is not None:
             return self.fused_layers(embeddings, rotary, step)
         extra: dict[str, Any] = {}
-        if deepstack:
-            assert visual_mask is not None
-            extra = {"visual_pos_masks": visual_mask[None], "deepstack_visual_embeds": list(deepstack)}
+        if visuals is not None and visuals.levels:
+            mask = embeddings.new_zeros(1, len(embeddings), dtype=torch.bool).index_fill_(1, visuals.index, True)
+            extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": visuals.levels}
         return self.text_model(
             inputs_embeds=embeddings[None],
             position_ids=rotary,

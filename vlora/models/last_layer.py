@@ -9,7 +9,6 @@ compute the rows that are read and return zeros for the others, so that the mode
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,25 +22,16 @@ from vlora.errors import UnsupportedModel
 from vlora.lora.adapted_linear import AdaptedLinear, LaneScope
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReadRows:
-    """Rows of the packed batch with a final hidden state that is read.
-
-    index: int64 [K], ascending, on the model's device. lanes: the batch's lanes over these K rows.
-    """
-
-    index: torch.Tensor
-    lanes: Sequence[atmm.Lane]
-
-
 def lanes_of_rows(lanes: Sequence[atmm.Lane], rows: np.ndarray) -> list[atmm.Lane]:
     """The lanes of a packed batch over a subset of its rows, renumbered from 0 to len(rows) - 1. rows: ascending."""
-    kept: list[atmm.Lane] = []
-    for lane in lanes:
-        start, stop = (int(place) for place in np.searchsorted(rows, (lane.start, lane.stop)))
-        if start < stop:
-            kept.append(lane._replace(start=start, stop=stop))
-    return kept
+    ends = np.searchsorted(rows, [(lane.start, lane.stop) for lane in lanes]).tolist()
+    kept = zip(lanes, ends, strict=True)
+    return [lane._replace(start=start, stop=stop) for lane, (start, stop) in kept if start < stop]
+
+
+def plan_of_rows(lanes: Sequence[atmm.Lane], rows: np.ndarray) -> atmm.SegmentPlan | None:
+    own = lanes_of_rows(lanes, rows)
+    return atmm.SegmentPlan(len(rows), own) if own else None
 
 
 class LastLayer:
@@ -69,13 +59,12 @@ class LastLayer:
             _limit(module, self, width)
 
     @contextmanager
-    def limited_to(self, rows: ReadRows | None) -> Iterator[None]:
-        """Context in which only these rows are computed. None: all rows."""
-        if rows is None:
+    def limited_to(self, index: torch.Tensor | None, plan: atmm.SegmentPlan | None = None) -> Iterator[None]:
+        """Context in which only the rows `index`, int64 [K], are computed (None: all). plan: the lanes over them."""
+        if index is None:
             yield
             return
-        num_rows = len(rows.index)
-        self.active = rows.index, atmm.SegmentPlan(num_rows, rows.lanes) if rows.lanes else None
+        self.active = index, plan
         # q is computed for fewer rows than k and v here, so the three cannot share one product.
         siblings = [linear.siblings for linear in self._inputs]
         for linear in self._inputs:

@@ -84,7 +84,7 @@ class RequestState:
         self.places = _places(request, placeholders)
         self._last = [int(own[-1]) if len(own) else len(request.prompt_ids) for own in self.places]
         self._visual_from = len(request.prompt_ids) + 1  # images and videos that reach this token are in `visual`
-        self._block_table: tuple[int, ...] = ()
+        self.block_table: tuple[int, ...] = ()
         self._rows = np.empty(0, dtype=np.int64)
 
     def prepared(self, start: int) -> bool:
@@ -135,10 +135,10 @@ class RequestState:
 
     def kv_rows(self, block_table: tuple[int, ...], block_size: int, block_rows: int) -> np.ndarray:
         """Base row of every token slot of the table, int64 [len(table) * block_size]; cached for the same table."""
-        if block_table != self._block_table:
+        if block_table != self.block_table:
             first = np.asarray(block_table, dtype=np.int64) * block_rows
             self._rows = (first[:, None] + np.arange(block_size)).reshape(-1)
-            self._block_table = block_table
+            self.block_table = block_table
         return self._rows
 
 

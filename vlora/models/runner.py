@@ -19,13 +19,14 @@ from vlora.memory.arena import PAGE_BYTES, Arena
 from vlora.models.attention import KVCache, StepAttention
 from vlora.models.forward_batch import ForwardBatch, lane_by_lane, queries_of
 from vlora.models.gpu.attention import GpuAttention
-from vlora.models.gpu.decode_step import DecodeGraphs, DecodeModel
+from vlora.models.gpu.fixed_step import StepModel
+from vlora.models.gpu.graphs import StepGraphs
 from vlora.models.gpu.step_inputs import StepInputs
 from vlora.models.gpu.step_tokens import StepTokens
 from vlora.models.grammar import Cursor
 from vlora.models.head_reading import read_heads
 from vlora.models.hf_model import HFModel
-from vlora.models.last_layer import LastLayer
+from vlora.models.last_layer import LastLayer, plan_of_rows
 from vlora.models.launched_step import HostClock, LaunchedStep, StreamClock, TokenChoice
 from vlora.models.request_state import RequestState
 from vlora.models.vision.encoder import ImageEncoding, VisionEncoder
@@ -70,13 +71,13 @@ class ModelRunner:
         self._clock = StreamClock() if hf_model.device.type == "cuda" else HostClock()
         self._tokens = StepTokens(hf_model.device) if hf_model.device.type == "cuda" else None
         self._inputs = None if self._tokens is None else StepInputs(hf_model.device, self._tokens)
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
 
-    def capture_decodes(self, max_batch: int, max_context: int, padding_block: int) -> None:
-        """Run decode steps as CUDA graphs from now on. The arguments are those of `DecodeGraphs` and `DecodeModel`."""
+    def capture(self, *sizes: int) -> None:
+        """Run steps as CUDA graphs from now on. The arguments are those of `StepModel`."""
         assert self._tokens is not None
-        model = DecodeModel(self._hf_model, self.gpu, self._cache, max_context, padding_block)
-        self.graphs = DecodeGraphs.try_to_capture(model, self._pool, self._switcher, self._tokens, max_batch)
+        model = StepModel(self._hf_model, self.gpu, self._cache, self._last_layer, *sizes)
+        self.graphs = StepGraphs.try_to_capture(model, self._pool, self._switcher, self._tokens)
 
     def add(self, request: Request, vision_key: str | None) -> None:
         """Add a request. vision_key: its adapter's key if that adapter changes the vision side, else None."""
@@ -118,9 +119,9 @@ class ModelRunner:
             items = [item for item in batch.items if item.request_id not in errors]
             if items:
                 with _failing_its_batch():
-                    hidden, packed = self._forward(batch, items)
+                    packed = self._forward(batch, items)
                     if self._leads:
-                        self._answer(hidden, packed, step)
+                        self._answer(packed, step)
         step.end = self._clock.mark()
         return step
 
@@ -148,42 +149,45 @@ class ModelRunner:
 
     # -- the packed batch -------------------------------------------------------------------------------------------
 
-    def _forward(self, batch: Batch, items: Sequence[BatchItem]) -> tuple[torch.Tensor | None, ForwardBatch]:
-        """Run the model. Returns hidden states [T, hidden], valid in rows that are read, or None, and the batch."""
+    def _forward(self, batch: Batch, items: Sequence[BatchItem]) -> ForwardBatch:
+        """Run the model: sets `hidden` of the batch, or its `logits`."""
         hf_model, merged = self._hf_model, batch.merged_adapter
         packed = ForwardBatch(self._states, lane_by_lane(items, merged), self._block_size, self._block_rows)
         lanes = packed.lanes(batch.mode, merged)
-        if self.graphs is not None and self.graphs.replay(packed, lanes):
-            return None, packed
+        if self.graphs is not None and self._inputs is not None and self.graphs.replay(packed, lanes, self._inputs):
+            return packed
+        self._switcher.show()
         put = torch.from_numpy if self._inputs is None else self._inputs.put
         token_ids, write_rows = put(packed.token_ids), put(packed.write_rows)
         positions = put(packed.positions(3 if hf_model.family.mrope else 1))
         if self._leads and atmm.gains_from_copies(lanes, hf_model.device, hf_model.dtype):
             self._pool.pack_for(lane.key for lane in lanes)
-        queries, last_queries, read = queries_of(packed, lanes, hf_model.dtype, self.gpu, put)
+        queries, last_queries, rows = queries_of(packed, hf_model.dtype, self.gpu, put)
+        read = (None,) if rows is None else (put(rows), plan_of_rows(lanes, rows))
         packed.text_index = put(np.array([row.stop - 1 for row in packed.text], dtype=np.int64))
+        visuals = packed.visuals(put)
         if self._inputs is not None:
             self._inputs.finish(packed, token_ids)
-        embeddings = hf_model.embed(token_ids)
+        embeddings = packed.inputs = hf_model.embed(token_ids)
         if hf_model.own.embedding:
             hf_model.own.embedding.look_up(embeddings, token_ids, packed.rows)
-        visual_mask, deepstack = packed.place_visuals(embeddings)
-        packed.inputs = embeddings
+        if visuals is not None:
+            visuals.place(embeddings)
         step = StepAttention(self._cache, write_rows, queries, last_queries)
-        with hf_model.language_scope.lanes(packed.num_tokens, lanes), self._last_layer.limited_to(read):
-            hidden = hf_model.forward(embeddings, positions, step, visual_mask, deepstack)
-        return hidden, packed
+        with hf_model.language_scope.lanes(packed.num_tokens, lanes), self._last_layer.limited_to(*read):
+            packed.hidden = hf_model.forward(embeddings, positions, step, visuals)
+        return packed
 
-    def _answer(self, hidden: torch.Tensor | None, packed: ForwardBatch, step: LaunchedStep) -> None:
-        if hidden is not None and packed.text:
-            picked, head = hidden.index_select(0, packed.text_index), self._hf_model.lm_head
+    def _answer(self, packed: ForwardBatch, step: LaunchedStep) -> None:
+        if packed.logits is None and packed.text:
+            picked, head = packed.hidden.index_select(0, packed.text_index), self._hf_model.lm_head
             packed.logits = linear(picked, head.stored, head.bias).float().contiguous()
             if self._hf_model.own.head:
                 self._hf_model.own.head.multiply(packed.logits, picked, [row.adapter for row in packed.text])
         if packed.logits is not None:
             step.choice = TokenChoice(packed.logits, packed, self._hf_model.eos_ids, self._tokens)
-        if hidden is not None and packed.head_rows:
-            step.heads, failed = read_heads(hidden, packed, self._pool, self._hf_model.config)
+        if packed.head_rows:
+            step.heads, failed = read_heads(packed, self._pool, self._hf_model.config)
             step.errors |= failed
 
 

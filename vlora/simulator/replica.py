@@ -7,7 +7,7 @@ import functools
 import zlib
 from collections.abc import Callable, Collection, Iterable, Set
 
-from vlora.config import EngineConfig
+from vlora.config import STEP_TOKENS, EngineConfig
 from vlora.errors import BadConfig, DeadlineUnreachable
 from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.block_manager import BlockManager
@@ -95,7 +95,7 @@ class ReplicaConfig:
     prefix_cache: bool = False
     policy: str = EngineConfig.policy
     max_batch_size: int = EngineConfig.max_batch_size
-    max_step_tokens: int = EngineConfig.max_step_tokens
+    max_step_tokens: int = STEP_TOKENS[0]
     block_size: int = EngineConfig.block_size
     theta_s: float = EngineConfig.theta_s
     max_ttft_s: float | None = EngineConfig.max_ttft_s

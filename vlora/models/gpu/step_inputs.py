@@ -34,6 +34,10 @@ class StepInputs:
         self._used = 0
         self._allocate(num_bytes)
 
+    def first(self, num_bytes: int) -> torch.Tensor:
+        """The bytes on the device of the first array of a step."""
+        return self._target[:num_bytes]
+
     def put(self, array: np.ndarray) -> torch.Tensor:
         """Add a contiguous array. Its tensor on the device has the values after the next `copy`."""
         start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
