@@ -44,12 +44,12 @@ class Budget(NamedTuple):
 
 
 BUDGETS = (
-    Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_680, 2_200),
+    Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_690, 2_200),
     Budget("vlora/client", 1_900, 900),
     Budget("vlora/server", 9_960, 4_900),
-    Budget("vlora/engine vlora/parallel", 6_670, 4_900),
+    Budget("vlora/engine vlora/parallel", 6_660, 4_900),
     Budget("vlora/orchestrator vlora/routing", 5_480, 4_000),
-    Budget("vlora/memory vlora/lora vlora/models", 11_640, 8_300),
+    Budget("vlora/memory vlora/lora vlora/models", 11_990, 8_300),
     Budget("vlora/cluster", 7_010, 3_700),
     Budget("vlora/wire", 920, 1_000),
     Budget("vlora/split", 2_570, 1_600),
