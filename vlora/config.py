@@ -18,6 +18,7 @@ from vlora.errors import BadConfig
 from vlora.types.composition import OTHER
 from vlora.types.request import MAX_VISUALS
 
+STEP_TOKENS = 512, 2048  # of a step on a CPU and on a GPU
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 MIN_SECRET = 16
 HUB = "hub:"
@@ -146,9 +147,6 @@ class ServedBase:
     tls_client_ca: str | None = None
 
 
-STEP_TOKENS = 512, 2048  # of a step on a CPU and on a GPU
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine: a folder or a hub name, and flags of `vlora serve`. Their defaults are defined here only.
@@ -193,9 +191,7 @@ class EngineConfig:
     )
     policy: str = setting("cost_based", "Scheduling", _POLICY, choices=POLICY_NAMES)
     max_batch_size: int = setting(32, "Scheduling", "Maximum number of requests per step.", least=1)
-    max_step_tokens: int | None = setting(
-        None, "Scheduling", "Maximum number of tokens per step. Default: 512, on a GPU 2048.", least=1
-    )
+    max_step_tokens: int | None = setting(None, "Scheduling", "Most tokens per step. Default: 512, GPU 2048.", least=1)
     cuda_graphs: bool = setting(True, "Scheduling", "Run steps on a GPU as CUDA graphs.")
     max_context: int | None = setting(
         None, "Scheduling", "Maximum tokens of prompt and answer together. Default: the model's own limit.", least=1
@@ -277,7 +273,6 @@ class EngineConfig:
 
     @property
     def step_tokens(self) -> int:
-        """`max_step_tokens`, or its default for the device."""
         return self.max_step_tokens or STEP_TOKENS[self.device != "cpu"]
 
     @property
