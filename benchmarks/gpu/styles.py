@@ -2,7 +2,7 @@
 rest of it, group of layers by group of layers; on a CPU without the tilings, on small shapes.
 
 Only deltas are timed, as CUDA graphs over copies of a group that together exceed the cache, so that factors are read
-from memory as in a model. Floors are bytes (factors once, inputs once, outputs twice) at the speed of a copy measured
+from memory as in a model. Floors are bytes (factors once, inputs once, outputs twice) at the best speed of memory
 in the same run.
 """
 
@@ -25,7 +25,7 @@ from atmm.segments import BatchStats
 from atmm.tuning.search import Case, Shape
 from benchmarks.gpu.profile import profiled
 from benchmarks.plain_baselines import lane_factors, padded_einsum
-from vlora.bench.gpu.context import Context, copy_speed, device_seconds, device_times
+from vlora.bench.gpu.context import Context, device_seconds, device_times, memory_speed
 from vlora.bench.gpu.stages.search import QWEN2_VL_7B
 from vlora.bench.harness import Measured
 from vlora.bench.report import Goal
@@ -58,7 +58,7 @@ def run(context: Context) -> dict[str, Any]:
     torch.manual_seed(0)
     if not context.on_gpu:
         with torch.inference_mode():
-            rows = [measure(context, case, copy_speed(context), ()) for case in _SMALL_CASES]
+            rows = [measure(context, case, memory_speed(context), ()) for case in _SMALL_CASES]
         return {"summary": f"{len(rows)} cells of a CPU", "rows": rows}
     cells = list(cases(quick=True))
     cells += [cell for cell in cases(quick=False) if cell not in cells]
@@ -83,7 +83,7 @@ def measure_all(quick: bool) -> Measured:
 def _measured(context: Context, cells: Sequence[tuple[str, Case]]) -> tuple[list[dict[str, Any]], list[Goal]]:
     from benchmarks.kernel_baselines import STYLES  # needs Triton
 
-    speed = copy_speed(context)
+    speed = memory_speed(context)
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
         for model, case in context.while_time(list(cells), _RESERVE_S):

@@ -237,15 +237,16 @@ MAKERS: dict[str, Callable[[Patch, float], Report]] = {
 
 def _step_goals(slow: float) -> list[Goal]:
     rows = [
-        {"kind": kind.name, "batch": batch, "graph": graph, "ms": 1.0, "host ms": 0.5 * slow, "ratio": 1.2 * slow}
-        for kind in KINDS
+        {"kind": kind, "batch": batch, "graph": graph, "ms": 1.0, "host ms": 0.5 * slow, "ratio": 1.1 * slow}
+        for kind in ("merged, fp8", "merged, int4", *(each.name for each in KINDS))
         for batch in (32, 16, 1)
         for graph in (True, False)
     ]
+    ms = {"none": 1.0, "merged": 1.0, "merged, fp8": 3 * slow, "merged, int4": 2 * slow}
     for row in rows:
-        row["ms"] = 1.0 if row["kind"] in ("none", "merged") else 1.1 * slow
-    captured = decode.goals_of(rows, 12.0 * slow)
-    return captured if slow == 1 else [*decode.goals_of(rows, None)[:1], *captured[1:]]
+        row["ms"] = ms.get(str(row["kind"]), 1.05 * slow)
+    captured = decode.goals_of(rows, 12.0 * slow, "H200")
+    return captured if slow == 1 else [*decode.goals_of(rows, None, "H200")[:1], *captured[1:]]
 
 
 STYLES = ("sgmv", "bgmv", "mbgmm", "vllm", "sglang")  # of kernels, which need Triton
@@ -254,18 +255,20 @@ STAGE_GOALS: dict[str, Callable[[float], list[Goal]]] = {
     "attention": lambda slow: attention.goals_of(
         [
             {"case": f"decode, batch {case}", "us": us * slow, "torch us": us}
-            for case, us in (("32 x 2048", 50.0), ("1 x 2048", 10.0), ("1 x 16384", 20.0))
-        ]
+            for case, us in (("32 x 2048", 40.0), ("1 x 2048", 10.0), ("1 x 16384", 10.0))
+        ],
+        "H200",
     ),
     "merge": lambda slow: merge.goals_of(
-        [{"rank": 16, "merge / copy": slow, "back ms": 0.05 * slow, "first ms": slow, "merge ms": 1.0}],
+        [{"rank": 16, "merge / bytes": slow, "back ms": 0.05 * slow, "first ms": slow, "merge ms": 1.0}],
         merge.Drift(1e-3 * slow, 0.0, 0.0 if slow == 1 else 1e-6),
     ),
     "prefill": lambda slow: prefill.goals_of(
         [{"mode": "merged", "ms": 40.0 * slow}, {"mode": "unmerged", "ms": 42.0 * slow**2}],
-        [{"ms": 10.0 * slow, "first ms": 20.0 * slow}] * 4,
+        [{"ms": 7.0 * slow, "first ms": 20.0 * slow}] * 4,
+        "H100",
     ),
-    "serve": lambda slow: load.goals_of(5000.0 / slow, 1.2 * slow, 4.0 / slow),
+    "serve": lambda slow: load.goals_of(5000.0 / slow, 1.2 * slow, 4.0 / slow, "H100"),
     "step": _step_goals,
     "styles": lambda slow: styles.goals_of(
         [{"tokens": 1024, "ours / floor": 1.2 * slow, **dict.fromkeys(("einsum", *STYLES), 3.0 / slow)}],

@@ -50,6 +50,7 @@ class Immediate:
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages take their paths for a GPU, with a small model on the CPU."""
     monkeypatch.setattr(Context, "on_gpu", True)
+    monkeypatch.setattr(Context, "gpu", "H200")
     monkeypatch.setattr(Context, "synchronize", lambda self: None)
     monkeypatch.setattr(timing, "Replays", Immediate)
     monkeypatch.setattr(timing, "REPEATS", 2)
@@ -81,6 +82,8 @@ SMALLER: dict[str, dict[str, Any]] = {
             [
                 "steps run as CUDA graphs",
                 "merged step / bytes, batch 16",
+                "merged step in fp8, ms",
+                "merged step in int4, ms",
                 "unmerged 8 x r16 / merged",
                 "unmerged 16 x r64",
                 "mixed / merged",
@@ -90,11 +93,11 @@ SMALLER: dict[str, dict[str, Any]] = {
         ),
         (
             "prefill",
-            ["prefill of 64 tokens, merged", "unmerged / merged", "one image", "the first image of a new size"],
+            ["unmerged / merged", "prefill of 64 tokens, merged", "one image", "the first image of a new size"],
         ),
         pytest.param(
             "merge",
-            ["merge / copy, rank 16", "back to W0", "first merge", "drift in place", "drift after a restore"],
+            ["merge / bytes, rank 16", "back to W0", "first merge", "drift in place", "drift after a restore"],
             marks=pytest.mark.gpu_sim,
         ),
         ("serve", ["32 streams over 8 adapters", "burst / transformers + PEFT", "p99 / p50"]),
@@ -136,7 +139,7 @@ def test_a_step_stage_compares_the_same_batch() -> None:
         for batch in (32, 16, 1)
         for graph in (True, False)
     ]
-    by_name = {goal.name: goal.value for goal in goals_of(rows, 12.0)}
+    by_name = {goal.name: goal.value for goal in goals_of(rows, 12.0, "")}
     assert by_name["merged step / bytes, batch 16"] == pytest.approx(1.6)
     assert by_name["capture of the CUDA graphs, s"] == 12.0 and by_name["steps run as CUDA graphs"] == 1
     assert by_name["mixed / merged, batch 16"] == 2.0

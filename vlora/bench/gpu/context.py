@@ -39,6 +39,12 @@ class Context:
         return self.device.type == "cuda"
 
     @property
+    def gpu(self) -> str:
+        """The GPU whose goals in units of time apply, H200 or H100; "" where there are none."""
+        name = torch.cuda.get_device_name(self.device) if self.on_gpu else ""
+        return next((each for each in ("H200", "H100") if each in name), "")
+
+    @property
     def left_s(self) -> float:
         """Seconds until the stage is ended."""
         return self.ends_s - time.monotonic()
@@ -105,11 +111,31 @@ def repeats(context: Context) -> int:
     return REPEATS if context.on_gpu else _SMALL_REPEATS
 
 
-def copy_speed(context: Context) -> float:
-    """Bytes read and written per second by a large copy."""
-    source = torch.empty(2**30 if context.on_gpu else 2**22, dtype=torch.uint8, device=context.device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / device_seconds(context, lambda: target.copy_(source))
+_WIDTH, _SMALL_WIDTH = 4096, 256
+
+
+def memory_speeds(context: Context) -> dict[str, float]:
+    """Bytes per second of kernels that read a large matrix, and of its copy, which counts both sides. No kernel is the
+    fastest on every GPU."""
+    width = _WIDTH if context.on_gpu else _SMALL_WIDTH
+    matrix = torch.ones(32 * width, width, dtype=torch.bfloat16, device=context.device)
+    rows, target = matrix[:16].clone(), torch.empty_like(matrix)
+    calls: dict[str, Callable[[], object]] = {
+        "sum": matrix.sum,
+        "largest": matrix.amax,
+        "product with a vector": lambda: torch.mv(matrix, rows[0]),
+        "product with 16 rows": lambda: torch.mm(rows, matrix.t()),
+        "copy": lambda: target.copy_(matrix),
+    }
+    return {
+        name: matrix.nbytes * (2 if name == "copy" else 1) / device_seconds(context, call)
+        for name, call in calls.items()
+    }
+
+
+def memory_speed(context: Context) -> float:
+    """The best of `memory_speeds`, by which floors are computed."""
+    return max(memory_speeds(context).values())
 
 
 def elapsed(call: Callable[[], object], context: Context) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vlora.bench.gpu.context import Context, copy_speed, device_seconds, host_seconds
+from vlora.bench.gpu.context import Context, device_seconds, host_seconds, memory_speeds
 
 # Packages beyond torch, transformers and PEFT, and what needs them.
 _PACKAGES = {
@@ -37,11 +37,11 @@ def run(context: Context) -> dict[str, Any]:
     if context.on_gpu:
         found["gpu"] = _gpu()
     context.keep(found)
-    found["copy_bytes_per_s"] = copy_speed(context)
+    found["bytes_per_s"] = speeds = memory_speeds(context)
     found["product_flops_per_s"] = _product_speed(context)
     found |= _launch_cost(context)
-    copied, multiplied = found["copy_bytes_per_s"] / 1e12, found["product_flops_per_s"] / 1e12
-    speed = f"copy {copied:.2f} TB/s, product {multiplied:.0f} TFLOP/s"
+    read, multiplied = max(speeds.values()) / 1e12, found["product_flops_per_s"] / 1e12
+    speed = f"memory {read:.2f} TB/s ({max(speeds, key=speeds.__getitem__)}), product {multiplied:.0f} TFLOP/s"
     return found | {"summary": speed + (f"; missing: {', '.join(missing)}" if missing else "")}
 
 
