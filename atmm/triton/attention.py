@@ -1,7 +1,8 @@
 """Decode attention on a GPU over paged KV, read in place: no row is gathered and no context is padded.
 
-A context is split over several programs if the batch alone gives too few, and a second kernel combines the parts. The
-number of splits depends on the batch's size only, so that a captured graph is valid for contexts of any length.
+Every program attends over an equal share of the tiles of all contexts, whatever their lengths, and a second kernel
+combines the parts of contexts that lie in several shares. The programs compute their shares from the lengths on the
+device, so that a captured graph is valid for contexts of any length.
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atmm.triton.handles import handle
+from atmm.triton.handles import handle, multiprocessors
 
-_PROGRAMS = 264  # two for each multiprocessor of a large GPU
-_MOST_SPLITS = 16
+_PROGRAMS = 2  # for each multiprocessor
+_FEWEST = 8  # requests
 _HEAD_DIMS = (16, 32, 64, 128)
 GROUP_ROWS = 16  # of a product with the query heads of a group, the fewest that tensor cores take
 _LOG2_E = math.log2(math.e)
-JOIN_WARPS = 1  # so that the programs of a join need no barrier
+JOIN_WARPS, JOIN_PARTS = 1, 16  # one warp, so that the programs of a join need no barrier
 # float32 products stay in float32: TF32 on tensor cores would change answers.
 _PRECISION = "ieee"
 
 
 class Scratch(NamedTuple):
-    """Space for the parts of split contexts, float32; it may be shared by all layers of a step.
+    """Space for the parts of contexts in several shares, float32; it may be shared by all layers of a step.
 
-    parts: [batch, kv_heads, splits, group, head_dim]. stats: [batch, kv_heads, splits, 2, group], the largest score and
-    the sum of weights.
+    parts: [2 * shares, kv_heads, group, head_dim]. stats: [2 * shares, kv_heads, 2, group], the largest score and the
+    sum of weights.
     """
 
     parts: Tensor
@@ -55,16 +56,19 @@ def serves_decode(dtype: torch.dtype, group: int, head_dim: int, block_size: int
     return known and 0 < group <= GROUP_ROWS and head_dim in _HEAD_DIMS and whole
 
 
-def num_splits(batch: int, kv_heads: int) -> int:
-    """The number of parts of each context: a power of two, at least 1."""
-    wanted = min(_MOST_SPLITS, -(-_PROGRAMS // (batch * kv_heads)))
-    return 1 << (wanted - 1).bit_length()
+def num_shares(kv_heads: int, device: torch.device) -> int:
+    """The number of shares of all contexts of a batch, such that all KV heads together fill the GPU."""
+    return max(1, _PROGRAMS * multiprocessors(device) // kv_heads)
 
 
-def make_scratch(batch: int, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> Scratch:
-    """Uninitialized space for `decode` with these sizes; empty for batches that are not split."""
-    splits = num_splits(batch, kv_heads)
-    shape = (batch if splits > 1 else 0, kv_heads, splits)
+def padded_batch(batch: int) -> int:
+    """The number of requests for which kernels are compiled that serve this batch."""
+    return max(_FEWEST, 1 << (batch - 1).bit_length())
+
+
+def make_scratch(heads: int, kv_heads: int, head_dim: int, device: torch.device) -> Scratch:
+    """Uninitialized space for `decode` with these sizes, of batches of any size."""
+    shape = 2 * num_shares(kv_heads, device), kv_heads
     group = heads // kv_heads
     parts = torch.empty(*shape, group, head_dim, dtype=torch.float32, device=device)
     return Scratch(parts, torch.empty(*shape, 2, group, dtype=torch.float32, device=device))
@@ -85,8 +89,8 @@ def decode(
 ) -> Tensor:
     """softmax(scale * q k^T) v of one query per request over its paged context. Requires `serves_decode`.
 
-    Query heads share KV heads in order, as in grouped-query attention. Scores, softmax and sums are in float32. One
-    launch, and a second one if contexts are split. A padding row of a batch is a request of length 1 with any block.
+    Query heads share KV heads in order, as in grouped-query attention. Scores, softmax and sums are in float32. Two
+    launches. A padding row of a batch is a request of length 1 with any block.
 
     Args:
         q: [T, heads, head_dim], values of a head adjacent.
@@ -97,7 +101,7 @@ def decode(
         lengths: int32 [batch], context lengths in tokens, at least 1 each.
         places: int32 [batch], rows of `q` and `out`; default: 0 to batch - 1.
         out: [T, heads, head_dim], contiguous; rows that are not in `places` are not modified. Default: a new tensor.
-        scratch: From `make_scratch` for this batch; default: new for this call.
+        scratch: From `make_scratch` for these heads; default: new for this call.
 
     Returns:
         `out`.
@@ -114,35 +118,25 @@ def decode(
     _check(q, kv_rows, block_table, lengths, places, out, block_size)
     _, heads, head_dim = q.shape
     kv_heads = kv_rows.shape[1] // head_dim
-    group, splits = heads // kv_heads, num_splits(batch, kv_heads)
+    group, shares = heads // kv_heads, num_shares(kv_heads, q.device)
     if scratch is None:
-        scratch = make_scratch(batch, heads, kv_heads, head_dim, q.device)
-    elif scratch.parts.shape[:3] != (batch if splits > 1 else 0, kv_heads, splits):
-        raise ValueError(f"the scratch was made for {tuple(scratch.parts.shape[:3])}, not for this batch of {batch}")
+        scratch = make_scratch(heads, kv_heads, head_dim, q.device)
+    elif scratch.parts.shape != (2 * shares, kv_heads, group, head_dim):
+        raise ValueError(f"the scratch is {tuple(scratch.parts.shape)}; make it for these heads, in {shares} shares")
     tile = tile_of(q.dtype.itemsize, block_size)
-    kernel = handle(
-        "decode_part",
-        q.dtype,
-        q.device,
-        (
-            ("GROUP", group), ("PAD", GROUP_ROWS), ("HEAD", head_dim), ("KV_HEADS", kv_heads), ("BLOCK", block_size),
-            ("TILE", tile.tokens), ("SPLITS", splits), ("PRECISION", _PRECISION),
-        ),
-        num_stages=tile.stages,
-    )  # fmt: skip
+    common = ("GROUP", group), ("HEAD", head_dim), ("KV_HEADS", kv_heads), ("TILE", tile.tokens)
+    sizes = *common, ("BATCH", padded_batch(batch))
+    more = ("PAD", GROUP_ROWS), ("BLOCK", block_size), ("PRECISION", _PRECISION)
+    kernel = handle("decode_part", q.dtype, q.device, (*sizes, *more), num_stages=tile.stages)
     strides = out.stride(0), q.stride(0), q.stride(1), block_rows, kv_rows.stride(0), block_table.stride(0)
     kernel(
-        (batch, kv_heads, splits), (out, *scratch, q, kv_rows), strides, places, lengths, block_table, scale * _LOG2_E
+        (shares, kv_heads, 1),
+        (out, *scratch, q, kv_rows),
+        strides,
+        *(places, lengths, block_table, batch, scale * _LOG2_E),
     )
-    if splits > 1:
-        join = handle(
-            "decode_join",
-            q.dtype,
-            q.device,
-            (("GROUP", group), ("HEAD", head_dim), ("SPLITS", splits)),
-            num_warps=JOIN_WARPS,
-        )
-        join((batch, heads, 1), (out, *scratch), (out.stride(0),), places)
+    join = handle("decode_join", q.dtype, q.device, (*sizes, ("PARTS", JOIN_PARTS)), num_warps=JOIN_WARPS)
+    join((batch, heads, 1), (out, *scratch), (out.stride(0),), places, lengths, batch, shares)
     return out
 
 

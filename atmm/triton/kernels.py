@@ -183,89 +183,114 @@ def single(
     tl.store(y_at, (y + sums).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["place_ptr", "length_ptr", "table_ptr"])
+@triton.jit
+def _tile_ends(length_ptr, batch, TILE: tl.constexpr, BATCH: tl.constexpr):
+    """Tiles of the contexts up to and with each request, [BATCH]."""
+    d = tl.arange(0, BATCH)
+    return tl.cumsum(tl.cdiv(tl.load(length_ptr + d, mask=d < batch, other=0), TILE), 0)
+
+
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["place_ptr", "length_ptr", "table_ptr"])
 def decode_part(
     out_ptr, part_ptr, stat_ptr, q_ptr, kv_ptr,
     out_stride, q_stride, q_head_stride, block_rows, row_stride, table_stride,
-    place_ptr, length_ptr, table_ptr, scale,
-    GROUP: tl.constexpr, PAD: tl.constexpr, HEAD: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    place_ptr, length_ptr, table_ptr, batch, scale,
+    GROUP: tl.constexpr, HEAD: tl.constexpr, KV_HEADS: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr,
+    PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one request's group of query heads over one share of its context, read in place from KV blocks.
+    """Attention of one group of query heads over an equal share of the tiles of all contexts, read from KV blocks.
 
-    Grid (requests, KV heads, SPLITS). The keys of a block are the first BLOCK of its block_rows rows after kv_ptr, its
-    values the BLOCK rows behind them. With one split the result goes to out; else sums and their scales go to part and
-    stat, which `decode_join` combines. scale: of the scores, times log2(e).
+    Grid (shares, KV heads). A share is adjacent tiles, which may belong to several requests. A context within one share
+    goes to out; of others, sums and their scales go to part and stat, which `decode_join` combines: to place 0 of the
+    share's two if the context began before it, else to place 1. The keys of a block are the first BLOCK of its
+    block_rows rows after kv_ptr, its values the BLOCK rows behind them. scale: of the scores, times log2(e).
     """
-    d, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(length_ptr + d)
-    # Shares are whole tiles, so that only the last one can be partial.
-    share = tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE
-    start = s * share
-    stop = tl.minimum(start + share, length)
+    h = tl.program_id(1)
+    ends = _tile_ends(length_ptr, batch, TILE, BATCH)
+    total = tl.max(ends, 0)
+    share = tl.cdiv(total, tl.num_programs(0))
+    tile = tl.program_id(0) * share
+    last = tl.minimum(tile + share, total)
     g = tl.arange(0, PAD)
     e = tl.arange(0, HEAD)
     n = tl.arange(0, TILE)
     in_group = g < GROUP
-    part = (d * KV_HEADS + h) * SPLITS + s
-    top = tl.full((PAD,), float("-inf"), tl.float32)
-    total = tl.zeros((PAD,), tl.float32)
-    stat_at = stat_ptr + part * (2 * GROUP) + g
-    if start >= stop:
-        if SPLITS > 1:
-            tl.store(stat_at, top, mask=in_group)
-            tl.store(stat_at + GROUP, total, mask=in_group)
-        return
-    place = tl.load(place_ptr + d).to(tl.int64)
-    q_at = q_ptr + place * q_stride + (h * GROUP + g)[:, None] * q_head_stride + e[None, :]
-    q = tl.load(q_at, mask=in_group[:, None], other=0.0)
-    sums = tl.zeros((PAD, HEAD), tl.float32)
     blocks = tl.arange(0, TILE // BLOCK)
-    for first in range(start, stop, TILE):
-        in_context = first + n < stop
-        # One entry per block, repeated for its tokens: one load per token would be as many loads as K and V have.
-        entry = first // BLOCK + blocks
-        block = tl.load(table_ptr + d * table_stride + entry, mask=entry * BLOCK < stop, other=0).to(tl.int64)
-        rows = (block * block_rows)[:, None] + tl.arange(0, BLOCK)[None, :]
-        kv_at = kv_ptr + tl.reshape(rows, (TILE,)) * row_stride + h * HEAD
-        k = tl.load(kv_at[None, :] + e[:, None], mask=in_context[None, :], other=0.0)
-        scores = tl.where(in_context[None, :], tl.dot(q, k, input_precision=PRECISION) * scale, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        p = tl.exp2(scores - higher[:, None])
-        shrunk = tl.exp2(top - higher)
-        total = total * shrunk + tl.sum(p, 1)
-        v = tl.load(kv_at[:, None] + (BLOCK * row_stride + e)[None, :], mask=in_context[:, None], other=0.0)
-        sums = tl.dot(p.to(v.dtype), v, sums * shrunk[:, None], input_precision=PRECISION)
-        top = higher
-    if SPLITS == 1:
-        out_at = out_ptr + place * out_stride + (h * GROUP + g)[:, None] * HEAD + e[None, :]
-        tl.store(out_at, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=in_group[:, None])
-    else:
-        part_at = part_ptr + (part.to(tl.int64) * GROUP + g[:, None]) * HEAD + e[None, :]
-        tl.store(part_at, sums, mask=in_group[:, None])
-        tl.store(stat_at, top, mask=in_group)
-        tl.store(stat_at + GROUP, total, mask=in_group)
+    while tile < last:
+        d = tl.sum((ends <= tile).to(tl.int32), 0)
+        end = tl.min(tl.where(ends > tile, ends, total), 0)
+        length = tl.load(length_ptr + d)
+        own = end - tl.cdiv(length, TILE)  # its first tile
+        start, stop = (tile - own) * TILE, tl.minimum((last - own) * TILE, length)
+        place = tl.load(place_ptr + d).to(tl.int64)
+        q_at = q_ptr + place * q_stride + (h * GROUP + g)[:, None] * q_head_stride + e[None, :]
+        q = tl.load(q_at, mask=in_group[:, None], other=0.0)
+        top = tl.full((PAD,), float("-inf"), tl.float32)
+        weights = tl.zeros((PAD,), tl.float32)
+        sums = tl.zeros((PAD, HEAD), tl.float32)
+        for first in range(start, stop, TILE):
+            in_context = first + n < stop
+            # One entry per block, repeated for its tokens: one load per token would be as many loads as K and V have.
+            entry = first // BLOCK + blocks
+            block = tl.load(table_ptr + d * table_stride + entry, mask=entry * BLOCK < stop, other=0).to(tl.int64)
+            rows = (block * block_rows)[:, None] + tl.arange(0, BLOCK)[None, :]
+            kv_at = kv_ptr + tl.reshape(rows, (TILE,)) * row_stride + h * HEAD
+            k = tl.load(kv_at[None, :] + e[:, None], mask=in_context[None, :], other=0.0)
+            scores = tl.where(in_context[None, :], tl.dot(q, k, input_precision=PRECISION) * scale, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            p = tl.exp2(scores - higher[:, None])
+            shrunk = tl.exp2(top - higher)
+            weights = weights * shrunk + tl.sum(p, 1)
+            v = tl.load(kv_at[:, None] + (BLOCK * row_stride + e)[None, :], mask=in_context[:, None], other=0.0)
+            sums = tl.dot(p.to(v.dtype), v, sums * shrunk[:, None], input_precision=PRECISION)
+            top = higher
+        if (start == 0) & (stop == length):
+            out_at = out_ptr + place * out_stride + (h * GROUP + g)[:, None] * HEAD + e[None, :]
+            tl.store(out_at, (sums / weights[:, None]).to(out_ptr.dtype.element_ty), mask=in_group[:, None])
+        else:
+            part = (tl.program_id(0) * 2 + (start == 0).to(tl.int32)) * KV_HEADS + h
+            part_at = part_ptr + (part.to(tl.int64) * GROUP + g[:, None]) * HEAD + e[None, :]
+            tl.store(part_at, sums, mask=in_group[:, None])
+            stat_at = stat_ptr + part * (2 * GROUP) + g
+            tl.store(stat_at, top, mask=in_group)
+            tl.store(stat_at + GROUP, weights, mask=in_group)
+        tile = end
 
 
-@triton.jit(do_not_specialize_on_alignment=["place_ptr"])
+@triton.jit(do_not_specialize=["batch", "shares"], do_not_specialize_on_alignment=["place_ptr", "length_ptr"])
 def decode_join(
-    out_ptr, part_ptr, stat_ptr, out_stride, place_ptr,
-    GROUP: tl.constexpr, HEAD: tl.constexpr, SPLITS: tl.constexpr,
+    out_ptr, part_ptr, stat_ptr, out_stride, place_ptr, length_ptr, batch, shares,
+    GROUP: tl.constexpr, HEAD: tl.constexpr, KV_HEADS: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the shares of `decode_part`. Grid (requests, query heads); shares with a total of 0 were not written."""
+    """Combine what `decode_part` wrote of contexts in several shares, PARTS at a time. Grid (requests, query heads)."""
     d, head = tl.program_id(0), tl.program_id(1)
-    s = tl.arange(0, SPLITS)
+    ends = _tile_ends(length_ptr, batch, TILE, BATCH)
+    share = tl.cdiv(tl.max(ends, 0), shares)
+    end = tl.sum(tl.where(tl.arange(0, BATCH) == d, ends, 0), 0)
+    start = end - tl.cdiv(tl.load(length_ptr + d), TILE)
+    first, last = start // share, (end - 1) // share
+    if first == last:
+        return
     e = tl.arange(0, HEAD)
-    kv_heads = tl.num_programs(1) // GROUP
-    part = (d * kv_heads + head // GROUP) * SPLITS + s
-    top = tl.load(stat_ptr + part * (2 * GROUP) + head % GROUP)
-    total = tl.load(stat_ptr + part * (2 * GROUP) + GROUP + head % GROUP)
-    weight = tl.exp2(top - tl.max(top, 0))
-    part_at = part_ptr + (part.to(tl.int64) * GROUP + head % GROUP)[:, None] * HEAD + e[None, :]
-    sums = tl.load(part_at, mask=(total > 0)[:, None], other=0.0)
-    out = tl.sum(sums * weight[:, None], 0) / tl.sum(total * weight, 0)
+    top, weights = float("-inf"), 0.0
+    sums = tl.zeros((HEAD,), tl.float32)
+    for some in range(first, last + 1, PARTS):
+        s = some + tl.arange(0, PARTS)
+        in_context = s <= last
+        part = (s * 2 + (s == first).to(tl.int32)) * KV_HEADS + head // GROUP
+        stat_at = stat_ptr + part * (2 * GROUP) + head % GROUP
+        tops = tl.load(stat_at, mask=in_context, other=float("-inf"))
+        own = tl.load(stat_at + GROUP, mask=in_context, other=0.0)
+        part_at = part_ptr + (part.to(tl.int64) * GROUP + head % GROUP)[:, None] * HEAD + e[None, :]
+        values = tl.load(part_at, mask=in_context[:, None], other=0.0)
+        higher = tl.maximum(top, tl.max(tops, 0))
+        scales, shrunk = tl.exp2(tops - higher), tl.exp2(top - higher)
+        sums = sums * shrunk + tl.sum(values * scales[:, None], 0)
+        weights = weights * shrunk + tl.sum(own * scales, 0)
+        top = higher
     place = tl.load(place_ptr + d).to(tl.int64)
-    tl.store(out_ptr + place * out_stride + head * HEAD + e, out.to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + place * out_stride + head * HEAD + e, (sums / weights).to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -304,38 +329,37 @@ def gate_product(
 
 
 @triton.jit
-def _rotated(x_ptr, c, cos_first, cos_second, sin_first, sin_second, HALF: tl.constexpr):
-    """x * cos + rotate_half(x) * sin in place, each product rounded to x's type. c: the first half's dimensions."""
-    dtype = x_ptr.dtype.element_ty
-    first = tl.load(x_ptr + c).to(tl.float32)
-    second = tl.load(x_ptr + HALF + c).to(tl.float32)
-    a = (first * cos_first).to(dtype).to(tl.float32) - (second * sin_first).to(dtype).to(tl.float32)
-    b = (second * cos_second).to(dtype).to(tl.float32) + (first * sin_second).to(dtype).to(tl.float32)
-    tl.store(x_ptr + c, a.to(dtype))
-    tl.store(x_ptr + HALF + c, b.to(dtype))
-
-
-@triton.jit
 def rotate(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_stride, q_head_stride, k_stride, k_head_stride, angle_stride,
-    HEADS: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Rotary position embedding of queries and keys, in place. Grid (tokens, query heads + KV heads)."""
+    """Rotary position embedding of queries and keys, in place: x * cos + rotate_half(x) * sin, each product rounded.
+
+    Grid (tokens, blocks of ROWS query heads, then of KV heads).
+    """
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    c = tl.arange(0, HALF)
-    cos_at = cos_ptr + token * angle_stride + c
-    sin_at = sin_ptr + token * angle_stride + c
-    cos_first = tl.load(cos_at).to(tl.float32)
-    cos_second = tl.load(cos_at + HALF).to(tl.float32)
-    sin_first = tl.load(sin_at).to(tl.float32)
-    sin_second = tl.load(sin_at + HALF).to(tl.float32)
-    if head < HEADS:
-        q = q_ptr + token * q_stride + head * q_head_stride
-        _rotated(q, c, cos_first, cos_second, sin_first, sin_second, HALF)
+    BLOCKS: tl.constexpr = (HEADS + ROWS - 1) // ROWS
+    c = tl.arange(0, HALF)[None, :]
+    angle = token * angle_stride + c
+    cos_first = tl.load(cos_ptr + angle).to(tl.float32)
+    cos_second = tl.load(cos_ptr + angle + HALF).to(tl.float32)
+    sin_first = tl.load(sin_ptr + angle).to(tl.float32)
+    sin_second = tl.load(sin_ptr + angle + HALF).to(tl.float32)
+    block = tl.program_id(1)
+    of_queries = block < BLOCKS
+    head = tl.where(of_queries, block, block - BLOCKS) * ROWS + tl.arange(0, ROWS)[:, None]
+    if of_queries:
+        at = q_ptr + token * q_stride + head * q_head_stride + c
     else:
-        k = k_ptr + token * k_stride + (head - HEADS) * k_head_stride
-        _rotated(k, c, cos_first, cos_second, sin_first, sin_second, HALF)
+        at = k_ptr + token * k_stride + head * k_head_stride + c
+    in_heads = head < tl.where(of_queries, HEADS, KV_HEADS)
+    dtype = q_ptr.dtype.element_ty
+    first = tl.load(at, mask=in_heads, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=in_heads, other=0.0).to(tl.float32)
+    a = (first * cos_first).to(dtype).to(tl.float32) - (second * sin_first).to(dtype).to(tl.float32)
+    b = (second * cos_second).to(dtype).to(tl.float32) + (first * sin_second).to(dtype).to(tl.float32)
+    tl.store(at, a.to(dtype), mask=in_heads)
+    tl.store(at + HALF, b.to(dtype), mask=in_heads)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr"])

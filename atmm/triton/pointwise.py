@@ -8,6 +8,7 @@ from torch import Tensor
 from atmm.triton.handles import handle
 
 _BLOCK = 1024  # values of a row that one program computes
+ROTATED = 8  # heads that one program rotates: a warp then reads 128 bits per thread
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -38,10 +39,10 @@ def gate_product(gate: Tensor, up: Tensor) -> Tensor:
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     heads, num_tokens, head_dim = q.shape
-    sizes = ("HEADS", heads), ("HALF", head_dim // 2)
+    sizes = ("HEADS", heads), ("KV_HEADS", len(k)), ("ROWS", ROTATED), ("HALF", head_dim // 2)
     kernel = handle("rotate", q.dtype, q.device, sizes, num_warps=1)
     strides = q.stride(1), q.stride(0), k.stride(1), k.stride(0), cos.stride(0)
-    kernel((num_tokens, heads + len(k), 1), (q, k, cos, sin), strides)
+    kernel((num_tokens, -(-heads // ROTATED) + -(-len(k) // ROTATED), 1), (q, k, cos, sin), strides)
 
 
 def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> None:

@@ -25,8 +25,9 @@ from triton.compiler import ASTSource
 from atmm.formats import Int8
 from atmm.layers import ROW_ALIGNMENT
 from atmm.quantized import Integers
-from atmm.triton.attention import GROUP_ROWS, JOIN_WARPS, tile_of
+from atmm.triton.attention import GROUP_ROWS, JOIN_PARTS, JOIN_WARPS, padded_batch, tile_of
 from atmm.triton.handles import KERNELS
+from atmm.triton.pointwise import ROTATED
 from atmm.triton.products import product_tile
 from atmm.triton.tiling import Tiling, all_usual, block_r, merge_blocks, space
 
@@ -92,6 +93,7 @@ _VALUES = (
     "k_cache_ptr", "v_cache_ptr", "cos_ptr", "sin_ptr", "weight_ptr", "gate_ptr", "up_ptr",
     "bias_ptr",
 )  # fmt: skip
+_COUNTS = ("rank", "num_tokens", "batch", "shares")  # of any divisibility
 _FLOATS = ("scale", "epsilon", "largest")
 _TABLES = ("tile_ptr", "place_ptr", "length_ptr", "table_ptr", "rows_ptr")
 _POINTERS = {
@@ -107,7 +109,7 @@ def inspect(kernel: Kernel, capability: int) -> Facts:
     function = KERNELS[kernel.name]
     names = function.arg_names
     values = dict.fromkeys(_VALUES, "*fp32" if kernel.itemsize == 4 else "*bf16")
-    integers = dict.fromkeys(_NUMBERS[kernel.name], "i32")
+    integers = dict.fromkeys((*_NUMBERS[kernel.name], *_COUNTS), "i32")
     types = {**_POINTERS, **values, **integers, **dict.fromkeys(_FLOATS, "fp32"), "values_ptr": f"*{kernel.weights}"}
     if kernel.name in ("merge_rows", "merge_groups"):
         types["base_ptr"] = types["values_ptr"]
@@ -118,7 +120,7 @@ def inspect(kernel: Kernel, capability: int) -> Facts:
         attrs={
             (names.index(name),): [["tt.divisibility", 16]]
             for name in names
-            if name not in kernel.sizes and name not in (*_FLOATS, "rank", "num_tokens", *_TABLES)
+            if name not in kernel.sizes and name not in (*_FLOATS, *_COUNTS, *_TABLES)
         },
     )
     options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "enable_fp_fusion": True}
@@ -146,18 +148,18 @@ def _loads(assembly: str) -> Counter[int]:
 def _narrow(kernel: Kernel, loads: Counter[int]) -> list[str]:
     """Faults for factors, inputs, outputs, keys and values that are not loaded in words of 128 bits.
 
-    Narrower loads are allowed for the entries of tables, the statistics of split contexts, the two halves of a head
-    that is rotated and, in an expand with few hidden values per thread, for the hidden values.
+    Narrower loads are allowed for the entries of tables, lengths and the statistics of shared contexts, the angles of
+    rotations and, in an expand with few hidden values per thread, for the hidden values.
     """
     sizes, threads = kernel.sizes, 32 * kernel.num_warps
-    parts, splits = sizes.get("PARTS", 1), sizes.get("SPLITS", 1)
+    parts, lengths = sizes.get("PARTS", 1), sizes.get("BATCH", 0)
     entries = {
         "shrink": 5,
         "expand": 3 + 4 * parts,
         "single": 4 + 3 * parts,
         # Triton 3.6 loads block tables of 16-bit values for keys and for values, in two parts each.
-        "decode_part": 2 + kernel.num_stages * (4 if kernel.itemsize == 2 else 1),
-        "decode_join": 3 + 2 * splits,
+        "decode_part": 2 + -(-lengths // 128) + kernel.num_stages * (4 if kernel.itemsize == 2 else 1),
+        "decode_join": 4 + -(-lengths // 32) + parts,
         "merge_rows": 4,
         "rotate": 8,
     }
@@ -166,7 +168,7 @@ def _narrow(kernel: Kernel, loads: Counter[int]) -> list[str]:
     starts = {"shrink": 2, "expand": 1 + 2 * parts, "single": 1 + 4 * parts, "rotate": 8, "write_kv": 1}
     allowed, needed = Counter({32: entries.get(kernel.name, 0), 64: starts.get(kernel.name, 0)}), 1
     if kernel.name == "rotate":
-        needed, allowed[16] = 0, 8  # one warp per head has less than 128 bits per thread
+        needed, allowed[16] = 2, 8  # of queries or keys, and of angles
     elif kernel.name == "expand":
         blocks = parts * -(-sizes["MAX_RANK"] // sizes["BLOCK_R"])
         needed = (blocks * sizes["BLOCK_R"] + sizes["BLOCK_M"]) * sizes["BLOCK_N"] * kernel.itemsize // (16 * threads)
@@ -176,7 +178,7 @@ def _narrow(kernel: Kernel, loads: Counter[int]) -> list[str]:
     elif kernel.name == "decode_part":
         needed = 1 + 2 * sizes["TILE"] * sizes["HEAD"] * kernel.itemsize // (16 * threads)
     elif kernel.name == "decode_join":
-        needed = splits * sizes["HEAD"] // (4 * threads)
+        needed = parts * sizes["HEAD"] // (4 * threads)
     faults = [
         f"{count} loads of {bits} bits, {allowed[bits]} allowed"
         for bits, count in sorted(loads.items())
@@ -235,20 +237,23 @@ def merging(rank: int, itemsize: int = 2) -> list[Kernel]:
     return [Kernel("merge", sizes, itemsize=itemsize), *rows_of_eight_bits]
 
 
-def decoding(group: int, kv_heads: int, head_dim: int, splits: int, itemsize: int = 2) -> list[Kernel]:
-    """The kernels of decode attention for blocks of 16 tokens."""
+def decoding(group: int, kv_heads: int, head_dim: int, batch: int, itemsize: int = 2) -> list[Kernel]:
+    """The kernels of decode attention for blocks of 16 tokens and batches of up to this size."""
     tile = tile_of(itemsize, 16)
-    sizes = {"GROUP": group, "HEAD": head_dim, "SPLITS": splits}
-    part = {"PAD": GROUP_ROWS, "KV_HEADS": kv_heads, "BLOCK": 16, "TILE": tile.tokens, "PRECISION": "ieee"}
-    kernels = [Kernel("decode_part", {**sizes, **part}, num_stages=tile.stages, itemsize=itemsize)]
-    if splits > 1:
-        kernels.append(Kernel("decode_join", sizes, JOIN_WARPS, itemsize=itemsize))
-    return kernels
+    sizes = {"GROUP": group, "HEAD": head_dim, "KV_HEADS": kv_heads, "TILE": tile.tokens, "BATCH": padded_batch(batch)}
+    part = {"PAD": GROUP_ROWS, "BLOCK": 16, "PRECISION": "ieee"}
+    return [
+        Kernel("decode_part", {**sizes, **part}, num_stages=tile.stages, itemsize=itemsize),
+        Kernel("decode_join", {**sizes, "PARTS": JOIN_PARTS}, JOIN_WARPS, itemsize=itemsize),
+    ]
 
 
 def pointwise(itemsize: int = 2) -> list[Kernel]:
     """The kernels of norms, gates, rotations and KV writes for the sizes of a 7 B model."""
-    rotations = (Kernel("rotate", {"HEADS": 28, "HALF": half}, 1, itemsize=itemsize) for half in (32, 64))
+    rotations = (
+        Kernel("rotate", {"HEADS": 28, "KV_HEADS": 4, "ROWS": ROTATED, "HALF": half}, 1, itemsize=itemsize)
+        for half in (32, 64)
+    )
     blocks = (Kernel(name, {"BLOCK": 1024}, itemsize=itemsize) for name in ("gate_product", "write_kv"))
     norms = (
         Kernel("normalize", {"HEADS": heads, "BLOCK": block}, warps, itemsize=itemsize)
@@ -308,8 +313,8 @@ def whole_space() -> list[Kernel]:
         for kernel in (*merging(rank, itemsize), *launched):
             found.setdefault(repr(kernel), kernel)
     heads = ((7, 4), (6, 2), (4, 8), (1, 32))  # of Qwen2-VL 7B and 2B, Llama 3 8B and Llama 2 7B
-    for itemsize, (group, kv_heads), splits, dim in itertools.product((2, 4), heads, (1, 2, 4, 8, 16), (64, 128)):
-        for kernel in decoding(group, kv_heads, dim, splits, itemsize):
+    for itemsize, (group, kv_heads), batch, dim in itertools.product((2, 4), heads, (8, 32, 256), (64, 128)):
+        for kernel in decoding(group, kv_heads, dim, batch, itemsize):
             found.setdefault(repr(kernel), kernel)
     return [*found.values(), *pointwise(), *pointwise(4), *rounding(), *rounding(4), *integers()]
 
@@ -327,8 +332,8 @@ def sample() -> list[Kernel]:
     )  # fmt: skip
     merges = *merging(16), *merging(64), *merging(64, 4)
     decodes = (
-        decoding(7, 4, 128, 8), decoding(4, 8, 128, 4), decoding(1, 32, 128, 1), decoding(7, 2, 64, 16),
-        decoding(7, 4, 128, 16, 4), decoding(1, 32, 128, 1, 4),
+        decoding(7, 4, 128, 32), decoding(4, 8, 128, 8), decoding(1, 32, 128, 256), decoding(7, 2, 64, 8),
+        decoding(7, 4, 128, 32, 4), decoding(1, 32, 128, 8, 4),
     )  # fmt: skip
     lanes = itertools.chain(*(kernels_of(*own) for own in some))
     weights = integers([Integers(4, 32, 8, signed=False, offsets=False), Int8.integers], tokens=(16, 512))

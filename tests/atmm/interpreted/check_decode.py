@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from atmm.triton import attention
-from atmm.triton.attention import Scratch, decode, make_scratch, num_splits
+from atmm.triton.attention import Scratch, decode, make_scratch, num_shares, padded_batch
 from tests.atmm.cases import poisoned_memory
 from tests.atmm.test_attention import TOLERANCE, reference
 
@@ -78,7 +78,7 @@ def poisoned() -> Iterator[None]:
     (
         *((*heads, RAGGED, BLOCK, None) for heads in ((7, 1, 64), (14, 2, 128), (8, 2, 16), (3, 3, 128), (16, 1, 32))),
         (16, 1, 32, (1025, 3000), BLOCK, None),
-        *((4, 1, 64, (1, 64, 65, 130, 1000), BLOCK, splits) for splits in (1, 2, 4, 8, 16)),
+        *((4, 1, 64, (1, 64, 65, 130, 1000), BLOCK, splits) for splits in (1, 2, 3, 7, 16)),
         *((4, 2, 16, (1, 7, 64, 65, 200), block, None) for block in (1, 8, 32, 64)),
     ),
 )
@@ -93,7 +93,7 @@ def test_every_grouping_length_block_and_number_of_splits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if splits is not None:
-        monkeypatch.setattr(attention, "num_splits", lambda batch, kv_heads: splits)
+        monkeypatch.setattr(attention, "num_shares", lambda kv_heads, device: splits)
     case = Case(heads, kv_heads, dim, dtype, lengths, block)
     assert case.error(case.decode()) < TOLERANCE[dtype]
 
@@ -104,7 +104,7 @@ def test_rows_of_a_larger_batch_and_strided_queries() -> None:
     batch = torch.full((14, 8, 64), math.nan)  # as transformers has it: heads, then tokens
     batch[:, places] = case.q.transpose(0, 1)
     out = torch.full((8, 14, 64), 7.0)
-    scratch = make_scratch(3, 14, 2, 64, torch.device("cpu"))
+    scratch = make_scratch(14, 2, 64, torch.device("cpu"))
     assert case.decode(q=batch.transpose(0, 1), places=places, out=out, scratch=scratch) is out
     assert case.error(out[places]) < TOLERANCE[torch.float32]
     assert (out[[1, 2, 3, 5, 7]] == 7).all()
@@ -112,7 +112,7 @@ def test_rows_of_a_larger_batch_and_strided_queries() -> None:
 
 def test_scratch_of_a_step_is_used_again() -> None:
     cases = [Case(4, 2, 16, torch.float32, lengths) for lengths in ((200, 200), (1, 3))]
-    scratch = make_scratch(2, 4, 2, 16, torch.device("cpu"))
+    scratch = make_scratch(4, 2, 16, torch.device("cpu"))
     for case in (cases[0], cases[1], cases[0]):
         assert case.error(case.decode(scratch=scratch)) < 1e-5
 
@@ -159,6 +159,6 @@ def test_mismatched_arguments_are_refused_before_anything_is_written() -> None:
     assert not out.any()
 
 
-def test_splits_fill_a_gpu_and_are_powers_of_two() -> None:
-    assert [num_splits(batch, 4) for batch in (1, 4, 8, 16, 32, 33, 66, 200)] == [16, 16, 16, 8, 4, 2, 1, 1]
-    assert num_splits(1, 32) == 16 and num_splits(9, 32) == 1
+def test_shares_fill_a_gpu_and_few_kernels_serve_all_batches() -> None:
+    assert [num_shares(kv_heads, torch.device("cpu")) for kv_heads in (1, 4, 32, 500)] == [264, 66, 8, 1]
+    assert [padded_batch(batch) for batch in (1, 8, 9, 200)] == [8, 8, 16, 256]

@@ -6,7 +6,6 @@ Both take int32 arrays that are made once a step on the host, in one copy each, 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -129,9 +128,7 @@ class BlockDecodes:
             q = q.contiguous()
         if self.scratch is None:
             _, heads, head_dim = q.shape
-            self.scratch = make_scratch(
-                len(self.lengths), heads, kv_rows.shape[1] // head_dim, head_dim, device=q.device
-            )
+            self.scratch = make_scratch(heads, kv_rows.shape[1] // head_dim, head_dim, q.device)
         decode(
             q,
             kv_rows,
@@ -209,14 +206,11 @@ class GpuAttention:
         """Launch every decode kernel that a step may need once. max_batch: the largest number of requests."""
         if not self.decodes:
             return
-        from atmm.triton.attention import num_splits
+        from atmm.triton.attention import padded_batch
 
         kv_rows = torch.zeros(2 * self.block_size, hf_model.kv_dim, dtype=hf_model.dtype, device=self.device)
         num_heads = hf_model.text_model.layers[0].self_attn.q_proj.out_features // hf_model.head_dim
-        for _, batches in itertools.groupby(
-            range(1, max_batch + 1), lambda batch: num_splits(batch, hf_model.num_kv_heads)
-        ):
-            batch = next(batches)
+        for batch in sorted({min(padded_batch(batch), max_batch) for batch in range(1, max_batch + 1)}):
             tokens = self.lay_out_decodes(range(batch), [np.zeros(1, dtype=np.int64)] * batch, self._copy)
             q = torch.zeros(batch, num_heads, hf_model.head_dim, dtype=kv_rows.dtype, device=self.device)
             cache = kv_rows, kv_rows
