@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --upgrade pip
 	$(VENV)/bin/pip install "$(TORCH)"
-	$(VENV)/bin/pip install --editable ".[serve,cluster,events,fuse,bench,demo,dev]"
+	$(VENV)/bin/pip install --editable ".[serve,cluster,events,mcp,tracing,fuse,bench,demo,dev]"
 	touch $(STAMP)
 
 # The API reference, docs/reference/*.md, from docstrings.
