@@ -7,9 +7,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
+import cv2
+import numpy as np
+
 from apps.retrieval.contact_sheet import write_sheet
 from apps.retrieval.indexing import make_settings, update_index
-from apps.retrieval.ranking import Hit, search
+from apps.retrieval.ranking import Hit, search, search_like
 from apps.retrieval.store import RetrievalIndex
 from vlora.bench.report import Goal
 from vlora.client import Client
@@ -101,6 +104,45 @@ def measure_recall(
                 first = next(iter(queries.values()))[0].text
                 hits = find(first, NUM_FEW)[:10]
                 write_sheet(sheet, first, hits, [index.frames(hit.clip) for hit in hits])
+    return rows
+
+
+def _jpeg(picture: np.ndarray, quality: int = 95) -> bytes:
+    return cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, quality])[1].tobytes()
+
+
+def _cut(picture: np.ndarray, share: float) -> bytes:
+    rows, columns = (round(side * share) for side in picture.shape[:2])
+    return _jpeg(picture[rows : len(picture) - rows, columns : picture.shape[1] - columns])
+
+
+COPIES: Mapping[str, Callable[[np.ndarray], bytes]] = {
+    "5 % cut off each side": lambda picture: _cut(picture, 0.05),
+    "8 % cut off each side": lambda picture: _cut(picture, 0.08),
+    "12 % cut off each side": lambda picture: _cut(picture, 0.12),
+    "JPEG of quality 30": lambda picture: _jpeg(picture, 30),
+    "JPEG of quality 10": lambda picture: _jpeg(picture, 10),
+    "0.7 times as bright": lambda picture: _jpeg(cv2.convertScaleAbs(picture, alpha=0.7)),
+    "1.3 times as bright": lambda picture: _jpeg(cv2.convertScaleAbs(picture, alpha=1.3)),
+    "half as large": lambda picture: _jpeg(cv2.resize(picture, None, fx=0.5, fy=0.5, interpolation=cv2.INTER_AREA)),
+}
+"""Near duplicates of a picture."""
+
+
+def measure_copies(client: Client, path: Path, group: str, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Search an index for each of its clips by a near duplicate of the clip's first frame; a row per kind."""
+    rows = []
+    with RetrievalIndex(path) as index:
+        clips = [(clip.id, index.frames(clip.id)[0]) for clip in index.clips()]
+        for kind, copied in COPIES.items():
+            places = []
+            for clip, jpeg in clips:
+                picture = cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR)
+                hits = search_like(client, index, copied(np.asarray(picture)))
+                places.append(next(hit.rank for hit in hits if hit.clip == clip))
+            scores = summary([Ranking((place,), 1) for place in places])
+            rows.append({"videos": f"{group}, copies", "method": kind, **scores, "queries": len(places)})
+            say(", ".join(f"{column} {value}" for column, value in rows[-1].items()))
     return rows
 
 

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.adapters import base_of, cut, plan_of, trainer_of
-from benchmarks.recall import Query, goals_of, measure_recall
+from benchmarks.recall import BASE, Query, goals_of, measure_copies, measure_recall
 from fusion.data.samples import Sample, Splits
 from fusion.embedded.drawing import COLORS, SIZE, add_noise, article, chance, pick
 from fusion.plan.schema import LoraPlan
@@ -315,8 +315,12 @@ def measure(case: tuple[str, bool], store: Store) -> Measured:
                 say=say,
                 sheet=store.folder / f"{Path(collection.folder).name}.png",
             )
+        goals = goals_of(rows)
+        for collection in prepared.collections:
+            name = Path(collection.folder).name
+            rows += measure_copies(client, store.folder / f"{name}-{BASE}.sqlite", name, say)
     trained = {"test scores": prepared.scores, "training CPU s": prepared.training_cpu_s}
-    return Measured(rows, {"adapter": trained}, [] if quick else goals_of(rows))
+    return Measured(rows, {"adapter": trained}, [] if quick else goals)
 
 
 def combine(results: Results) -> Measured:

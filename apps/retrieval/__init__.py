@@ -13,7 +13,8 @@
 
 from apps.retrieval.contact_sheet import check_sheet, clock, write_sheet
 from apps.retrieval.indexing import IndexCounts, IndexedClip, describing_adapters, make_settings, update_index
-from apps.retrieval.ranking import NUM_CANDIDATES, Hit, clips_inside, search
+from apps.retrieval.media import encoded_picture
+from apps.retrieval.ranking import NUM_CANDIDATES, Hit, clips_inside, search, search_like
 from apps.retrieval.store import IndexSettings, RetrievalIndex, Statement, check_settings
 
 __all__ = [
@@ -29,8 +30,10 @@ __all__ = [
     "clips_inside",
     "clock",
     "describing_adapters",
+    "encoded_picture",
     "make_settings",
     "search",
+    "search_like",
     "update_index",
     "write_sheet",
 ]

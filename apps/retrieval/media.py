@@ -107,12 +107,26 @@ def read_media(
         BadImage: it cannot be read, contains no frame, or has fewer frames per second than the shape requires.
     """
     if media.kind == "picture":
-        yield Clip(0, 0.0, 0.0, (fit(read_picture(media.path), max_side),))
+        yield Clip(0, 0.0, 0.0, (encoded_picture(media.path, max_side),))
         return
     source = Source(media.path.stem, str(media.path), "file")
     for _, chunk in read_clips(source, [shape], stop=stop, say=say):
         frames = tuple(_shrink(frame, max_side) for frame in chunk.frames)
         yield Clip(chunk.index, chunk.start_s, chunk.seconds, frames)
+
+
+def encoded_picture(path: Path, max_side: int) -> bytes:
+    """A picture as the index stores it. Raises BadImage."""
+    return fit(read_picture(path), max_side)
+
+
+def widened(picture: bytes, margin: float) -> bytes:
+    """A picture with its borders continued. margin: on each side, as a share of its length."""
+    decoded = cv2.imdecode(np.frombuffer(picture, np.uint8), cv2.IMREAD_COLOR)
+    assert decoded is not None, "`encoded_picture` has encoded it"
+    rows, columns = (round(side * margin) for side in decoded.shape[:2])
+    wide = cv2.copyMakeBorder(decoded, rows, rows, columns, columns, cv2.BORDER_REPLICATE)
+    return fit(wide, max(wide.shape))
 
 
 def _shrink(jpeg: bytes, max_side: int) -> bytes:

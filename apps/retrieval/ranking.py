@@ -19,6 +19,7 @@ import numpy as np
 
 from apps.in_order import in_order
 from apps.retrieval.indexing import check_model, check_versions
+from apps.retrieval.media import widened
 from apps.retrieval.store import RetrievalIndex, Statement, StoredClip
 from apps.video_analytics.asked import by_name, find_groups, heads_of
 from apps.video_analytics.sampling import spread
@@ -37,6 +38,7 @@ _CLEAR = 1 / 3  # value of words or heads above their mean, from which the model
 _COMPARABLE = 10  # clips; correlations of fewer are mostly chance
 _CONSTANT = 1e-9  # norm of the odds of a signal that does not differ between clips
 _LONGEST_RUN = 3  # words
+_MARGINS = (0.0, 0.06, 0.12)  # by which a picture's borders are continued, as shares of its sides
 
 
 class Match(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,11 +198,7 @@ def search(
     if adapter is not None:
         find_groups(client, [adapter], [], [asked])
     check_versions(client, index)
-    clips = clips_inside(index.clips(), inside)
-    if not clips:
-        raise BadConfig(
-            f"index {str(index.path)!r} contains no clip{' of these files' if inside else ''}; index videos"
-        )
+    clips = _clips_to_search(index, inside)
     reads = num_frames or _frames_read(client, adapter, index.settings.num_frames)
     found = find_evidence(index, query)
     evidence = {clip.id: found.get(clip.id, NO_EVIDENCE) for clip in clips}
@@ -222,6 +220,75 @@ def search(
         ),
         key=lambda each: -each[0],
     )
+    return _hits(index, ordered[:top], evidence, yes)
+
+
+def search_like(
+    client: Client,
+    index: RetrievalIndex,
+    picture: bytes,
+    *,
+    inside: Sequence[str | Path] = (),
+    top: int | None = None,
+    stop: threading.Event | None = None,
+    on_read: Callable[[], None] = lambda: None,
+) -> list[Hit]:
+    """Rank the clips of an index by their likeness to a picture: copies of it first, then what looks like it.
+
+    The likeness is the cosine of the base model's embeddings (means of the last states) of the picture and of a clip's
+    nearest frame, from -1 to 1. Values are standardized over the index, because much of them is common to all pictures.
+    The picture is also compared with its borders continued, which finds pictures that it was cut out of. Embeddings of
+    frames are computed by the first search, and kept in the index.
+
+    Args:
+        picture: Encoded.
+        inside, top, stop, on_read: As in `search`; on_read is called for each clip without embeddings.
+
+    Raises:
+        BadConfig: As `search`.
+    """
+    check_model(client, index)
+    clips = _clips_to_search(index, inside)
+
+    def embed(frames: Sequence[bytes]) -> list[bytes]:
+        found = client.embed([[frame] for frame in frames], pooling="mean")
+        return [np.array(each, np.float32).tobytes() for each in found]
+
+    known = index.embeddings()
+    missing = _frames([clip for clip in clips if (clip.id, 0) not in known], index, stop)
+    for (clip, _), vectors in in_order(lambda read: embed(read[1]), missing):
+        index.add_embeddings(clip.id, vectors)
+        on_read()
+    by_id = {clip.id: clip for clip in clips}
+    frames = [(clip, vector) for (clip, _), vector in index.embeddings().items() if clip in by_id]
+    asked = embed([widened(picture, margin) for margin in _MARGINS])
+    values = np.array([np.frombuffer(each, np.float32) for each in (*(each for _, each in frames), *asked)])
+    own = values[: len(frames)]
+    if len(frames) >= _COMPARABLE:
+        values = (values - own.mean(0)) / np.maximum(own.std(0), _CONSTANT)
+    values /= np.maximum(np.linalg.norm(values, axis=1, keepdims=True), _CONSTANT)
+    scores = (values[: len(frames)] @ values[len(frames) :].T).max(1).tolist()
+    likeness: dict[int, float] = {}
+    for (clip_id, _), score in zip(frames, scores, strict=True):
+        likeness[clip_id] = max(score, likeness.get(clip_id, -1.0))
+    ordered = sorted(((score, by_id[clip_id]) for clip_id, score in likeness.items()), key=lambda each: -each[0])
+    return _hits(index, ordered[:top], dict.fromkeys(likeness, NO_EVIDENCE), {})
+
+
+def _clips_to_search(index: RetrievalIndex, inside: Sequence[str | Path]) -> list[StoredClip]:
+    if not (clips := clips_inside(index.clips(), inside)):
+        raise BadConfig(
+            f"index {str(index.path)!r} contains no clip{' of these files' if inside else ''}; index videos"
+        )
+    return clips
+
+
+def _hits(
+    index: RetrievalIndex,
+    ordered: Sequence[tuple[float, StoredClip]],
+    evidence: Mapping[int, Evidence],
+    yes: Mapping[int, float],
+) -> list[Hit]:
     return [
         Hit(
             rank=rank,
@@ -234,7 +301,7 @@ def search(
             clip=clip.id,
             **evidence[clip.id]._asdict(),
         )
-        for rank, (score, clip) in enumerate(ordered[:top], 1)
+        for rank, (score, clip) in enumerate(ordered, 1)
     ]
 
 
@@ -299,15 +366,22 @@ def _scores(
     num_frames: int,
     stop: threading.Event | None,
 ) -> Iterator[tuple[StoredClip, float]]:
-    def readable() -> Iterator[tuple[StoredClip, list[bytes]]]:
-        for clip in clips:
-            if stop is not None and stop.is_set():
-                return
-            if stored := index.frames(clip.id):  # else an update has removed the clip meanwhile
-                yield clip, [stored[place] for place in spread(min(num_frames, len(stored)), len(stored))]
+    def shown(stored: Sequence[bytes]) -> list[bytes]:
+        return [stored[place] for place in spread(min(num_frames, len(stored)), len(stored))]
 
-    found = in_order(lambda read: client.score(asked, [read[1]], adapter)[0], readable())
+    found = in_order(lambda read: client.score(asked, [shown(read[1])], adapter)[0], _frames(clips, index, stop))
     return ((clip, probability) for (clip, _), probability in found)
+
+
+def _frames(
+    clips: Sequence[StoredClip], index: RetrievalIndex, stop: threading.Event | None
+) -> Iterator[tuple[StoredClip, Sequence[bytes]]]:
+    """The stored frames of clips, without those that an update removes meanwhile."""
+    for clip in clips:
+        if stop is not None and stop.is_set():
+            return
+        if stored := index.frames(clip.id):
+            yield clip, stored
 
 
 def _frames_read(client: Client, adapter: str | None, most: int) -> int:

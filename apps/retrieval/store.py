@@ -43,6 +43,13 @@ END;
 """
 
 
+_EMBEDDINGS = """
+CREATE TABLE IF NOT EXISTS embeddings (
+    clip INTEGER NOT NULL, number INTEGER NOT NULL, vector BLOB NOT NULL, PRIMARY KEY (clip, number),
+    FOREIGN KEY (clip, number) REFERENCES frames ON DELETE CASCADE);
+"""  # added by the first search by a picture
+
+
 class IndexSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of all clips of an index.
 
@@ -254,6 +261,21 @@ class RetrievalIndex:
         with self._errors():
             rows = self._database.execute("SELECT jpeg FROM frames WHERE clip = ? ORDER BY number", (clip,))
             return tuple(row[0] for row in rows)
+
+    def embeddings(self) -> dict[tuple[int, int], bytes]:
+        """The embeddings of frames, as far as they are known, by clip and number: float32."""
+        with self._errors(), self._database:
+            self._database.execute(_EMBEDDINGS)
+            rows = self._database.execute("SELECT clip, number, vector FROM embeddings")
+            return {(clip, number): vector for clip, number, vector in rows}
+
+    def add_embeddings(self, clip: int, vectors: Iterable[bytes]) -> None:
+        """Of a clip's frames. One that has been removed meanwhile is ignored."""
+        with self._errors(), self._database:
+            self._database.executemany(
+                "INSERT OR REPLACE INTO embeddings SELECT clip, number, ? FROM frames WHERE clip = ? AND number = ?",
+                [(vector, clip, number) for number, vector in enumerate(vectors)],
+            )
 
     def match(self, phrases: Iterable[str]) -> list[tuple[int, Statement]]:
         """Statements that contain one of the phrases, each with its clip's id. Words match in all of their forms, such

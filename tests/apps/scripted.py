@@ -162,13 +162,15 @@ class ScriptedClient:
 
     Captions name a picture's shade. A question "Is there SHADE?" is answered yes with a probability that falls with the
     distance to the shade. asked: questions with the number of frames, in the order they arrive. fails_at: the number of
-    the caption, from 0, that fails as a picture would. version_once_loaded: of the adapter after the first answer.
+    the caption, from 0, that fails as a picture would. version_once_loaded: of the adapter after the first answer. The
+    embedding of a picture is an angle that grows with its brightness.
     """
 
     def __init__(self, model: str = "scripted", version: str = "v1") -> None:
         self.model, self.version = model, version
         self.asked: list[tuple[str, int]] = []
         self.fails_at: int | None = None
+        self.num_embedded = 0
         self.version_once_loaded: str | None = None
 
     def stats(self) -> Any:
@@ -198,3 +200,8 @@ class ScriptedClient:
         self.asked.append((question, len(frames)))
         wanted = SHADES[question.removeprefix("Is there ").rstrip("?")]
         return (0.9 - abs(brightness(frames[0]) - wanted) / 300,)
+
+    def embed(self, documents: Sequence[Sequence[bytes]], *, pooling: str) -> tuple[tuple[float, float], ...]:
+        self.num_embedded += len(documents)
+        angles = [brightness(frames[0]) / 85 for frames in documents]
+        return tuple((math.cos(angle), math.sin(angle)) for angle in angles)

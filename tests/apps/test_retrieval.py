@@ -17,12 +17,22 @@ import pytest
 import scipy.special
 from sklearn.metrics import average_precision_score
 
-from apps.retrieval import RetrievalIndex, clock, make_settings, search, update_index, write_sheet
+from apps.retrieval import RetrievalIndex, clock, make_settings, search, search_like, update_index, write_sheet
 from apps.retrieval.indexing import statements_of_head
 from apps.retrieval.media import Clip, Fingerprint, Media, find_media
 from apps.retrieval.ranking import NO_EVIDENCE, Hit, Match, combine, find_evidence, select_candidates
 from apps.retrieval.store import FORMAT_VERSION, Statement, StoredClip
-from benchmarks.recall import SIGNALS, Query, Ranking, expected_by_chance, goals_of, measure_recall, ranked, summary
+from benchmarks.recall import (
+    SIGNALS,
+    Query,
+    Ranking,
+    expected_by_chance,
+    goals_of,
+    measure_copies,
+    measure_recall,
+    ranked,
+    summary,
+)
 from tests.apps.scripted import SHADES, ScriptedClient, box_of, head_result, refuse_to_list
 from tests.server.running import png
 from tests.video_files import write_video
@@ -527,6 +537,29 @@ def test_recall_and_precision_are_those_of_scikit_learn_and_of_all_orders() -> N
     query = Query("x", (("a.mp4", 0), ("a.mp4", 3)))
     every = summary([ranked(hits, query) for hits in orders])
     assert {name: pytest.approx(value) for name, value in expected_by_chance(6, [2]).items()} == every
+
+
+def test_a_picture_finds_its_copies_and_what_looks_like_it(here: Indexed, videos: Path, tmp_path: Path) -> None:
+    here.update(videos)
+    client, picture = cast(Client, here.scripted), png(SHADES["bright"] + 3, (90, 30))
+    hits = search_like(client, here.index, picture)
+    assert {(Path(hit.source).name, hit.start_s) for hit in hits[:2]} == {("a.mp4", 1.0), ("c.png", 0.0)}
+    assert len(hits) == 6 and hits[0].score > 0.99 and hits[-1].score < 0
+    assert hits[0].why() == "(a bright picture)" and hits[0].yes is None
+    embedded = here.scripted.num_embedded
+    assert embedded == 6 + 3, "each frame once, and the picture with three margins"
+    inside = search_like(client, here.index, picture, inside=[videos / "b.mp4"], top=3)
+    assert [Path(hit.source).name for hit in inside] == ["b.mp4"] and here.scripted.num_embedded == embedded + 3
+    (videos / "b.mp4").unlink()
+    here.update(videos)
+    assert len(search_like(client, here.index, picture)) == 5, "embeddings are removed with their clips"
+    for row in measure_copies(client, here.path, "shades", lambda text: None):
+        assert row["queries"] == 5 and row["recall at 5"] == 1.0
+    stop = threading.Event()
+    stop.set()
+    here.update(videos / "pictures")
+    with RetrievalIndex(here.path) as index:
+        assert len(search_like(client, index, picture, stop=stop)) == 5
 
 
 def test_every_method_is_measured_on_the_same_queries(tmp_path: Path) -> None:

@@ -151,8 +151,9 @@ def _update(
 
 
 @cli.command()
-@click.argument("query")
+@click.argument("query", required=False)
 @click.argument("videos", nargs=-1)
+@click.option("--like", type=click.Path(path_type=Path), help="Find clips like this picture, instead of QUERY.")
 @click.option(
     "-i",
     "--index",
@@ -190,8 +191,9 @@ def _update(
 @server_options
 @needs("video")
 def retrieve(
-    query: str,
+    query: str | None,
     videos: tuple[str, ...],
+    like: Path | None,
     path: Path,
     adapter: str | None,
     question: str,
@@ -207,16 +209,23 @@ def retrieve(
     \b
         vlora retrieve "a white car turning left" videos/ --adapter traffic
         vlora retrieve "a red bus" --index traffic.sqlite --adapter traffic --sheet buses.png
+        vlora retrieve --like photo.jpg --index traffic.sqlite
 
     With VIDEOS, the index is created or updated first, as `vlora index` does, and only they are searched; without, the
     whole index is. Words and heads' answers of the index select the candidates, which the model reads. The score from 0
     to 1 combines words, heads and the probability that the model answers yes; the output names what speaks for each
-    clip. A file that cannot be read is reported, and the others are searched; the exit code is then 1. If it is
-    the only one given, the command ends with its error.
+    clip. With --like, the score from -1 to 1 is the likeness of a clip's nearest frame to a picture by the base model's
+    embeddings: copies of it, also cut or encoded again, come first.
+
+    A file that cannot be read is reported, and the others are searched; the exit code is then 1. If it is the only one
+    given, the command ends with its error.
     """
-    from apps.retrieval import check_sheet, clips_inside, search, write_sheet
+    from apps.retrieval import check_sheet, clips_inside, encoded_picture, search, search_like, write_sheet
     from vlora.client.inputs import question_about
 
+    if like is not None:
+        videos, query = (*filter(None, [query]), *videos), like.name
+    query = query or ""
     question_about(query, question)
     if sheet is not None:
         check_sheet(sheet)
@@ -225,20 +234,15 @@ def retrieve(
         if videos:
             num_failed = _update(client, opened, videos, stop)
         if not stop.is_set():
-            with counting("candidates", min(candidates, len(clips_inside(opened.clips(), videos)))) as advance:
-                hits = search(
-                    client,
-                    opened,
-                    query,
-                    adapter=adapter,
-                    question=question,
-                    num_frames=num_frames,
-                    num_candidates=candidates,
-                    inside=videos,
-                    top=top,
-                    stop=stop,
-                    on_scored=advance,
-                )
+            common: dict[str, Any] = {"inside": videos, "top": top, "stop": stop}
+            count = len(clips_inside(opened.clips(), videos))
+            with counting("candidates", min(candidates, count) if like is None else count) as advance:
+                if like is not None:
+                    picture = encoded_picture(like, opened.settings.max_side)
+                    hits = search_like(client, opened, picture, on_read=advance, **common)
+                else:
+                    common |= {"num_frames": num_frames, "num_candidates": candidates, "on_scored": advance}
+                    hits = search(client, opened, query, adapter=adapter, question=question, **common)
             _print_hits(hits, as_json)
             if sheet is not None:
                 write_sheet(sheet, query, hits, [opened.frames(hit.clip) for hit in hits])
