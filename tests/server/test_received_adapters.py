@@ -138,6 +138,12 @@ def test_the_adapter_used_longest_ago_makes_room(source: Path) -> None:
         assert listed(api) == ["a", "d", "mine"]  # a pinned one stays
         api.on_loop(api.front_end.adapters.unload("d"))
         assert ask(api, "d") == (200, "x")
+        # As after a restart, with the adapters of the state.
+        api.on_loop(perform(api.front_end, PinAdapter("a", False), None))
+        receive(api, given=["a"])
+        for name in "bc":
+            assert ask(api, name) == (200, "x")
+        assert listed(api) == ["a", "b", "c", "mine"]
 
 
 # -- the hub ----------------------------------------------------------------------------------------------------------
