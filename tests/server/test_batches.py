@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import pytest
 from tests.processes import until
 from tests.server.api import Api, running_api
 from tests.server.scripted import ScriptedInterface
-from tests.server.served import Served, children, serving
 from tests.server.test_security import ADMIN, TOKENS, USER
 from vlora.config import ServerConfig, Token
 from vlora.errors import BadConfig, BadRequest, OverCapacity, UnknownFile
@@ -248,24 +245,3 @@ def test_records_expire_and_broken_ones_are_named(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(BadConfig, match=r"x\.json is not the record of a file or a batch"):
         FileStore(tmp_path, ServerConfig())
-
-
-@pytest.mark.exhaustive
-def test_every_request_has_one_answer_after_kills_of_engine_and_server(tmp_path: Path) -> None:
-    ports = ("--rpyc-port=0", "--http-port=0", "--threads=1", "--model=scripted")
-    command = ("tests.server.scripted_vlora", "serve", *ports, f"--file-folder={tmp_path}")
-    texts = {f"r{number}": "x" * (40 + number % 40) for number in range(200)}
-
-    def api_of(on: Served) -> Api:
-        return Api(on.http_port, None, None, None, 0)  # type: ignore[arg-type]
-
-    with serving(*command) as on:
-        batch = create(api_of(on), [line(name, f"say:{text}", model="scripted") for name, text in texts.items()])
-        until(lambda: get(api_of(on), batch)["request_counts"]["completed"] >= 20)
-        os.kill(children(on.process.pid)[0], signal.SIGKILL)
-        until(lambda: get(api_of(on), batch)["request_counts"]["completed"] >= 80)
-        on.process.kill()
-    with serving(*command) as on:
-        batch = when(api_of(on), batch, "completed")
-        assert results(api_of(on), batch) == texts
-        assert batch["request_counts"] == {"total": 200, "completed": 200, "failed": 0}

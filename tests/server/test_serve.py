@@ -28,9 +28,11 @@ import pytest
 from fastapi import FastAPI
 
 from tests.processes import PATIENCE_S, until
+from tests.server.api import Api
 from tests.server.running import png
 from tests.server.scripted import ENGINE_COMMAND, ByteProcessor, ScriptedInterface, write_adapter
 from tests.server.served import ROOT, Caller, Served, call, children, last_code, launch, serving, until_alive
+from tests.server.test_batches import create, get, line, results, when
 from tests.server.test_security import ADMIN, USER
 from vlora.client import Client
 from vlora.config import EngineConfig, ServerConfig
@@ -256,11 +258,11 @@ def left(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def num_engines(folder: Path) -> int:
-    found = 0
+def engines(folder: Path) -> list[psutil.Process]:
+    found = []
     for process in left(folder):
         with contextlib.suppress(psutil.Error):
-            found += "tests.server.scripted_process" in process.cmdline()
+            found += [process] * ("tests.server.scripted_process" in process.cmdline())
     return found
 
 
@@ -315,13 +317,36 @@ def test_replicas_serve_both_apis_and_end_with_the_server(folder: Path) -> None:
             'scaling_decisions_total{reason="waiting"} 0',
         ):
             assert f"\nvlora_{row}.0\n" in metrics
-        until(lambda: num_engines(folder) == 2)  # the driver ends the released one
+        until(lambda: len(engines(folder)) == 2)  # the driver ends the released one
         assert len(left(folder)) > 8
         on.process.send_signal(signal.SIGINT)
         on.end()
     assert on.log == "" and not left(folder) and not list(folder.glob("vlora-ray-*"))
     replayed = vlora("simulate", "--replay", journal)
     assert re.fullmatch(r"\d+ calls of the router, each with the recorded result\n", replayed)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("replicas", ["1", pytest.param("2", marks=on_ray)])
+def test_every_request_of_a_batch_has_one_answer_after_kills_of_engine_and_server(folder: Path, replicas: str) -> None:
+    ports = ("--rpyc-port=0", "--http-port=0", "--threads=1", "--model=scripted", f"--replicas={replicas}")
+    command = ("tests.server.scripted_vlora", "serve", *ports, f"--file-folder={folder / 'files'}")
+    texts = {f"r{number}": "x" * (40 + number % 40) for number in range(200)}
+
+    def api_of(on: Served) -> Api:
+        return Api(on.http_port, None, None, None, 0)  # type: ignore[arg-type]
+
+    with serving(*command, TMPDIR=str(folder)) as on:
+        batch = create(api_of(on), [line(name, f"say:{text}", model="scripted") for name, text in texts.items()])
+        until(lambda: get(api_of(on), batch)["request_counts"]["completed"] >= 20)
+        engines(folder)[0].kill()
+        until(lambda: get(api_of(on), batch)["request_counts"]["completed"] >= 80)
+        on.process.kill()
+    until(lambda: not left(folder))
+    with serving(*command, TMPDIR=str(folder)) as on:
+        batch = when(api_of(on), batch, "completed")
+        assert results(api_of(on), batch) == texts
+        assert batch["request_counts"] == {"total": 200, "completed": 200, "failed": 0}
 
 
 @on_ray
