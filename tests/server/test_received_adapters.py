@@ -139,7 +139,7 @@ def test_the_adapter_used_longest_ago_makes_room(source: Path) -> None:
         api.on_loop(api.front_end.adapters.unload("d"))
         assert ask(api, "d") == (200, "x")
         # As after a restart, with the adapters of the state.
-        api.on_loop(perform(api.front_end, PinAdapter("a", False), None))
+        api.on_loop(perform(api.front_end, PinAdapter("a", False), None, "test"))
         receive(api, given=["a"])
         for name in "bc":
             assert ask(api, name) == (200, "x")
