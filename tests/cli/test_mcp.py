@@ -18,7 +18,7 @@ import uvicorn
 from tests.cli.conftest import Vlora
 from tests.processes import free_port
 from tests.server.running import Running, png
-from vlora.cli.mcp import Tools, make_server
+from vlora.cli.mcp import make_server
 from vlora.client import Client
 
 
@@ -68,12 +68,12 @@ Session = Callable[[mcp.Client], Coroutine[Any, Any, None]]
 
 
 async def in_process(client: Client, index: Path, pictures: Path, session: Session) -> None:
-    async with mcp.Client(make_server(Tools(client, index, pictures), index)) as agent:
+    async with mcp.Client(make_server(client, index, pictures)) as agent:
         await session(agent)
 
 
 async def over_http(client: Client, index: Path, pictures: Path, session: Session) -> None:
-    app = make_server(Tools(client, index, pictures), index).streamable_http_app()
+    app = make_server(client, index, pictures).streamable_http_app()
     serving = uvicorn.Server(uvicorn.Config(app, port=(port := free_port()), log_level="error"))
     thread = threading.Thread(target=serving.run)
     thread.start()
@@ -90,7 +90,7 @@ async def over_http(client: Client, index: Path, pictures: Path, session: Sessio
 def test_without_an_index_or_a_folder_there_is_no_search_and_no_file(server: Running, inputs: Path) -> None:
     async def session() -> None:
         with Client(port=server.port) as client:
-            async with mcp.Client(make_server(Tools(client, None, None), None)) as agent:
+            async with mcp.Client(make_server(client, None, None)) as agent:
                 names = [tool.name for tool in (await agent.list_tools()).tools]
                 assert names == ["list_cameras", "ask_camera", "ask_picture"]
                 asked = {"picture": str(inputs / "a.png"), "question": "say:x"}

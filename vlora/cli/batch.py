@@ -16,7 +16,7 @@ from click.core import ParameterSource
 from vlora.cli.extras import needs, require
 from vlora.cli.group import cli
 from vlora.cli.interrupt import INTERRUPTED, stopping, until_stopped
-from vlora.cli.options import answer_option, check_given_once, print_json, server_options, wait_option
+from vlora.cli.options import answer_options, check_given_once, print_json, server_options, wait_option
 from vlora.cli.progress import counting
 from vlora.errors import BadConfig, BadImage, BadRequest
 from vlora.run_folder import append, whole_lines, write_whole, writing
@@ -112,17 +112,8 @@ def stream(
     if fps is not None and not math.isfinite(fps):
         raise BadRequest(f"--fps is {fps}; it must be a number above 0")
     found = find_sources(sources, lambda text: click.echo(text, err=True))
-    num_problems = 0
     several = len(heads) + len(questions) * max(1, len(adapters)) > 1
-
-    def on_result(result: ChunkResult) -> None:
-        nonlocal num_problems
-        num_problems += result.problem is not None
-        if as_json:
-            print_json(result)
-        else:
-            click.echo(result_line(result, source=len(found) > 1, task=several))
-
+    printer = _Printer(as_json, source=len(found) > 1, task=several)
     with client, until_stopped() as stop:
         run(
             client,
@@ -136,24 +127,17 @@ def stream(
             max_latency_s=max_latency_s,
             wait_s=wait_s,
             stop=stop,
-            on_result=on_result,
+            on_result=printer.result,
             say=lambda text: click.echo(text, err=True),
         )
-    if num_problems:
+    if printer.num_problems:
         sys.exit(1)
 
 
 @cli.command()
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("-q", "--question", help="Question about each image. Default: that of the domain or the head.")
-@click.option(
-    "-a",
-    "--adapter",
-    help="Adapter or domain to ask, or several adapters: a+b, 0.7*a+0.3*b. Default: the base model.",
-)
-@click.option("--head", help="Task head of the adapter to use, with its own question.")
-@answer_option
-@click.option("--max-tokens", type=int, default=128, show_default=True, help="Maximum number of answer tokens.")
+@answer_options
 @click.option(
     "-o",
     "--out",
@@ -340,7 +324,7 @@ def stream_plan(
         return
     from apps.video_analytics.plan.run_plan import run_plan
 
-    printer = _Printer(as_json)
+    printer = _Printer(as_json, source=True, task=True)
     with client, until_stopped() as stop:
         run_plan(
             client,
@@ -358,11 +342,11 @@ def stream_plan(
 
 
 class _Printer:
-    """Prints results and events, which come from several threads, one line at a time."""
+    """Prints results and events, which come from several threads, one line at a time. fields: see `result_line`."""
 
-    def __init__(self, as_json: bool) -> None:
+    def __init__(self, as_json: bool, **fields: bool) -> None:
         self.num_problems = 0
-        self._as_json = as_json
+        self._as_json, self._fields = as_json, fields
         self._lock = threading.Lock()
 
     def result(self, result: ChunkResult) -> None:
@@ -371,7 +355,7 @@ class _Printer:
             if self._as_json:
                 print_json(result)
             else:
-                click.echo(result_line(result, source=True, task=True))
+                click.echo(result_line(result, **self._fields))
 
     def event(self, event: EventResult) -> None:
         with self._lock:

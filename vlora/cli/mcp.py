@@ -26,86 +26,80 @@ if TYPE_CHECKING:
 _INSTRUCTIONS = "Questions about pictures, cameras and recordings, answered by a vision-language model."
 
 
-class Tools:
+def make_server(client: Client, index: Path | None, pictures: Path | None) -> MCPServer:
     """The tools. Their docstrings are for the model that calls them.
 
-    index: of `vlora index`. pictures: the folder of files that may be asked about.
+    Args:
+        index: Of `vlora index`; None for no tool that searches.
+        pictures: The folder of files that may be asked about.
     """
+    from mcp.server.mcpserver import Image, MCPServer
+    from mcp.server.mcpserver.exceptions import ToolError
+    from mcp_types import ToolAnnotations
 
-    def __init__(self, client: Client, index: Path | None, pictures: Path | None) -> None:
-        self._client, self._index, self._pictures = client, index, pictures
+    server: MCPServer = MCPServer("vlora", instructions=_INSTRUCTIONS, log_level="WARNING")
 
-    def list_cameras(self) -> list[dict[str, Any]]:
+    def offered(tool: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(tool)
+        def call(**arguments: Any) -> Any:
+            try:
+                return tool(**arguments)
+            except VLoraError as error:
+                raise ToolError(str(error)) from error
+
+        return server.tool(annotations=ToolAnnotations(read_only_hint=True))(call)
+
+    @offered
+    def list_cameras() -> list[dict[str, Any]]:
         """List the cameras: name, state, health, and their last events with time, label and confidence."""
-        found: list[dict[str, Any]] = msgspec.to_builtins(self._client.call(GetCameras()))
+        found: list[dict[str, Any]] = msgspec.to_builtins(client.call(GetCameras()))
         return found
 
-    def ask_camera(self, camera: str, question: str, adapter: str | None = None, show: bool = False) -> Any:
+    @offered
+    def ask_camera(camera: str, question: str, adapter: str | None = None, show: bool = False) -> Any:
         """Answer a question about what a camera sees now. adapter: a name of the server; show: also return the picture.
 
         The names of cameras are those of list_cameras.
         """
-        from mcp.server.mcpserver import Image
-
-        frame = self._client.call(GetFrame(camera))
-        text = self._client.generate(question, [frame], adapter).text
+        frame = client.call(GetFrame(camera))
+        text = client.generate(question, [frame], adapter).text
         return [text, Image(data=frame, format="jpeg")] if show else text
 
-    def ask_picture(self, picture: str, question: str, adapter: str | None = None) -> str:
+    @offered
+    def ask_picture(picture: str, question: str, adapter: str | None = None) -> str:
         """Answer a question about a picture: a data URL, or a file's path in the folder that is allowed."""
-        return self._client.generate(question, [self._read(picture)], adapter).text
+        return client.generate(question, [_read(picture, pictures)], adapter).text
 
-    def search_recordings(self, query: str, top: int = 5, adapter: str | None = None) -> list[dict[str, Any]]:
+    if index is None:
+        return server
+
+    @offered
+    def search_recordings(query: str, top: int = 5, adapter: str | None = None) -> list[dict[str, Any]]:
         """Search the recordings for what a text describes: the best clips with file, start in seconds, and reasons.
 
         score: from 0 to 1, how far the clip fits.
         """
         from apps.retrieval import RetrievalIndex, search
 
-        assert self._index is not None, "the tool is offered with an index only"
-        with RetrievalIndex(self._index) as index:
-            hits = search(self._client, index, query, adapter=adapter, top=top)
+        with RetrievalIndex(index) as opened:
+            hits = search(client, opened, query, adapter=adapter, top=top)
         return [
             {"file": hit.source, "start_s": hit.start_s, "seconds": hit.seconds, "score": hit.score, "why": hit.why()}
             for hit in hits
         ]
 
-    def _read(self, picture: str) -> bytes | Path:
-        if picture.startswith("data:"):
-            try:
-                return base64.b64decode(picture.partition(",")[2], validate=True)
-            except binascii.Error as error:
-                raise BadImage(f"the data URL is not base64: {error}") from error
-        if self._pictures is not None:
-            root = self._pictures.resolve()
-            if (path := (root / picture).resolve()).is_relative_to(root):
-                return path
-        raise BadImage(f"{picture[:100]!r} is not a data URL, nor a file in the folder of --pictures")
-
-
-def make_server(tools: Tools, index: Path | None) -> MCPServer:
-    from mcp.server.mcpserver import MCPServer
-    from mcp_types import ToolAnnotations
-
-    server: MCPServer = MCPServer("vlora", instructions=_INSTRUCTIONS, log_level="WARNING")
-    offered: list[Callable[..., Any]] = [tools.list_cameras, tools.ask_camera, tools.ask_picture]
-    for tool in [*offered, *([] if index is None else [tools.search_recordings])]:
-        server.tool(annotations=ToolAnnotations(read_only_hint=True))(_reporting(tool))
     return server
 
 
-def _reporting(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """The tool, whose errors are for its caller."""
-    from mcp.server.mcpserver.exceptions import ToolError
-
-    @functools.wraps(tool)
-    def call(**arguments: Any) -> Any:
+def _read(picture: str, folder: Path | None) -> bytes | Path:
+    if picture.startswith("data:"):
         try:
-            return tool(**arguments)
-        except VLoraError as error:
-            raise ToolError(str(error)) from error
-
-    return call
+            return base64.b64decode(picture.partition(",")[2], validate=True)
+        except binascii.Error as error:
+            raise BadImage(f"the data URL is not base64: {error}") from error
+    if folder is not None and (path := (folder / picture).resolve()).is_relative_to(folder.resolve()):
+        return path
+    raise BadImage(f"{picture[:100]!r} is not a data URL, nor a file in the folder of --pictures")
 
 
 @cli.command()
@@ -135,7 +129,7 @@ def mcp(index: Path | None, pictures: Path | None, http_port: int | None, client
     The tools list cameras, ask about what a camera sees now (an admin token in VLORA_TOKEN is needed if the server
     requires tokens), ask about a picture, and search recordings.
     """
-    server = make_server(Tools(client, index, pictures), index)
+    server = make_server(client, index, pictures)
     with client:
         if http_port is None:
             server.run("stdio")

@@ -95,12 +95,18 @@ def wait_option(command: Any) -> Any:
     )(command)
 
 
-def answer_option(command: Any) -> Any:
-    return click.option(
-        "--answer",
-        type=click.Choice(["head", "words"]),
-        help="Way to answer a domain's question. Default: the one that was more accurate on validation data.",
-    )(command)
+def answer_options(command: Any) -> Any:
+    """What answers, and how long."""
+    way = "Way to answer a domain's question. Default: the one that was more accurate on validation data."
+    asked = "Adapter or domain to ask, or several adapters: a+b, 0.7*a+0.3*b. Default: the base model."
+    for option in (
+        click.option("--max-tokens", type=int, default=128, show_default=True, help="Maximum number of answer tokens."),
+        click.option("--answer", type=click.Choice(["head", "words"]), help=way),
+        click.option("--head", help="Task head of the adapter to use, with its own question."),
+        click.option("-a", "--adapter", help=asked),
+    ):
+        command = option(command)
+    return command
 
 
 def how(answer: Answer) -> str:

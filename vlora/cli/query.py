@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from vlora.cli.group import cli
-from vlora.cli.options import answer_option, how, print_json, server_options
+from vlora.cli.options import answer_options, how, print_json, server_options
 from vlora.cli.progress import waiting
 from vlora.errors import BadImage, BadRequest, TooLarge
 
@@ -28,14 +28,7 @@ _OF_TEXT = ("answer", "max_tokens", "temperature", "stop", "max_ttft_s", "questi
 @cli.command()
 @click.argument("images", nargs=-1, required=True, metavar="IMAGE... [QUESTION]")
 @click.option("-q", "--question", help="The question, if it is not the last argument.")
-@click.option(
-    "-a",
-    "--adapter",
-    help="Adapter or domain to ask, or several adapters: a+b, 0.7*a+0.3*b. Default: the base model.",
-)
-@click.option("--head", help="Task head of the adapter to use, with its own question.")
-@answer_option
-@click.option("--max-tokens", type=int, default=128, show_default=True, help="Maximum number of answer tokens.")
+@answer_options
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy decoding.")
 @click.option("--stop", multiple=True, help="End the answer before this text; may be repeated.")
 @click.option("--max-ttft-s", type=float, help="Maximum time to the first token. Default: no bound.")

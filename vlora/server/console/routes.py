@@ -17,7 +17,7 @@ from vlora.engine.snapshot import EngineSnapshot, StepRecord
 from vlora.errors import UnknownStream
 from vlora.server.console.files import CONSOLE_FILES, HEADERS, read_file
 from vlora.server.frontend import FrontEnd
-from vlora.server.security.access import Access, is_admin
+from vlora.server.security.access import caller_of, is_admin
 from vlora.server.security.public_errors import shown_to, value_for
 from vlora.server.streams.registry import OpenStream
 
@@ -30,10 +30,9 @@ MAX_STEPS = 2000  # kept for new viewers
 class ConsoleRoutes:
     """The page under / and /console, and its data routes. model: the base model's name."""
 
-    def __init__(self, front_end: FrontEnd, model: str, access: Access) -> None:
+    def __init__(self, front_end: FrontEnd, model: str) -> None:
         self._front_end = front_end
         self._model = model
-        self._access = access
         self._feed = SnapshotFeed(front_end.snapshot)
 
     def add_to(self, app: FastAPI) -> None:
@@ -46,7 +45,7 @@ class ConsoleRoutes:
     async def state(self, request: Request, since: int = 0) -> Response:
         """A snapshot, with the steps after number `since`."""
         snapshot, steps = await self._feed.read(since)
-        caller = self._caller_of(request)
+        caller = caller_of(request)
         streams, cluster = self._front_end.streams.watched(), self._front_end.cluster
         cameras = self._front_end.cameras
         fields = msgspec.structs.asdict(snapshot)
@@ -85,7 +84,7 @@ class ConsoleRoutes:
 
     async def frame(self, request: Request, number: int) -> Response:
         """The last answered frame with its answer below it; 204 while there is none."""
-        caller = self._caller_of(request)
+        caller = caller_of(request)
         for stream in self._front_end.streams.watched():
             if stream.number == number and _may_see(caller, stream):
                 picture = stream.preview.read()
@@ -94,11 +93,6 @@ class ConsoleRoutes:
                 return Response(picture[1], media_type="image/jpeg", headers=_PRIVATE)
         raise UnknownStream(f"no open stream {number} is visible to this token")
 
-    def _caller_of(self, request: Request) -> Token | None:
-        """The request's token; None where the server has no tokens and every caller has full access."""
-        caller: Token | None = request.state.caller if self._access.required else None
-        return caller
-
 
 async def _file(content: bytes, media_type: str) -> Response:
     return Response(content, media_type=media_type, headers=HEADERS)
@@ -106,7 +100,7 @@ async def _file(content: bytes, media_type: str) -> Response:
 
 def _may_see(caller: Token | None, stream: OpenStream) -> bool:
     """An admin sees every stream, other callers only their own."""
-    return caller is None or caller.admin or stream.owner == caller.name
+    return is_admin(caller) or (caller is not None and stream.owner == caller.name)
 
 
 def _stream_json(watched: OpenStream, caller: Token | None) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def make_app(
     checked = with_checks(app, access, front_end)
     batches: BatchRunner | None = None if files is None else BatchRunner(files, checked, front_end, access)
     FileRoutes(batches).add_to(app)
-    ConsoleRoutes(front_end, model, access).add_to(app)
+    ConsoleRoutes(front_end, model).add_to(app)
     return checked
 
 

@@ -40,7 +40,7 @@ from vlora.server.images import RawImage
 from vlora.server.operations import perform
 from vlora.server.prompts import TextRequest
 from vlora.server.rpyc.protocol import Peer, StreamedReply
-from vlora.server.security.access import Access
+from vlora.server.security.access import Access, name_of
 from vlora.server.security.limits import ByteCharge
 from vlora.server.security.public_errors import error_for, shown_to, to_vlora_error
 from vlora.server.streams.frame_questions import images_per_frame
@@ -150,7 +150,7 @@ class VLoraService(rpyc.Service):
     async def _perform(
         self, call: Operation, caller: Token | None, stream: TextReply | None, charge: ByteCharge | None
     ) -> Any:
-        tenant = None if caller is None else caller.name
+        tenant = name_of(caller)
         streams = self._front_end.streams
         match call:
             case Generate():

@@ -168,6 +168,9 @@ def caller_of(request: HTTPConnection) -> Token | None:
 
 
 def tenant(request: HTTPConnection) -> str | None:
-    """The name of the caller's token; None where the server has no tokens."""
-    caller = caller_of(request)
+    return name_of(caller_of(request))
+
+
+def name_of(caller: Token | None) -> str | None:
+    """The name of a caller's token; None where the server has no tokens."""
     return None if caller is None else caller.name

@@ -23,6 +23,7 @@ from vlora.config import ServerConfig, Token
 from vlora.errors import BadConfig, BadRequest, Forbidden, OverCapacity, UnknownCamera, VLoraError, listed
 from vlora.operations import AddCamera, ChangeCamera, RemoveCamera
 from vlora.run_folder import write_whole, writing
+from vlora.server.security.access import name_of
 from vlora.types.camera import CameraEvent, CameraHealth, CameraReport, CameraState, CameraStatus
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class Cameras:
                 match operation:
                     case AddCamera(camera):
                         self._check_new(str(camera.get("name")), caller)
-                        return await self._put({}, camera, None if caller is None else caller.name)
+                        return await self._put({}, camera, name_of(caller))
                     case ChangeCamera(name, changes):
                         former = self.get(name)
                         if changes.get("name", name) != name:

@@ -13,6 +13,7 @@ from vlora.config import ServerConfig, Token
 from vlora.errors import OverCapacity, UnknownStream
 from vlora.server.images import RawImage
 from vlora.server.metrics import Metrics
+from vlora.server.security.access import name_of
 from vlora.server.streams.frame_questions import FrameExecutor
 from vlora.server.streams.frame_stream import Preview, StreamSession
 
@@ -57,11 +58,11 @@ class StreamRegistry:
             raise OverCapacity(
                 f"{len(self._open)} streams are open, which is this server's limit; close some, or try again later"
             )
-        num_own = sum(known.owner == _name(owner) for known in self._open.values())
+        num_own = sum(known.owner == name_of(owner) for known in self._open.values())
         if owner is not None and owner.cameras is not None and num_own >= owner.cameras:
             raise OverCapacity(f"{owner.name!r} has {num_own} streams open, its quota of cameras; close one of them")
         stream_id = secrets.token_urlsafe(_ID_BYTES)
-        name, preview = _name(owner), Preview(self._config)
+        name, preview = name_of(owner), Preview(self._config)
         stream = StreamSession(self._executor, options, num_images, self._metrics, preview, name)
         self._num_opened += 1
         self._open[stream_id] = OpenStream(self._num_opened, stream, name, preview, {user})
@@ -71,7 +72,7 @@ class StreamRegistry:
     def use(self, stream_id: str, owner: Token | None, user: object) -> StreamSession:
         """The stream, which `user` keeps open from now on. Raises UnknownStream, also for another owner's stream."""
         known = self._open.get(stream_id)
-        if known is None or known.owner != _name(owner):
+        if known is None or known.owner != name_of(owner):
             raise UnknownStream(
                 f"no stream {stream_id[:32]!r} is open; a stream is closed {self._config.stream_keep_s:g} s after its "
                 "connection breaks, and when the server stops; open a new one"
@@ -117,10 +118,6 @@ class StreamRegistry:
     def close(self) -> None:
         for stream_id in tuple(self._open):
             self.discard(stream_id)
-
-
-def _name(owner: Token | None) -> str | None:
-    return None if owner is None else owner.name
 
 
 def _stay(known: OpenStream) -> None:
