@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import json
 import logging
+import math
 import re
 import socket
 import ssl
@@ -347,7 +348,9 @@ def test_quotas_of_tokens_refill_evenly_and_keep_their_counts() -> None:
     quotas = Quotas((token, Token(name="ops", secret=ADMIN)), clock=lambda: now)
 
     def limited(text: str, wait_s: float) -> None:
-        with pytest.raises(RateLimited, match=f"'me' has used its quota of {text}; try again in {wait_s:.0f} s") as why:
+        with pytest.raises(
+            RateLimited, match=f"'me' has used its quota of {text}; try again in {math.ceil(wait_s)} s"
+        ) as why:
             quotas.count_request("me")
         assert why.value.retry_s == pytest.approx(wait_s)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,7 +17,7 @@ from vlora.errors import BadRequest, DeadlineMissed, Forbidden, UnknownReplica
 from vlora.learning.sample_store import Corrector
 from vlora.server.active_requests import reporting
 from vlora.server.frontend import FrontEnd
-from vlora.server.security.access import is_admin
+from vlora.server.security.access import is_admin, name_of
 from vlora.server.streams.cameras import TENANT, Cameras, shown_source
 
 if TYPE_CHECKING:
@@ -40,20 +41,29 @@ async def perform(front_end: FrontEnd, operation: op.Operation, caller: Token | 
     Raises:
         Forbidden: The operation needs an admin token, and the caller's is none.
     """
-    name = OPERATOR if caller is None else caller.name
     if not operation.admin:
-        return await _perform(front_end, operation, caller, name)
-    with reporting(functools.partial(_record, operation, name, origin)):
-        if not is_admin(caller):
-            raise Forbidden("this call requires an admin token")
-        return await _perform(front_end, operation, caller, name)
-
-
-def _record(operation: op.Operation, name: str, origin: str, outcome: str) -> None:
-    """Add an operation to the audit log."""
+        return await _perform(front_end, operation, caller)
     arguments = {key: _recorded(value) for key, value in msgspec.structs.asdict(operation).items()}
-    fields = {"by": name, "from": origin, "result": outcome, "arguments": arguments}
-    audit_log.info(type(operation).__name__, extra={"fields": fields})
+    check_permitted(type(operation), caller, origin, arguments)
+    with reporting(functools.partial(_record, type(operation), caller, origin, arguments)):
+        return await _perform(front_end, operation, caller)
+
+
+def check_permitted(
+    kind: type[op.Operation], caller: Token | None, origin: str, arguments: Mapping[str, Any] = {}
+) -> None:
+    """Raises Forbidden for an operation that needs an admin token, if the caller's is none. It is in the audit log."""
+    if kind.admin and not is_admin(caller):
+        _record(kind, caller, origin, arguments, Forbidden.code)
+        raise Forbidden("this call requires an admin token")
+
+
+def _record(
+    kind: type[op.Operation], caller: Token | None, origin: str, arguments: Mapping[str, Any], outcome: str
+) -> None:
+    """Add an operation to the audit log."""
+    fields = {"by": name_of(caller) or OPERATOR, "from": origin, "result": outcome, "arguments": arguments}
+    audit_log.info(kind.__name__, extra={"fields": fields})
 
 
 def _recorded(value: Any) -> Any:
@@ -64,8 +74,8 @@ def _recorded(value: Any) -> Any:
     return shown_source(value)[:_SHOWN] if isinstance(value, str) else value
 
 
-async def _perform(front_end: FrontEnd, operation: op.Operation, caller: Token | None, name: str) -> Any:
-    adapters = front_end.adapters
+async def _perform(front_end: FrontEnd, operation: op.Operation, caller: Token | None) -> Any:
+    adapters, name = front_end.adapters, name_of(caller) or OPERATOR
     match operation:
         case op.GetStats():
             return await front_end.stats()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import inspect
 import re
 import typing
@@ -10,7 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
-from fastapi import FastAPI, File, Query, Request, UploadFile
+from fastapi import Depends, FastAPI, File, Query, Request, UploadFile
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, Field, create_model, field_validator
 
@@ -20,7 +21,7 @@ from vlora.errors import BadRequest
 from vlora.server.frontend import FrontEnd, choice_id
 from vlora.server.http.middleware import ADAPTER_PATHS
 from vlora.server.http.sampling_fields import StrictModel
-from vlora.server.operations import perform
+from vlora.server.operations import check_permitted, perform
 from vlora.server.security.access import caller_of
 from vlora.server.security.public_errors import shown_to
 
@@ -128,7 +129,16 @@ def add_operator_routes(app: FastAPI, front_end: FrontEnd) -> None:
             description=_TEXTS.get(name, row.operation.__doc__),
             status_code=row.status,
             response_model=None,
+            dependencies=[Depends(functools.partial(_check_permitted, row.operation))],
         )
+
+
+async def _check_permitted(kind: type[op.Operation], request: Request) -> None:
+    check_permitted(kind, caller_of(request), _origin(request))
+
+
+def _origin(request: Request) -> str:
+    return f"http {request.client.host if request.client else 'unknown'}"
 
 
 def _endpoint(front_end: FrontEnd, row: Row) -> Callable[..., Coroutine[Any, Any, Response]]:
@@ -168,8 +178,8 @@ def _endpoint(front_end: FrontEnd, row: Row) -> Callable[..., Coroutine[Any, Any
             fields |= {own[name]: value for name, value in given.items() if name in own}
         if "files" in fields:
             fields["files"] = {each.filename or "": await each.read() for each in fields["files"]}
-        caller, origin = caller_of(request), f"http {request.client.host if request.client else 'unknown'}"
-        found = await perform(front_end, row.operation(**row.fixed, **fields), caller, origin)
+        caller = caller_of(request)
+        found = await perform(front_end, row.operation(**row.fixed, **fields), caller, _origin(request))
         if row.names:
             done = "added" if row.operation is op.LoadAdapter else "removed"
             return PlainTextResponse(f"Success: LoRA adapter '{fields['name']}' {done} successfully.")

@@ -14,6 +14,8 @@ from vlora.types import MAX_PRIORITY, SamplingParams, adapter_name
 MAX_CHOICES = 16
 MAX_TOKENS = 2**31 - 1  # above the context of any model
 _SHOWN = 64  # characters of an unknown field's name
+_PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+_AS_THEY_ARE = ("min_tokens", "ignore_eos", "temperature", "top_p", "min_p", *_PENALTIES, "seed")
 
 _LABELS = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
@@ -164,20 +166,12 @@ class SamplingFields(RequestFields):
         return SamplingParams(
             # min_tokens raises the default limit.
             max_tokens=max(limit, self.min_tokens) if max_tokens is None else limit,
-            min_tokens=self.min_tokens,
-            ignore_eos=self.ignore_eos,
-            temperature=self.temperature,
-            top_p=self.top_p,
             top_k=max(0, self.top_k),  # -1 means off in vLLM
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
             logit_bias=tuple((_token_id(token), bias) for token, bias in self.logit_bias.items()),
-            seed=self.seed,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             logprobs=logprobs,
             grammar=grammar,
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
         )
 
 

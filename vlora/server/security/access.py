@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import yaml
 
-from vlora.config import QUOTAS, Token
+from vlora.config import Token
 from vlora.errors import BadConfig, Unauthorized
 from vlora.rate_limits import AuthRateLimit
 from vlora.wording import msgspec_errors, yaml_errors
@@ -157,8 +157,8 @@ def _token(name: str, fields: Any, file: Path) -> Token:
         expires = datetime.datetime.combine(expires, datetime.time())
     if expires is not None and expires.tzinfo is None:
         expires = expires.replace(tzinfo=datetime.UTC)
-    quotas = {quota: getattr(entry, quota) for quota in QUOTAS}
-    return Token(name=name, secret=entry.token, admin=entry.admin, expires=expires, **quotas)
+    values = {**msgspec.structs.asdict(entry), "expires": expires}
+    return Token(name=name, secret=values.pop("token"), **values)
 
 
 def caller_of(request: HTTPConnection) -> Token | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import socket
 import threading
@@ -150,7 +151,8 @@ class Quotas:
         for quota, bucket in buckets.items():
             if (wait_s := bucket.wait_s(now)) > 0:
                 text = f"{bucket.limit} {quota.replace('_', ' ')}"
-                raise RateLimited(f"{tenant!r} has used its quota of {text}; try again in {wait_s:.0f} s", wait_s)
+                why = f"{tenant!r} has used its quota of {text}; try again in {math.ceil(wait_s)} s"
+                raise RateLimited(why, wait_s)
         if "requests_per_minute" in buckets:
             buckets["requests_per_minute"].take(1, now)
 
