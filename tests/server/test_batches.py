@@ -84,6 +84,18 @@ def test_a_batch_has_answers_and_errors_in_files(tmp_path: Path) -> None:
         assert not list((tmp_path / "files").glob("file-*"))
 
 
+def test_a_batch_waits_for_the_quota_of_its_token(tmp_path: Path) -> None:
+    token = Token(name="me", secret=USER, requests_per_minute=60)
+    with running_api(file_folder=str(tmp_path / "files"), tokens=(token,)) as api:
+        api = api._replace(token=USER)
+        for _ in range(58):
+            api.front_end.quotas.count_request("me")
+        batch = create(api, [line(f"r{number}", "say:x") for number in range(3)])
+        assert when(api, batch, "completed")["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+        limited = re.findall(r'vlora_requests_total\{.*"rate_limited"\} (\d+)', api.call("GET", "/metrics")[1])
+        assert 1 <= sum(map(int, limited)) <= 3, "it asks again when Retry-After says"
+
+
 PROBLEMS: list[tuple[Sequence[Any], list[tuple[int | None, str | None, str]]]] = [
     ([], [(None, None, "the file has no requests")]),
     ([b"{", line("a", "x"), b"\xff"], [(1, None, "the line is not JSON"), (3, None, "the line is n")]),

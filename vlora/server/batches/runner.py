@@ -40,7 +40,7 @@ _BODIES = dict(zip(get_args(Endpoint), _MODELS, strict=True))
 _MAX_REQUESTS = 50_000  # of a batch, as in OpenAI's API
 _MAX_PROBLEMS = 100
 _AT_ONCE = 16  # requests; enough for the server to batch
-PAUSE_S = 0.5  # before a request is sent again
+PAUSE_S, _QUOTA_S = 0.5, 60.0  # before a request is sent again, and at most if a quota is used up
 EXPIRY_S = 60.0  # between two removals of what has expired
 _MOST_TRIES = dict.fromkeys((OverCapacity.code, RateLimited.code), math.inf) | dict.fromkeys(
     (EngineDead.code, DeadlineMissed.code), 3
@@ -153,12 +153,12 @@ class BatchRunner:
                 await asyncio.sleep(PAUSE_S)
             # Those beside a request that kills the engine are sent again without it.
             async with self._again if tries[EngineDead.code] else contextlib.nullcontext():
-                status, answer = await self._send(batch, body)
+                status, answer, quota_s = await self._send(batch, body)
             code = "" if status == 200 else answer["error"]["code"]
             tries[code] += 1
             if status == 200 or not (self._front_end.draining or tries[code] < _MOST_TRIES.get(code, 0)):
                 break
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(min(quota_s, _QUOTA_S) if code == RateLimited.code else PAUSE_S)
         response = {"status_code": status, "request_id": f"req_{secrets.token_hex(16)}", "body": answer}
         line = {"id": f"batch_req_{secrets.token_hex(16)}", "custom_id": custom_id, "response": response, "error": None}
         kind = "output" if status == 200 else "error"
@@ -167,13 +167,14 @@ class BatchRunner:
         batch.completed += status == 200
         batch.failed += status != 200
 
-    async def _send(self, batch: StoredBatch, body: bytes) -> tuple[int, Any]:
-        """The status and body of one answer; 401 if the batch's token does not exist any more."""
+    async def _send(self, batch: StoredBatch, body: bytes) -> tuple[int, Any, float]:
+        """The status and body of one answer, and the time to wait; 401 if the batch's token does not exist any more."""
         secret = next((each.secret for each in self._access.tokens if each.name == batch.tenant), "")
         headers = {"content-type": "application/json", "authorization": f"Bearer {secret}"}
         request = httpx.Request("POST", f"http://localhost{batch.endpoint}", headers=headers, content=body)
         response = await self._transport.handle_async_request(request)
-        return response.status_code, json.loads(await response.aread())
+        retry_s = float(response.headers.get("retry-after", PAUSE_S))
+        return response.status_code, json.loads(await response.aread()), retry_s
 
 
 def check_lines(path: Path, endpoint: str, config: ServerConfig) -> tuple[list[dict[str, Any]], int]:
