@@ -46,7 +46,7 @@ class Budget(NamedTuple):
 BUDGETS = (
     Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_690, 2_200),
     Budget("vlora/client", 1_900, 900),
-    Budget("vlora/server", 9_960, 4_900),
+    Budget("vlora/server", 9_970, 4_900),
     Budget("vlora/engine vlora/parallel", 6_660, 4_900),
     Budget("vlora/orchestrator vlora/routing", 5_480, 4_000),
     Budget("vlora/memory vlora/lora vlora/models", 11_980, 8_300),
@@ -55,7 +55,7 @@ BUDGETS = (
     Budget("vlora/split", 2_570, 1_600),
     Budget("vlora/training vlora/learning fusion/training", 7_220, 4_500),
     Budget("vlora/simulator", 2_220, 1_500),
-    Budget("vlora/cli", 3_760, 2_600),
+    Budget("vlora/cli", 3_730, 2_600),
     Budget("vlora/bench", 4_360, 2_500),
     Budget("benchmarks", 8_250, 6_500),
     Budget("fusion", 9_880, 6_200),
