@@ -34,8 +34,9 @@ from rich.table import Table
 from apps.video_analytics import CHUNKS_IN_FLIGHT, AnnotatedVideo, ChunkResult, Source, analyse
 from vlora.client import Client
 from vlora.errors import VLoraError
-from vlora.opencv import Video, cv2
+from vlora.opencv import cv2, frame_times, frames_at
 from vlora.run_folder import write_whole
+from vlora.types.video import shown_at
 
 VLORA = (sys.executable, "-m", "vlora.cli")
 
@@ -97,12 +98,8 @@ def write_page(file: Path, fused: Path, result: Mapping[str, Any]) -> None:
 
 def poster(video: Path) -> str:
     """A frame of a video as a data URL (JPEG), which browsers show until playback."""
-    shown = None
-    with Video(str(video)) as frames:
-        for time_s in frames:
-            shown = frames.picture()
-            if time_s >= _POSTER_S:
-                break
+    (time_s,) = shown_at(frame_times(str(video)), [_POSTER_S])
+    shown = next((picture for _, picture in frames_at(str(video), [time_s])), None)
     if shown is None:
         return ""
     encoded = cv2.imencode(".jpg", shown, [cv2.IMWRITE_JPEG_QUALITY, 85])[1].tobytes()

@@ -22,7 +22,7 @@ from PIL import Image
 
 from vlora.errors import BadImage
 from vlora.models.vision.images import FORMATS, open_image, upright_rgb
-from vlora.opencv import Video, cv2
+from vlora.opencv import cv2, frame_times, frames_at
 from vlora.types.video import PICTURE_SUFFIXES
 
 QUARTER_TURNS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
@@ -170,26 +170,16 @@ class Clip(Frames):
         return self.num_frames
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        wanted = list(self._places)
-        with self._open() as video:
-            # Read in order: seeking is inexact in most containers.
-            for place, _ in enumerate(video):
-                if wanted[0] == place:
-                    picture = video.picture()
-                    if picture is None:
-                        raise ValueError(f"{self.file}: frame {place} is broken")
-                    while wanted and wanted[0] == place:
-                        yield cv2.cvtColor(picture, cv2.COLOR_BGR2RGB)
-                        del wanted[0]
-                    if not wanted:
-                        return
-        raise ValueError(f"{self.file}: frame {wanted[0]} can no longer be read; the file may have changed")
-
-    def _open(self) -> Video:
+        # Read in order: seeking is inexact in most containers.
+        missing = list(self._times)
         try:
-            return Video(str(self.file))
+            for _, picture in frames_at(str(self.file), self._times):
+                yield cv2.cvtColor(picture, cv2.COLOR_BGR2RGB)
+                del missing[0]
         except BadImage as error:
             raise ValueError(f"{self.file}: {error}") from error
+        if missing:
+            raise ValueError(f"{self.file}: the frame at {missing[0]:.2f} s is broken")
 
     def verify(self) -> FileInfo:
         try:
@@ -200,12 +190,12 @@ class Clip(Frames):
         return FileInfo(digest, [(frame.shape[1], frame.shape[0]) for frame in self][-1])
 
     @functools.cached_property
-    def _places(self) -> list[int]:
-        """The places of the frames. All frames are read for their times: headers can be wrong."""
-        with self._open() as video:
-            times = list(video)
-        if not times:
-            raise ValueError(f"{self.file} contains no frame that can be decoded")
+    def _times(self) -> list[float]:
+        """Of the frames."""
+        try:
+            times = frame_times(str(self.file))
+        except BadImage as error:
+            raise ValueError(f"{self.file}: {error}") from error
         first = bisect.bisect_left(times, self.start_s - _ROUNDED_S)
         last = len(times) if self.end_s is None else bisect.bisect_left(times, self.end_s - _ROUNDED_S)
         if first >= last:
@@ -216,9 +206,9 @@ class Clip(Frames):
             raise ValueError(f"{self.file} has no frame from second {self.start_s:g} to {end}; {why}")
         own = times[first:last]
         if self.num_frames == 1:
-            return [first + bisect.bisect_right(own, (own[0] + own[0] + _duration_s(own)) / 2 + _ROUNDED_S) - 1]
+            return [own[bisect.bisect_right(own, (own[0] + own[0] + _duration_s(own)) / 2 + _ROUNDED_S) - 1]]
         step = (own[-1] - own[0]) / (self.num_frames - 1)
-        return [first + _nearest(own, own[0] + number * step) for number in range(self.num_frames)]
+        return [_nearest(own, own[0] + number * step) for number in range(self.num_frames)]
 
 
 def _duration_s(times: Sequence[float]) -> float:
@@ -226,6 +216,6 @@ def _duration_s(times: Sequence[float]) -> float:
     return (times[-1] - times[0]) * len(times) / max(1, len(times) - 1)
 
 
-def _nearest(times: Sequence[float], time_s: float) -> int:
+def _nearest(times: Sequence[float], time_s: float) -> float:
     after = bisect.bisect_left(times, time_s)
-    return min((max(0, after - 1), min(after, len(times) - 1)), key=lambda place: abs(times[place] - time_s))
+    return min(times[max(0, after - 1) : after + 1], key=lambda each: abs(each - time_s))
