@@ -19,7 +19,6 @@ from vlora.cli import (  # noqa: F401  (they join their commands)
     query,
     retrieve,
     serve,
-    summarize,
     train,
     tune,
 )

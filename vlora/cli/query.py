@@ -76,7 +76,7 @@ def query(
         images, question = images[:-1], images[-1]
     options: dict[str, Any] = {"max_latency_s": max_latency_s, "priority": priority}
     with client, waiting("asking") as begun:
-        pictures = [_picture(image) for image in images]
+        pictures = [fetch_picture(image) if _is_url(image) else Path(image) for image in images]
         if head is not None:
             assert adapter is not None
             result = client.ask_head(pictures, adapter, head, **options)
@@ -114,14 +114,6 @@ def _is_picture(argument: str) -> bool:
         return _is_url(argument) or Path(argument).exists()
     except (OSError, ValueError):  # longer than a file name may be, or with a zero byte: a question
         return False
-
-
-def _picture(image: str) -> bytes | Path:
-    if not _is_url(image):
-        return Path(image)
-    from vlora.cli.query import fetch_picture
-
-    return fetch_picture(image)
 
 
 def _print_result(result: HeadResult) -> None:

@@ -1,4 +1,4 @@
-"""Retrieval: `index` describes videos and pictures, `retrieve` searches them in words."""
+"""Recordings: `index` describes videos and pictures, `retrieve` searches them in words, `summarize` describes one."""
 
 from __future__ import annotations
 
@@ -279,3 +279,42 @@ def _print_hits(hits: Sequence[Hit], as_json: bool) -> None:
         time = clock(hit.start_s) if hit.seconds else ""
         name = Path(hit.source).name
         click.echo(f"{hit.rank:3}  {hit.score:.2f}  {name:<{width}}  {time:>9}  {hit.why()}".rstrip())
+
+
+@cli.command()
+@click.argument("video")
+@click.option("-q", "--question", help="Question about each part. Default: what happens in it.")
+@click.option(
+    "--summary-question", help="Question about the notes of all parts. Default: a summary in a few sentences."
+)
+@click.option("-a", "--adapter", help="Adapter that answers about the parts. Default: the base model.")
+@click.option("--part-s", type=float, default=30.0, show_default=True, help="Length of a part, in seconds.")
+@click.option(
+    "--frames", "num_frames", type=click.IntRange(1, 256), default=8, show_default=True, help="Frames of a part."
+)
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of an answer.")
+@server_options
+@needs("video")
+def summarize(video: str, part_s: float, client: Client, as_json: bool, **options: Any) -> None:
+    """Describe a video part by part, with times, and then summarize these notes.
+
+    \b
+        vlora summarize day.mp4
+        vlora summarize day.mp4 --part-s 60 --frames 16 --question "Who comes and goes?"
+
+    The last line is the summary, by the base model. Notes that do not fit its context together are summarized by
+    halves first.
+    """
+    from apps.retrieval import clock
+    from apps.summary import summarize as notes_of
+
+    if not 0.1 <= part_s < math.inf:
+        raise BadRequest(f"--part-s is {part_s}; it must be a number, at least 0.1")
+    asked = {name: value for name, value in options.items() if value is not None}
+    with client, until_stopped() as stop, waiting("asking"):
+        for note in notes_of(client, video, part_s=part_s, stop=stop, **asked):
+            if as_json:
+                print_json(note)
+            else:
+                name = "summary  " * (note.kind == "summary")
+                click.echo(f"{name}{clock(note.start_s)} to {clock(note.end_s)}  {note.text}")

@@ -118,7 +118,6 @@ class ImageSources:
             video=VideoFile(None, video.fps, video.num_frames),
             max_frames=config.max_images - len(others),
             max_s=config.max_video_s,
-            max_frame_pixels=config.max_image_pixels,
             max_pixels=min(config.max_request_pixels, config.max_message_bytes // 3) - held,
         )
         async with self._decoders:

@@ -211,23 +211,19 @@ class SharedImages:
     """The images of several requests, which are decoded and processed once: when the first request needs them."""
 
     def __init__(self, images: Sequence[Visual]) -> None:
-        self._images = images
+        self.images = images
         self._lock = asyncio.Lock()
         self._outcome: ProcessedImages | VLoraError | None = None
 
     def __len__(self) -> int:
-        return len(self._images)
-
-    @property
-    def images(self) -> Sequence[Visual]:
-        return self._images
+        return len(self.images)
 
     async def processed(self, process: Callable[[Sequence[Visual]], Awaitable[ProcessedImages]]) -> ProcessedImages:
         """The processed images, by the first call of `process` that ends. Raises its VLoraError, each time."""
         async with self._lock:  # if the request that processes them is cancelled, the next one does
             if self._outcome is None:
                 try:
-                    self._outcome = await process(self._images)
+                    self._outcome = await process(self.images)
                 except VLoraError as error:
                     self._outcome = error
         if isinstance(self._outcome, VLoraError):

@@ -92,7 +92,6 @@ class DecodeVideo(msgspec.Struct, frozen=True, kw_only=True):
     video: VideoFile[None]
     max_frames: int
     max_s: float
-    max_frame_pixels: int
     max_pixels: int
 
 

@@ -30,8 +30,8 @@ def _decode(asked: DecodeVideo) -> None:
         raise TooLarge(f"{len(chosen)} of its frames are asked for, and {room}")
     for time_s, picture in frames_at(_FILE, chosen):
         height, width = picture.shape[:2]
-        if height * width > asked.max_frame_pixels or len(chosen) * height * width > asked.max_pixels:
-            room = f"for {asked.max_frame_pixels} pixels of one, and {max(0, asked.max_pixels)} of all"
+        if len(chosen) * height * width > asked.max_pixels:
+            room = f"for {max(0, asked.max_pixels)} pixels; ask for fewer frames"
             raise TooLarge(f"it has {len(chosen)} frames of {width}x{height}, and this request has room {room}")
         _write(FrameReport(time_s, height, width), cv2.cvtColor(picture, cv2.COLOR_BGR2RGB).tobytes())
 
