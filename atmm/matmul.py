@@ -6,6 +6,8 @@ left      `W x^T`, the weight as the left operand; the result is transposed. For
 float32   a bfloat16 product in float32, one block of weights at a time. For prompts on processors with bfloat16
           instructions slower than float32 (Intel without matrix tiles) or without bfloat16 instructions: there torch's
           own product reaches a tenth of the processor's speed.
+onednn    oneDNN's product with the bias in its registers, which torch calls for bfloat16 without it. In float32 torch
+          calls MKL, which uses half of the width of an AMD processor's registers with AVX-512 (docs/decisions/0107).
 library   torch's own product. For everything else; the only method that autograd supports.
 """
 
@@ -19,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atmm.cpu.products import Weights, multiplies, product, row_product
-from atmm.processor import prefers_float32, prefers_weight_left
+from atmm.processor import prefers_float32, prefers_onednn, prefers_weight_left
 from atmm.quantized import BLOCK, QuantizedWeight, StoredWeight
 
-Method = Literal["rows", "left", "float32", "library"]
+Method = Literal["rows", "left", "float32", "onednn", "library"]
 Key = tuple[int, int, int, torch.dtype]
 """The key of a measured choice: rows rounded up to a power of two, d_out, d_in, dtype."""
 
@@ -56,6 +58,8 @@ def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
         return row_product(x, weight, bias)
     if method == "library":
         return F.linear(x, weight, bias)
+    if method == "onednn":
+        return _onednn_linear(x, weight, bias)
     y = METHODS[method](x.reshape(num_rows, -1), (Weights(weight, bias),))
     return y.view(*x.shape[:-1], weight.shape[0])
 
@@ -144,6 +148,8 @@ def methods(num_rows: int, weight: Tensor) -> list[Method]:
         found.append("library")
     if slow:
         found.append("float32")
+    if prefers_onednn(weight.dtype, weight.device):
+        found.append("onednn")
     if prefers_weight_left(num_rows, weight.dtype, weight.device):
         found.append("left")
     return found
@@ -155,7 +161,9 @@ def rule(num_rows: int, weight: Tensor) -> Method:
         return "left"
     if num_rows <= _most_thin(weight) and multiplies(weight):
         return "rows"
-    return "float32" if num_rows > 1 and prefers_float32(weight.dtype, weight.device) else "library"
+    if num_rows > 1 and prefers_float32(weight.dtype, weight.device):
+        return "float32"
+    return "onednn" if prefers_onednn(weight.dtype, weight.device) else "library"
 
 
 class ThinBatches(NamedTuple):
@@ -222,10 +230,20 @@ def _float32(x: Tensor, layers: Sequence[Weights]) -> Tensor:
     return y
 
 
+def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # noqa: SLF001
+    return y
+
+
+def _onednn(x: Tensor, layers: Sequence[Weights]) -> Tensor:
+    return torch.cat([_onednn_linear(x, *layer) for layer in layers], 1)
+
+
 METHODS: dict[Method, Callable[[Tensor, Sequence[Weights]], Tensor]] = {
     "rows": product,
     "left": _left,
     "float32": _float32,
+    "onednn": _onednn,
     "library": _library,
 }
 

@@ -49,6 +49,15 @@ def prefers_float32(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype is torch.bfloat16 and device.type == "cpu" and not multiplies_bfloat16()
 
 
+def prefers_onednn(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN multiplies this type faster than torch's own product, which adds a bias in a pass of its own."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if dtype is torch.bfloat16:
+        return multiplies_bfloat16()
+    return dtype is torch.float32 and "avx512f" in flags() and vendor() == "AuthenticAMD"
+
+
 def prefers_weight_left(num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether `weight x^T` is faster than `x weight^T` for this many rows. The result is then transposed.
 
