@@ -6,13 +6,23 @@ only; it does not depend on requests or models.
 
 from atmm.cpu import Tape
 from atmm.cpu import library as load_kernels
-from atmm.cpu.attention import attend, attend_chunk, serves_attention
+from atmm.cpu.attention import attend, attend_all, attend_chunk, attends_faster, serves_attention
 from atmm.flash_attention import flash, serves_flash
 from atmm.layers import Factors, HeadRows, Site, SiteGroup
 from atmm.matmul import thin_batches
 from atmm.operator import add_delta, add_deltas, begin_deltas, head_logits, merge, merge_quantized
 from atmm.places import FactorTable
-from atmm.pointwise import add_rms_norm, gate_product, rms_norm, rotate, rotate_and_write, serves_pointwise, write_kv
+from atmm.pointwise import (
+    add_rms_norm,
+    gate_product,
+    gelu,
+    rms_norm,
+    rotate,
+    rotate_and_write,
+    serves_pointwise,
+    try_to_rotate,
+    write_kv,
+)
 from atmm.segments import Lane, SegmentPlan
 from atmm.strategies.hybrid import gains_from_copies, longest_short_lane
 from atmm.strategies.registry import STRATEGIES, reads_in_place
@@ -34,7 +44,9 @@ __all__ = [
     "add_deltas",
     "add_rms_norm",
     "attend",
+    "attend_all",
     "attend_chunk",
+    "attends_faster",
     "begin_deltas",
     "compile_ahead",
     "compile_merges",
@@ -44,6 +56,7 @@ __all__ = [
     "flash",
     "gains_from_copies",
     "gate_product",
+    "gelu",
     "head_logits",
     "load_kernels",
     "longest_short_lane",
@@ -58,5 +71,6 @@ __all__ = [
     "serves_flash",
     "serves_pointwise",
     "thin_batches",
+    "try_to_rotate",
     "write_kv",
 ]

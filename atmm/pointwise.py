@@ -117,17 +117,31 @@ def gate_product(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
+def gelu(x: Tensor, *, quick: bool) -> Tensor:
+    """`x * sigmoid(1.702 * x)`, or gelu with a tanh. On a CPU, and requires `serves_pointwise`.
+
+    Returns:
+        A contiguous tensor of x's shape.
+    """
+    kernels = _compiled(x.device, x.dtype)
+    assert kernels is not None, "the compiled kernels are not available"
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    kernels.gelu[x.dtype](out.data_ptr(), x.data_ptr(), x.numel(), quick)
+    return out
+
+
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotary position embedding `x * cos + rotate_half(x) * sin`, in place. Requires `serves_pointwise`.
 
     Args:
         q: queries [heads, T, head_dim], with contiguous rows (last stride 1).
         k: keys [kv_heads, T, head_dim], likewise.
-        cos: [T, head_dim], contiguous, of the type of q.
+        cos: [T, head_dim], contiguous, of the type of q. On a CPU it may be float32: then only the result is rounded.
         sin: likewise.
 
     Raises:
-        ValueError: if shapes, types or strides do not fit, or half of head_dim is not a power of two.
+        ValueError: if shapes, types or strides do not fit, or, on a GPU, half of head_dim is not a power of two.
     """
     _check_rotation(q, k, cos, sin)
     if not q.shape[1]:
@@ -138,8 +152,19 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 
         pointwise.rotate(q, k, cos, sin)
         return
-    no_cache = None, None, 0, None, None, 0
-    kernels.rotate[q.dtype](*_rotated(q), *_rotated(k), cos.data_ptr(), sin.data_ptr(), *cos.shape, *no_cache)
+    _launch_rotation(kernels, q, k, cos, sin, None, None, 0, None, None, 0)
+
+
+def try_to_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """`rotate` tensors that meet its requirements, except for contiguous cosines and sines. Returns whether they do."""
+    if not serves_pointwise(q.device, q.dtype):
+        return False
+    cos, sin = cos.contiguous(), sin.contiguous()
+    try:
+        rotate(q, k, cos, sin)
+    except ValueError:
+        return False
+    return True
 
 
 def rotate_and_write(
@@ -160,22 +185,26 @@ def rotate_and_write(
             f"v is {tuple(v.shape)} {v.dtype}, of {k_cache.dtype} and kv_heads {len(k)}, rows {rows.dtype}"
         )
     cache = k_cache.data_ptr(), v_cache.data_ptr(), k_cache.stride(0), rows.data_ptr(), v.data_ptr(), v.stride(0)
-    kernels.rotate[q.dtype](*_rotated(q), *_rotated(k), cos.data_ptr(), sin.data_ptr(), *cos.shape, *cache)
+    _launch_rotation(kernels, q, k, cos, sin, *cache)
 
 
-def _rotated(x: Tensor) -> tuple[int, int, int, int]:
-    return x.data_ptr(), x.stride(0), x.stride(1), x.shape[0]
+def _launch_rotation(kernels: Library, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *cache: int | None) -> None:
+    rows = (number for x in (q, k) for number in (x.data_ptr(), x.stride(0), x.stride(1), x.shape[0]))
+    wide = cos.dtype is torch.float32
+    kernels.rotate[q.dtype](*rows, cos.data_ptr(), sin.data_ptr(), wide, *cos.shape, *cache)
 
 
 def _check_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     head_dim, half = q.shape[2], q.shape[2] // 2
+    compiled = _compiled(q.device, q.dtype) is not None
     fits = cos.shape == sin.shape == (q.shape[1], head_dim) and k.shape[1:] == q.shape[1:]
-    if not fits or half & (half - 1) or not half:
+    if not fits or head_dim % 2 or not half or (half & (half - 1) and not compiled):
         raise ValueError(
             f"q is {tuple(q.shape)}, k {tuple(k.shape)}, cos {tuple(cos.shape)} and sin {tuple(sin.shape)}; expected "
-            "[heads, T, d], [kv_heads, T, d] and twice [T, d], half of d a power of two"
+            "[heads, T, d], [kv_heads, T, d] and twice [T, d], half of d a power of two on a GPU"
         )
-    if not q.dtype == k.dtype == cos.dtype == sin.dtype:
+    wide = compiled and cos.dtype is torch.float32
+    if q.dtype != k.dtype or cos.dtype != sin.dtype or not (wide or cos.dtype == q.dtype):
         raise ValueError(f"q is {q.dtype}, k {k.dtype}, cos {cos.dtype} and sin {sin.dtype}; give one type")
     if q.stride(2) != 1 or k.stride(2) != 1 or not cos.is_contiguous() or not sin.is_contiguous():
         raise ValueError(

@@ -65,7 +65,8 @@ _ARGUMENTS = {
     "int8_groups": (*(_POINTER, _INT) * 3, _POINTER, _POINTER, _INT, _FLOAT, _POINTER, _INT, _INT, _INT, _INT),
     "normalize": (_POINTER, *(_POINTER, _INT) * 2, _POINTER, _INT, _INT, _FLOAT),
     "gate_product": (_POINTER, *(_POINTER, _INT) * 2, _INT, _INT),
-    "rotate": (*(_POINTER, _INT, _INT, _INT) * 2, _POINTER, _POINTER, _INT, _INT, *_CACHE),
+    "gelu": (_POINTER, _POINTER, _INT, _INT),
+    "rotate": (*(_POINTER, _INT, _INT, _INT) * 2, _POINTER, _POINTER, _INT, _INT, _INT, *_CACHE),
 }
 _TYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -85,6 +86,7 @@ class Library:
         self.attend_chunk = kernels.pop("attend_chunk")
         self.deltas, self.linear = map(kernels.pop, ("deltas", "linear"))
         self.normalize, self.rotate, self.gate_product = map(kernels.pop, ("normalize", "rotate", "gate_product"))
+        self.gelu = kernels.pop("gelu")
         self.int8, self.int4_groups, self.int8_groups = map(kernels.pop, ("int8", "int4_groups", "int8_groups"))
         self.has_int8 = bool(loaded.atmm_has_int8())
         self.evict: Callable[[int | None, int], int] = loaded.atmm_evict

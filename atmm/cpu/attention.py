@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from atmm.cpu import library
+from atmm.processor import flags
 
 
 def serves_attention(device: torch.device, dtype: torch.dtype) -> bool:
     kernels = library() if device.type == "cpu" else None
     return kernels is not None and dtype in kernels.attend
+
+
+def attends_faster(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `attend_all` is faster than torch's attention, which it is not in float32 without AVX-512."""
+    return serves_attention(device, dtype) and (dtype is torch.bfloat16 or "avx512f" in flags())
 
 
 def attend(
@@ -57,6 +65,27 @@ def attend_chunk(
     if seen.numel() != places.numel():
         raise ValueError(f"{places.numel()} places need as many numbers of seen tokens, got {seen.numel()}")
     _run("attend_chunk", out, q, k, v, places, rows, seen, scale)
+
+
+def attend_all(out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, count: int) -> Iterator[int]:
+    """Attention of every token to all tokens, of some tokens in each iteration. Requires `serves_attention`.
+
+    Args:
+        out: [batch, tokens, heads, head_dim], contiguous.
+        q: [batch, heads, tokens, head_dim], any strides; k and v likewise, of other tokens if need be.
+        count: Tokens of an iteration.
+
+    Yields:
+        The number of tokens whose results were written.
+    """
+    rows, seen = torch.arange(k.shape[2]), torch.full((q.shape[2],), k.shape[2])
+    for own, queries, *sides in zip(out, *(side.transpose(1, 2) for side in (q, k, v)), strict=True):
+        keys, values = (side.flatten(1) for side in sides)
+        if keys.stride() != values.stride() or keys.stride(1) != 1:
+            keys, values = keys.contiguous(), values.contiguous()
+        for places in torch.arange(len(queries)).split(count):
+            attend_chunk(own, queries, keys, values, places, rows, seen[: len(places)], scale)
+            yield len(places)
 
 
 def _run(

@@ -85,6 +85,26 @@ void gate_product(T* out, const T* gate, int64_t gate_stride, const T* up, int64
   }
 }
 
+inline Floats sigmoid(Floats x) {
+  const Floats below = exp2((x < 0 ? x : -x) * kLog2E);  // e^-|x|
+  return (x < 0 ? below : splat(1.0f)) / (below + 1.0f);
+}
+
+// quick: x sigmoid(1.702 x), each operation rounded to T as the eager ones are. Otherwise x (1 + tanh(u)) / 2 with
+// u = sqrt(2 / pi) (x + 0.044715 x^3), which is x sigmoid(2 u), rounded once.
+template <typename T>
+void gelu(T* out, const T* x, int64_t count, bool quick) {
+  constexpr int64_t kBlock = 4096;
+#pragma omp parallel for schedule(static) if (count > kSerial)
+  for (int64_t first = 0; first < count; first += kBlock)
+    registers(std::min(kBlock, count - first), [&](int64_t i, auto size) {
+      const Floats values = load(x + first + i, size);
+      const Floats weight = quick ? rounded(sigmoid(rounded(values * 1.702f, x)), x)
+                                  : sigmoid(1.59576912f * values * (1.0f + 0.044715f * values * values));
+      store(out + first + i, values * weight, size);
+    });
+}
+
 }  // namespace
 }  // namespace atmm
 
@@ -96,6 +116,9 @@ void gate_product(T* out, const T* gate, int64_t gate_stride, const T* up, int64
   extern "C" void atmm_gate_product_##TYPE(T* out, const T* gate, int64_t gate_stride, const T* up,              \
                                            int64_t up_stride, int64_t rows, int64_t width) {                     \
     atmm::gate_product(out, gate, gate_stride, up, up_stride, rows, width);                                      \
+  }                                                                                                              \
+  extern "C" void atmm_gelu_##TYPE(T* out, const T* x, int64_t count, int64_t quick) {                           \
+    atmm::gelu(out, x, count, quick);                                                                            \
   }
 
 ATMM_NORM(bfloat16, atmm::BFloat16)

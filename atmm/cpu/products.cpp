@@ -108,13 +108,6 @@ struct Pairs {
   }
 };
 
-// Intel cores issue one product of pairs, or four float32 products, in two cycles: 88 and 176 GFLOP/s on an Emerald
-// Rapids (docs/decisions/0040). AMD cores issue two products of pairs per cycle.
-bool multiplies_pairs_fast() {
-  __builtin_cpu_init();
-  return !__builtin_cpu_is("intel");
-}
-
 #endif
 
 // A register of bfloat16 holds two values per 32-bit lane: a shift makes the even ones float32, a mask the odd ones. x

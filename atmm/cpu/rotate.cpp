@@ -15,18 +15,19 @@ struct Rows {
   int64_t by_head, by_token, heads;
 };
 
-template <typename T>
-void rotate_part(T* x, const T* cos, const T* sin, int64_t half, int64_t i, int64_t count) {
+// A: the type of the arithmetic, in which cosines and sines are.
+template <typename T, typename A>
+void rotate_part(T* x, const A* cos, const A* sin, int64_t half, int64_t i, int64_t count) {
   const Floats first = load(x + i, count), second = load(x + half + i, count);
-  const Floats turned_first = rounded(first * load(cos + i, count), x) - rounded(second * load(sin + i, count), x);
+  const Floats turned_first = rounded(first * load(cos + i, count), cos) - rounded(second * load(sin + i, count), cos);
   const Floats turned_second =
-      rounded(second * load(cos + half + i, count), x) + rounded(first * load(sin + half + i, count), x);
+      rounded(second * load(cos + half + i, count), cos) + rounded(first * load(sin + half + i, count), cos);
   store(x + i, turned_first, count);
   store(x + half + i, turned_second, count);
 }
 
-template <typename T>
-void rotate(const Rows<T>& rows, const T* cos, const T* sin, int64_t token, int64_t width) {
+template <typename T, typename A>
+void rotate(const Rows<T>& rows, const A* cos, const A* sin, int64_t token, int64_t width) {
   const int64_t half = width / 2;
   for (int64_t head = 0; head < rows.heads; ++head) {
     T* x = rows.data + head * rows.by_head + token * rows.by_token;
@@ -53,8 +54,8 @@ struct Cache {
 };
 
 // cos, sin: [tokens, width], contiguous.
-template <typename T>
-void rotate_all(const Rows<T>& q, const Rows<T>& k, const T* cos, const T* sin, int64_t tokens, int64_t width,
+template <typename T, typename A>
+void rotate_all(const Rows<T>& q, const Rows<T>& k, const A* cos, const A* sin, int64_t tokens, int64_t width,
                 const Cache<T>& cache) {
 #pragma omp parallel for schedule(static) if (tokens * (q.heads + k.heads) * width > kSerial)
   for (int64_t token = 0; token < tokens; ++token) {
@@ -67,13 +68,19 @@ void rotate_all(const Rows<T>& q, const Rows<T>& k, const T* cos, const T* sin, 
 }  // namespace
 }  // namespace atmm
 
-#define ATMM_ROTATE(TYPE, T)                                                                                      \
-  extern "C" void atmm_rotate_##TYPE(T* q, int64_t q_head, int64_t q_token, int64_t q_heads, T* k, int64_t k_head, \
-                                     int64_t k_token, int64_t k_heads, const T* cos, const T* sin, int64_t tokens, \
-                                     int64_t width, T* k_cache, T* v_cache, int64_t stride, const int64_t* rows,   \
-                                     const T* v, int64_t v_token) {                                                \
-    atmm::rotate_all<T>({q, q_head, q_token, q_heads}, {k, k_head, k_token, k_heads}, cos, sin, tokens, width,     \
-                        {k_cache, v_cache, stride, rows, v, v_token});                                             \
+// wide: cos and sin are float, and so is the arithmetic; otherwise they are T.
+#define ATMM_ROTATE(TYPE, T)                                                                                          \
+  extern "C" void atmm_rotate_##TYPE(T* q, int64_t q_head, int64_t q_token, int64_t q_heads, T* k, int64_t k_head,    \
+                                     int64_t k_token, int64_t k_heads, const void* cos, const void* sin, int64_t wide, \
+                                     int64_t tokens, int64_t width, T* k_cache, T* v_cache, int64_t stride,           \
+                                     const int64_t* rows, const T* v, int64_t v_token) {                              \
+    const atmm::Rows<T> queries{q, q_head, q_token, q_heads}, keys{k, k_head, k_token, k_heads};                      \
+    const atmm::Cache<T> cache{k_cache, v_cache, stride, rows, v, v_token};                                           \
+    if (wide)                                                                                                         \
+      atmm::rotate_all(queries, keys, static_cast<const float*>(cos), static_cast<const float*>(sin), tokens, width,  \
+                       cache);                                                                                        \
+    else                                                                                                              \
+      atmm::rotate_all(queries, keys, static_cast<const T*>(cos), static_cast<const T*>(sin), tokens, width, cache);  \
   }
 
 ATMM_ROTATE(bfloat16, atmm::BFloat16)

@@ -120,6 +120,33 @@ def test_gates(num: int, width: int, dtype: torch.dtype) -> None:
         assert int(differs.sum()) <= 2e-3 * got.numel() + 1, "a tie of silu"
 
 
+@pytest.mark.skipif(INTERPRETED, reason="kernels of a CPU")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", (0, 5, 4099, 70_000))
+def test_towers_rotate_in_float32_and_activate(count: int, dtype: torch.dtype) -> None:
+    """Rotated results are rounded once, whatever the width of a head. Each operation of the quick gelu rounds."""
+    for heads, dim in ((3, 80), (1, 6)):
+        together = rows(count % 300, 3 * heads * dim, dtype=dtype)
+        q, k, v = together.view(-1, 3, heads, dim).unbind(1) if count else together.new_empty(3, 0, heads, dim)
+        angles = torch.rand(len(q), dim) * 100
+        expected = *(_rotated(x.float(), angles[:, None]).to(dtype) for x in (q, k)), v.clone()
+        atmm.rotate(q.transpose(0, 1), k.transpose(0, 1), angles.cos(), angles.sin())
+        assert all(torch.equal(*pair) for pair in zip((q, k, v), expected, strict=True))
+    x = (torch.randn(count) * torch.logspace(-4, 1, count)).to(dtype)
+    x[:1] = math.nan
+    eager, got = x * torch.sigmoid(1.702 * x), atmm.gelu(x, quick=True)
+    torch.testing.assert_close(got, eager, rtol=TOLERANCE[dtype], atol=1e-30, equal_nan=True)
+    assert dtype is torch.float32 or int((got != eager).sum()) <= 1 + 1e-3 * count
+    exact = F.gelu(x.double(), approximate="tanh")
+    close = 1e-5 if dtype is torch.float32 else 2**-8
+    torch.testing.assert_close(atmm.gelu(x, quick=False).double(), exact, rtol=close, atol=1e-7, equal_nan=True)
+
+
+def _rotated(x: Tensor, angles: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num", "width"), ((0, 16), (1, 7), (5, 100), (200, 896)))
 def test_norms_of_sums(num: int, width: int, dtype: torch.dtype) -> None:
@@ -192,7 +219,7 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
     for call, words in (
         (lambda: atmm.rms_norm(x, torch.ones(8), 1e-5), "weight is"),
         (lambda: atmm.gate_product(x, x[:1]), "gate is"),
-        (lambda: atmm.rotate(q[:, :, :12], q[:1, :, :12], x[:1, :12], x[:1, :12]), "power of two"),
+        (lambda: atmm.rotate(q[:, :, :7], q[:1, :, :7], x[:1, :7], x[:1, :7]), "power of two"),
         (lambda: atmm.rotate(q.double(), q, x[:1], x[:1]), "give one type"),
         (lambda: atmm.rotate(torch.zeros(1, 16, 2).transpose(1, 2), torch.zeros(1, 2, 16), x, x), "last one must be 1"),
         (lambda: atmm.write_kv(cache, cache, x, x, torch.zeros(3, dtype=torch.int64)), "k is"),

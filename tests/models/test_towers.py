@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import atmm
 from atmm import flash_attention
+from atmm.cpu import attention
 from tests.atmm.flash_oracle import VERSIONS
 from tests.example_counts import scaled
 from tests.families import FAMILIES, VIDEO_FAMILIES, build_model, make_prompt
@@ -52,6 +53,21 @@ def encode(hf_model: HFModel, kind: str, fields: Fields, lanes: list[atmm.Lane])
     units = sum(hf_model.num_units(kind, item) for item in fields)
     with hf_model.vision_scope.lanes(units, lanes):
         return hf_model.encode(kind, fields)
+
+
+def assert_as_published(published: Any, model: HFModel, kind: str, fields: Fields) -> None:
+    """Compare one call for all items with a call of the published code for each."""
+    with torch.inference_mode():
+        together = model.encode(kind, fields)
+    encode_published = published.model.get_image_features if kind == "image" else published.model.get_video_features
+    pixels = "pixel_values" if kind == "image" else "pixel_values_videos"
+    for own, found in zip(fields, together, strict=True):
+        others = ("image_grid_thw", "image_sizes", "batch_num_images", "video_grid_thw")
+        named = {name: own[name] for name in others if name in own}
+        with torch.inference_mode():
+            parts = encode_published(own[pixels], **named, return_dict=True).pooler_output
+            wanted = torch.cat([part.reshape(-1, 64) for part in parts])
+        torch.testing.assert_close(found.rows[: len(wanted)], wanted, rtol=1e-4, atol=1e-5)
 
 
 # -- in pieces --------------------------------------------------------------------------------------------------------
@@ -211,25 +227,41 @@ def test_flash_towers_give_what_the_published_code_gives(
     published, model = build_model(family), HFModel(build_model(family))
     items = items_of(family, published, kind, 3)
     fields = fields_of(items)
-    with torch.inference_mode():
-        together = model.encode(kind, fields)
+    assert_as_published(published, model, kind, fields)
     assert calls["attention"] > 0 and calls["kernel"] == (calls["attention"] if serves else 0)
     if model.family.mrope:
         assert calls["attention"] == len(published.model.visual.blocks)
-    encode_published = published.model.get_image_features if kind == "image" else published.model.get_video_features
-    pixels = "pixel_values" if kind == "image" else "pixel_values_videos"
-    for own, found in zip(fields, together, strict=True):
-        others = ("image_grid_thw", "image_sizes", "batch_num_images", "video_grid_thw")
-        named = {name: own[name] for name in others if name in own}
-        with torch.inference_mode():
-            parts = encode_published(own[pixels], **named, return_dict=True).pooler_output
-            wanted = torch.cat([part.reshape(-1, 64) for part in parts])
-        torch.testing.assert_close(found.rows[: len(wanted)], wanted, rtol=1e-4, atol=1e-5)
     call = PacedCall(lambda: model.encode(kind, fields[:1]))
     assert in_steps(call, 1e4) > 3
     if kind == "image":
         patches = encode_patches(model.config, items[0])
         assert call.flops / patch_flops(model.config) == pytest.approx(patches, rel=0.25)
+
+
+@EVERY
+def test_towers_on_a_cpu_give_what_the_published_code_gives(
+    family: str, kind: str, small_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: Counter[str] = Counter()
+
+    def counted(name: str) -> Any:
+        kernel = getattr(atmm, name)
+
+        def call(*given: Any, **named: Any) -> Any:
+            result = kernel(*given, **named)
+            called[name] += result is not False
+            return result
+
+        return call
+
+    published, model = build_model(family), HFModel(build_model(family))
+    for name in ("attend_all", "try_to_rotate", "gelu", "gate_product"):
+        monkeypatch.setattr(atmm, name, counted(name))
+    monkeypatch.setattr(attention, "flags", lambda: {"avx512f"})
+    assert_as_published(published, model, kind, fields_of(items_of(family, published, kind, 3)))
+    kernels = {"attend_all"} | ({"try_to_rotate"} if model.family.mrope else set())
+    kernels |= {"qwen_vl": set(), "qwen2_5_vl": {"gate_product"}}.get(family, {"gelu"})
+    assert called.keys() == (kernels if atmm.serves_pointwise(torch.device("cpu"), torch.float32) else set())
 
 
 def test_the_attention_follows_the_model_to_another_device(monkeypatch: pytest.MonkeyPatch) -> None:

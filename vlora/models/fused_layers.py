@@ -15,19 +15,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.activations import GELUTanh, QuickGELUActivation
 
 import atmm
 from atmm.matmul import patch_products
 from vlora.lora.adapted_linear import AdaptedLinear, outputs_of
 from vlora.models.attention import KVCache, PagedChunk, PagedDecodes, StepAttention
 
-_ROTATION = "apply_rotary_pos_emb"  # the function's name in the models' code
+_ROTATION, _TOWER_ROTATION = "apply_rotary_pos_emb", "apply_rotary_pos_emb_vision"  # names in the models' code
 
 
 def fuse_rotations(model: nn.Module) -> int:
     """Let every attention with rotary embeddings of a model use the kernel, if it fits.
 
-    An attention qualifies if its code calls `apply_rotary_pos_emb` and this function returns the same as the formula.
+    An attention qualifies if its code calls one of the two functions and this returns the same as the formula.
     Its code then runs with a function in place of that one that uses the kernel where there is one.
 
     Returns:
@@ -38,52 +39,60 @@ def fuse_rotations(model: nn.Module) -> int:
 
 def _fused_attention(kind: type) -> type | None:
     forward = kind.__dict__.get("forward")
-    if not isinstance(forward, types.FunctionType) or _ROTATION not in forward.__code__.co_names:
+    if not isinstance(forward, types.FunctionType):
         return None
-    plain = forward.__globals__.get(_ROTATION)
-    if isinstance(plain, _Rotation) or plain is None or not _rotates(plain):
+    name = _ROTATION if _ROTATION in forward.__code__.co_names else _TOWER_ROTATION
+    plain = forward.__globals__.get(name) if name in forward.__code__.co_names else None
+    rotation = _Rotation(plain, in_tower=name == _TOWER_ROTATION)
+    if isinstance(plain, _Rotation) or plain is None or not rotation.holds():
         return None
-    names = {**forward.__globals__, _ROTATION: _Rotation(plain)}
+    names = {**forward.__globals__, name: rotation}
     changed = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     changed.__kwdefaults__ = forward.__kwdefaults__
     return type(f"Rotating{kind.__name__}", (kind,), {"forward": changed})
 
 
 class _Rotation:
-    """`apply_rotary_pos_emb`, in place by the kernel where there is one."""
+    """`apply_rotary_pos_emb`, or that of a tower, which computes in float32; in place by the kernel if there is one.
 
-    def __init__(self, plain: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._plain = plain
+    Arguments are [1, heads, T, head_dim] and [1, T, head_dim]; in a tower [T, heads, head_dim] and [T, head_dim].
+    """
+
+    def __init__(self, plain: Any, *, in_tower: bool) -> None:
+        self._plain, self._in_tower = plain, in_tower
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [1, heads, T, head_dim], k [1, kv_heads, T, head_dim], cos and sin [1, T, head_dim]."""
-        half = q.shape[-1] // 2
-        fits = q.shape[0] == 1 and cos.shape == (1, q.shape[2], 2 * half) and not half & (half - 1)
-        alike = q.dtype == k.dtype == cos.dtype == sin.dtype  # not so under autocast
-        usual = fits and alike and q.stride(-1) == k.stride(-1) == 1 and not rest and not options
-        if not usual or torch.is_grad_enabled() or not atmm.serves_pointwise(q.device, q.dtype):
-            return self._plain(q, k, cos, sin, *rest, **options)
-        atmm.rotate(q[0], k[0], cos[0].contiguous(), sin[0].contiguous())
+        if self._in_tower:
+            usual, sides = q.is_cpu, (q.transpose(0, 1), k.transpose(0, 1), cos.float(), sin.float())
+        else:
+            usual, sides = len(q) == 1 and q.dtype == cos.dtype, (q[0], k[0], cos[0], sin[0])  # other under autocast
+        if not usual or rest or options or torch.is_grad_enabled() or not atmm.try_to_rotate(*sides):
+            plain: tuple[torch.Tensor, torch.Tensor] = self._plain(q, k, cos, sin, *rest, **options)
+            return plain
         return q, k
 
+    def holds(self) -> bool:
+        """Whether the function computes `x * cos + rotate_half(x) * sin` for both of its first arguments."""
+        generator = torch.Generator().manual_seed(0)
+        q, k = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (2, 1))
+        cos, sin = (torch.randn(1, 3, 8, generator=generator) for _ in range(2))
 
-def _rotates(function: Callable[..., Any]) -> bool:
-    """Whether the function computes `x * cos + rotate_half(x) * sin` for both of its first arguments."""
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (2, 1))
-    cos, sin = (torch.randn(1, 3, 8, generator=generator) for _ in range(2))
+        def rotated(x: torch.Tensor) -> torch.Tensor:
+            first, second = x.chunk(2, -1)
+            return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
 
-    def rotated(x: torch.Tensor) -> torch.Tensor:
-        first, second = x.chunk(2, -1)
-        return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
-
-    try:
-        got = function(q, k, cos, sin)
-    except (TypeError, RuntimeError, IndexError, ValueError):
-        return False  # another signature
-    return len(got) == 2 and all(torch.equal(own, rotated(x)) for own, x in zip(got, (q, k), strict=True))
+        wanted = rotated(q), rotated(k)
+        try:
+            if self._in_tower:
+                turned = self._plain(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
+                got = [x.transpose(0, 1)[None] for x in turned]
+            else:
+                got = self._plain(q, k, cos, sin)
+        except (TypeError, RuntimeError, IndexError, ValueError):
+            return False  # another signature
+        return len(got) == 2 and all(map(torch.equal, got, wanted))
 
 
 class _FusedNorm(nn.Module):
@@ -173,6 +182,33 @@ def _fused_mlp(mlp: Any) -> type | None:
         x = torch.linspace(-1, 1, mlp.gate_proj.in_features, dtype=dtype, device=weight.device)[None]
         same = torch.equal(mlp(x), mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)))
     return type(f"Fused{kind.__name__}", (_FusedMLP, kind), {}) if same else None
+
+
+class _FusedGelu(nn.Module):
+    """A mixin for the class of an activation that `atmm.gelu` computes. quick: its argument."""
+
+    quick: bool
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() or not input.is_cpu or not atmm.serves_pointwise(input.device, input.dtype):
+            plain: torch.Tensor = super().forward(input)
+            return plain
+        return atmm.gelu(input, quick=self.quick)
+
+
+def fuse_gelus(model: nn.Module) -> int:
+    """Let the activations of a model that take several passes, or a slow one, use the kernel on a CPU.
+
+    Returns:
+        The number of changed modules.
+    """
+    return change_classes(model, lambda module: _fused_gelu(type(module)))
+
+
+def _fused_gelu(kind: type) -> type | None:
+    if kind not in (QuickGELUActivation, GELUTanh):
+        return None
+    return type(f"Fused{kind.__name__}", (_FusedGelu, kind), {"quick": kind is QuickGELUActivation})
 
 
 _STEPS_BEFORE_TAPE = 3

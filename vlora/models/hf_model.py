@@ -26,7 +26,14 @@ from vlora.lora.own_layers import OwnLayers
 from vlora.memory.arena import in_huge_pages
 from vlora.models.attention import StepAttention, paged_attention
 from vlora.models.families import Family, family_of
-from vlora.models.fused_layers import FusedLayers, convert_patch_embeddings, fuse_gates, fuse_norms, fuse_rotations
+from vlora.models.fused_layers import (
+    FusedLayers,
+    convert_patch_embeddings,
+    fuse_gates,
+    fuse_gelus,
+    fuse_norms,
+    fuse_rotations,
+)
 from vlora.models.supported import max_positions
 from vlora.models.vision.flash_tower import register_vision_attention
 from vlora.models.vision.stepwise_tower import pace
@@ -154,10 +161,11 @@ class HFModel:
         return language, vision
 
     def _fuse_layers(self) -> None:
-        """Use one kernel per operation in the language model's layers, on devices that have these kernels."""
+        """Use one kernel per operation in the layers, on devices that have these kernels."""
         if atmm.serves_pointwise(self.device, self.dtype):
-            fuse_gates(self.text_model)
-            fuse_rotations(self.text_model)
+            fuse_gates(self.model)
+            fuse_rotations(self.model)
+            fuse_gelus(self.model)
 
     def _replace_vision_attention(self) -> None:
         """Use the device's attention in the vision tower, if the tower has scaled-dot-product attention."""

@@ -14,7 +14,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from atmm.matmul import linear
+import atmm
+from atmm.matmul import linear, widened
+from atmm.processor import multiplies_bfloat16
 from vlora.lora.adapted_linear import AdaptedLinear
 
 try:
@@ -26,6 +28,7 @@ except ImportError:  # without the server's packages, where no request waits for
 VISION_ATTENTION = "vlora_vision"
 
 CPU_PIECE_FLOPS = 2.5e8  # per thread: about 7 ms on a core with 40 GFLOP/s
+FAST_PIECE_FLOPS = 1.5e9  # likewise with bfloat16 instructions: a core with 400 GFLOP/s
 GPU_PIECE_FLOPS = 1e12
 MIN_ROWS = 128  # of a linear layer's piece: products of fewer rows are slower per row
 MIN_QUERIES = 256  # of an attention piece; the CPU kernel is faster with 256 to 512 than with all of a large image
@@ -92,8 +95,11 @@ class PacedCall(Generic[T]):
             self._stack.throw(GreenletExit)
 
 
-def piece_flops(device: torch.device) -> float:
-    return CPU_PIECE_FLOPS * torch.get_num_threads() if device.type == "cpu" else GPU_PIECE_FLOPS
+def piece_flops(device: torch.device, dtype: torch.dtype) -> float:
+    if device.type != "cpu":
+        return GPU_PIECE_FLOPS
+    fast = dtype is torch.bfloat16 and multiplies_bfloat16()
+    return (FAST_PIECE_FLOPS if fast else CPU_PIECE_FLOPS) * torch.get_num_threads()
 
 
 class PacedLinear(AdaptedLinear):
@@ -102,16 +108,17 @@ class PacedLinear(AdaptedLinear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         num_rows = input.numel() // self.in_features
         row_flops = 2 * self.in_features * self.out_features
-        rows = max(MIN_ROWS, int(piece_flops(input.device) / row_flops))
+        rows = max(MIN_ROWS, int(piece_flops(input.device, input.dtype) / row_flops))
         if num_rows <= rows or torch.is_grad_enabled():
             y = super().forward(input)
             spend(num_rows * row_flops)
             return y
         x = input.reshape(num_rows, self.in_features)
         y = x.new_empty(num_rows, self.out_features)
-        for start in range(0, num_rows, rows):
-            part = x[start : start + rows]
-            y[start : start + rows] = linear(part, self.weight, self.bias)
+        wide, *_ = widened(self.weight)  # once for all pieces
+        bias = None if self.bias is None else self.bias.to(wide.dtype)
+        for part, out in zip(x.split(rows), y.split(rows), strict=True):
+            out.copy_(linear(part.to(wide.dtype), wide, bias))
             spend(len(part) * row_flops)
         plan = self.scope.plan_for(num_rows)
         if plan is not None:
@@ -131,26 +138,40 @@ def paced_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Scaled dot-product attention with transformers' interface, computed in pieces of heads and queries.
+    """Scaled dot-product attention with transformers' interface, computed in pieces of queries, and of heads by torch.
 
     Takes query, key and value [batch, heads, tokens, head_dim]; returns [batch, tokens, heads, head_dim].
     """
     batch, num_heads, num_queries, width = query.shape
     query_flops = 4 * batch * key.shape[2] * width  # of one head
-    piece = piece_flops(query.device)
-    whole = (
-        num_heads * num_queries * query_flops <= piece
-        or torch.is_grad_enabled()
-        or attention_mask is not None
-        or kwargs.get("is_causal", getattr(module, "is_causal", True))
-        or key.shape[1] != num_heads
-    )
-    if whole:
-        out = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)[0]
+    causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
+    plain = torch.is_grad_enabled() or attention_mask is not None or causal or key.shape[1] != num_heads
+    if not plain and atmm.attends_faster(query.device, query.dtype):
+        queries = max(MIN_QUERIES, int(piece_flops(query.device, query.dtype) / query_flops / num_heads))
+        out = query.new_empty(batch, num_queries, num_heads, width)
+        for done in atmm.attend_all(out, query, key, value, width**-0.5 if scaling is None else scaling, queries):
+            spend(4 * key.shape[2] * width * num_heads * done)
+        return out, None
+    if plain:
+        out = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
         spend(num_heads * num_queries * query_flops)
         return out, None
+    return _attend_by_torch(module, query, key, value, query_flops, scaling=scaling, **kwargs), None
+
+
+def _attend_by_torch(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_flops: int,
+    **kwargs: Any,
+) -> torch.Tensor:
+    batch, num_heads, num_queries, width = query.shape
+    piece = piece_flops(query.device, query.dtype)
     queries = max(MIN_QUERIES, int(piece / query_flops))
     heads = max(1, int(piece / (min(queries, num_queries) * query_flops)))
     joined = query.new_empty(batch, num_queries, num_heads, width)
@@ -161,4 +182,4 @@ def paced_attention(
             out = sdpa_attention_forward(module, part, key[:, chosen], value[:, chosen], None, **kwargs)[0]
             joined[:, start : start + queries, chosen] = out
             spend(part.shape[1] * part.shape[2] * query_flops)
-    return joined, None
+    return joined
