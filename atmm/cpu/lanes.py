@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atmm.cpu import library
+from atmm.cpu import Library, library
 from atmm.cpu.table import Rows, hidden_places, lane_table
 from atmm.layers import Factors, Packed, Site, SiteGroup, check_reads, row_strides
 from atmm.segments import BatchStats, Lane
@@ -26,14 +26,11 @@ class Compiled(SharedShrink):
     begin = None
     refill = None
 
-    __slots__ = ("_expand", "_hidden", "_lanes", "_num_tokens", "_shrink", "_shrink_lanes", "_signs")
+    __slots__ = ("_hidden", "_lanes", "_num_tokens", "_shrink_lanes", "_signs")
 
     def __init__(self, stats: BatchStats) -> None:
         super().__init__(stats)
         layout = stats.layout
-        kernels = library()
-        assert kernels is not None, "the compiled kernels are not available"
-        self._shrink, self._expand = kernels.shrink[layout.dtype], kernels.expand[layout.dtype]
         self._num_tokens = stats.num_tokens
         a_stride, bt_strides = row_strides(layout)
         size_of = layout.dtype.itemsize
@@ -63,7 +60,7 @@ class Compiled(SharedShrink):
         if self._part is not None:
             y = y[self._part]
         bt, lanes = packed.bts[site.index], self._lanes[site.index]
-        self._expand(
+        _kernels().expand[y.dtype](
             y.data_ptr(), y.stride(0), y.stride(1), hidden.data_ptr(), bt.data_ptr(), lanes.data_ptr(), lanes.shape[0],
             self._num_tokens, y.shape[1],
         )  # fmt: skip
@@ -72,7 +69,7 @@ class Compiled(SharedShrink):
         if self._part is not None:
             x = x[self._part]
         a, lanes, hidden = packed.a, self._shrink_lanes, self._hidden
-        self._shrink(
+        _kernels().shrink[x.dtype](
             hidden.data_ptr(), x.data_ptr(), x.stride(0), x.stride(1), a.data_ptr(), lanes.data_ptr(),
             self._signs.data_ptr(), lanes.shape[0], self._num_tokens, x.shape[1],
         )  # fmt: skip
@@ -113,12 +110,10 @@ class Scattered:
             tables = self._tables_of(owner, sites, x)
         if not tables.num_sites:
             return
-        kernels = library()
-        assert kernels is not None, "the compiled kernels are not available"
         x_token, x_feature = x.stride()
         y_token, y_feature = y.stride()
         skipped = self._start * x.element_size()
-        kernels.deltas[x.dtype](
+        _kernels().deltas[x.dtype](
             y.data_ptr() + skipped * y_token, y_token, y_feature, x.data_ptr() + skipped * x_token, x_token, x_feature,
             tables.address, tables.num_sites, self._spans.buffer_info()[0], len(self._keys), self._stop - self._start,
             x.shape[1],
@@ -179,6 +174,13 @@ class _Tables(NamedTuple):
     address: int
     num_sites: int
     kept: list[array.array[int] | Factors]
+
+
+def _kernels() -> Library:
+    """Read at every call, because a `Tape` replaces them."""
+    kernels = library()
+    assert kernels is not None, "the compiled kernels are not available"
+    return kernels
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:

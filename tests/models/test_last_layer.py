@@ -109,6 +109,35 @@ def test_decode_steps_that_recur_repeat_their_calls(
         assert len(repeated) >= 12 and len(set(map(id, repeated))) <= 3
 
 
+@pytest.mark.skipif(
+    not atmm.serves_attention(torch.device(device.name), torch.float32), reason="needs the compiled kernels of a CPU"
+)
+def test_decode_steps_with_the_same_lanes_repeat_their_calls(
+    references: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the lanes or the factors at their addresses change: an adapter is loaded again under the same name."""
+    reference = references("qwen2_vl")
+    repeated: list[atmm.Tape] = []
+    repeat = atmm.Tape.repeat
+    monkeypatch.setattr(atmm.Tape, "repeat", lambda tape: repeated.append(tape) or repeat(tape))  # type: ignore[func-returns-value]
+    recorded = RecordingEngine(reference, FixedModes(Mode.UNMERGED), prefix_cache=False)
+    linears = recorded.engine.parts.device.hf_model.language_linears.values()
+    for adapters in (("wide8", "wide8"), ("wide8", "patterned16"), (None, "wide8"), ("wide8", "wide8")):
+        repeated.clear()
+        cases = [
+            (adapter, make_prompt(reference.family, reference.model, seed, num_images=seed))
+            for seed, adapter in enumerate(adapters)
+        ]
+        for (tokens, _), case in zip(recorded.answer(cases, 16), cases, strict=True):
+            assert tokens == reference.oracle.generate(case[1], case[0], 16)[0]
+        assert len(repeated) >= 8 and len(set(map(id, repeated))) <= 2
+        for linear in linears:  # as if moved: equal values elsewhere, and nothing at the addresses before
+            for key, own in list(linear.site.factors.items()):
+                linear.site.factors[key] = atmm.Factors(*(part.clone() for part in own))
+                for part in own:
+                    part.fill_(torch.nan)
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -214,19 +214,20 @@ def _fused_gelu(kind: type) -> type | None:
 _STEPS_BEFORE_TAPE = 3
 MOST_TAPED = 16  # tokens: a tape keeps the values of all layers
 
-_Given = tuple[Sequence[torch.Tensor], StepAttention, PagedDecodes, Sequence[torch.Tensor | None]]
-"""Embeddings, cosines and sines, which may be overwritten; the step, its queries, and the weights."""
+_Given = tuple[Sequence[torch.Tensor], StepAttention, PagedDecodes, Sequence[Any]]
+"""Embeddings, cosines and sines, which may be overwritten; the step, its queries, and what else the layers read: the
+plan of the lanes, the weights, and the lanes' factors."""
 
 
 class _Decode:
-    """Decode steps of one number of requests over the same weights, without lanes: their calls are recorded once.
+    """Decode steps of one number of requests over the same weights, with the same lanes: their calls are recorded once.
 
     The calls read and write the same addresses in every step, to which its inputs are copied. out: its result.
     """
 
     def __init__(self, compute: Callable[..., torch.Tensor], given: _Given) -> None:
         """Run the first step."""
-        self._inputs, step, queries, self._weights = given
+        self._inputs, step, queries, self._read = given
         self._queries, self._tape = queries.with_room(), atmm.Tape()
         self._queries.hold(queries)
         self._step = StepAttention(step.cache, step.write_rows.clone(), [self._queries], [self._queries])
@@ -236,8 +237,8 @@ class _Decode:
 
     def repeats(self, given: _Given) -> bool:
         """Run a step, if it is one of these."""
-        inputs, step, queries, weights = given
-        same = step.cache is self._step.cache and all(map(operator.is_, weights, self._weights))
+        inputs, step, queries, read = given
+        same = step.cache is self._step.cache and all(map(operator.is_, read, self._read))
         if not same or not self.complete or not self._queries.hold(queries):
             return False
         for own, value in zip((*self._inputs, self._step.write_rows), (*inputs, step.write_rows), strict=True):
@@ -255,9 +256,11 @@ class FusedLayers:
         self._model, self._layers, self._head_dim = text_model, list(text_model.layers), head_dim
         linears = [each for each in text_model.layers.modules() if isinstance(each, AdaptedLinear)]
         self._parameters = [each._parameters for each in linears]  # noqa: SLF001  (attributes of modules are slow)
+        self._linears, self._sites = linears, [each.site for each in linears]
         self._decode: _Decode | None = None
-        self._recent: tuple[int, ...] = ()  # tokens of the last decode steps that were not repeated
+        self._recent: tuple[Any, ...] = ()  # tokens and lanes of the last decode steps that were not repeated
         self._most_taped = MOST_TAPED
+        self._not_taped: atmm.SegmentPlan | None = None  # lanes for which torch computes
 
     @classmethod
     def of(cls, text_model: Any, head_dim: int, *, mrope: bool) -> FusedLayers | None:
@@ -287,18 +290,23 @@ class FusedLayers:
         cos, sin = (part[0].contiguous() for part in self._model.rotary_emb(embeddings, positions))
         inputs = embeddings.clone(memory_format=torch.contiguous_format), cos, sin
         num_tokens, queries = len(embeddings), step.queries[0]
-        lanes = self._layers[0].self_attn.o_proj.scope.plan_for(num_tokens)
-        varies = step.queries is not step.last_queries or num_tokens > self._most_taped or lanes is not None
+        plan = self._layers[0].self_attn.o_proj.scope.plan_for(num_tokens)
+        varies = step.queries is not step.last_queries or num_tokens > self._most_taped
+        if plan is not None:  # other kinds of factors are held elsewhere
+            varies = varies or plan is self._not_taped or any(each.others for each in self._linears)
         if varies or not isinstance(queries, PagedDecodes) or len(queries.places) != num_tokens:
             return self._compute(*inputs, step)
-        given = inputs, step, queries, [own["weight"] for own in self._parameters]
+        read = [plan, *(own["weight"] for own in self._parameters)]
+        for site in () if plan is None else self._sites:
+            read += site.group and site.group.packed, *map(site.factors.get, plan.keys)
+        given = inputs, step, queries, read
         if self._decode is None or not self._decode.repeats(given):
-            self._recent = (*self._recent[-_STEPS_BEFORE_TAPE:], num_tokens)
-            if self._recent != (num_tokens,) * (_STEPS_BEFORE_TAPE + 1):
+            self._recent = (*self._recent[-_STEPS_BEFORE_TAPE:], (num_tokens, plan))
+            if self._recent != ((num_tokens, plan),) * (_STEPS_BEFORE_TAPE + 1):
                 return self._compute(*inputs, step)
             self._recent, self._decode = (), _Decode(self._compute, given)
             if not self._decode.complete:
-                self._most_taped = num_tokens - 1
+                self._not_taped, self._most_taped = plan, num_tokens - 1 if plan is None else self._most_taped
         return self._decode.out
 
     def _compute(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: StepAttention) -> torch.Tensor:
