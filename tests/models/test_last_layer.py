@@ -128,9 +128,9 @@ def test_decode_steps_with_the_same_lanes_repeat_their_calls(
             (adapter, make_prompt(reference.family, reference.model, seed, num_images=seed))
             for seed, adapter in enumerate(adapters)
         ]
-        for (tokens, _), case in zip(recorded.answer(cases, 16), cases, strict=True):
-            assert tokens == reference.oracle.generate(case[1], case[0], 16)[0]
-        assert len(repeated) >= 8 and len(set(map(id, repeated))) <= 2
+        for (tokens, _), case in zip(recorded.answer(cases, 24), cases, strict=True):
+            assert tokens == reference.oracle.generate(case[1], case[0], 24)[0]
+        assert len(repeated) >= 8 and len(set(map(id, repeated))) <= 4
         for linear in linears:  # as if moved: equal values elsewhere, and nothing at the addresses before
             for key, own in list(linear.site.factors.items()):
                 linear.site.factors[key] = atmm.Factors(*(part.clone() for part in own))
