@@ -59,7 +59,7 @@ def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     if method == "library":
         return F.linear(x, weight, bias)
     if method == "onednn":
-        return _onednn_linear(x, weight, bias)
+        return _onednn(x, weight, bias)
     y = METHODS[method](x.reshape(num_rows, -1), (Weights(weight, bias),))
     return y.view(*x.shape[:-1], weight.shape[0])
 
@@ -190,17 +190,6 @@ def _most_thin(weight: Tensor) -> int:
     return _THIN_BFLOAT16 if weight.dtype is torch.bfloat16 else _THIN_FLOAT32
 
 
-def _library(x: Tensor, layers: Sequence[Weights]) -> Tensor:
-    widths = [layer.weight.shape[0] for layer in layers]
-    y = x.new_empty(len(x), sum(widths))
-    for (weight, bias), part in zip(layers, y.split(widths, 1), strict=True):
-        if bias is None:
-            torch.mm(x, weight.t(), out=part)
-        else:
-            torch.addmm(bias, x, weight.t(), out=part)
-    return y
-
-
 def _left(x: Tensor, layers: Sequence[Weights]) -> Tensor:
     # A single row is passed as two equal rows: oneDNN then reads the weight without reordering it.
     columns = x.expand(max(2, len(x)), -1).t()
@@ -230,21 +219,27 @@ def _float32(x: Tensor, layers: Sequence[Weights]) -> Tensor:
     return y
 
 
-def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # noqa: SLF001
     return y
 
 
-def _onednn(x: Tensor, layers: Sequence[Weights]) -> Tensor:
-    return torch.cat([_onednn_linear(x, *layer) for layer in layers], 1)
+def _apart(multiply: Callable[..., Tensor]) -> Callable[[Tensor, Sequence[Weights]], Tensor]:
+    """One product for each layer."""
+
+    def products(x: Tensor, layers: Sequence[Weights]) -> Tensor:
+        outputs = [multiply(x, *layer) for layer in layers]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+    return products
 
 
 METHODS: dict[Method, Callable[[Tensor, Sequence[Weights]], Tensor]] = {
     "rows": product,
     "left": _left,
     "float32": _float32,
-    "onednn": _onednn,
-    "library": _library,
+    "onednn": _apart(_onednn),
+    "library": _apart(F.linear),
 }
 
 
