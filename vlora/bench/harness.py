@@ -27,9 +27,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from vlora.bench.report import Goal, Report, Row, environment, page
+from vlora.bench.report import Goal, Report, Row, commit, environment, page
 from vlora.errors import BadConfig
-from vlora.run_folder import lock_folder, write_whole
+from vlora.run_folder import append, lock_folder, write_whole
 
 BENCHES = {
     "step": "vlora.bench.step",
@@ -209,7 +209,8 @@ def run(name: str, quick: bool = False, out: Path | None = None, *, only_json: b
         name: Of a benchmark, or "all".
         quick: Fewer and smaller cases.
         out: A folder for `NAME.json`, the page of all reports in it, and `NAME/*.png`. The results of cases are in
-            `NAME/work` or `NAME/quick`; a run that was interrupted continues from them.
+            `NAME/work` or `NAME/quick`; a run that was interrupted continues from them, and one of all benchmarks after
+            those with a report of this commit. `journal.jsonl` has a line for each case: its time, and the load.
         only_json: Print no tables.
         settings: Of this benchmark.
 
@@ -223,9 +224,26 @@ def run(name: str, quick: bool = False, out: Path | None = None, *, only_json: b
         raise BadConfig("--out needs matplotlib for its pictures; pip install 'vlora[bench]'")
     holds = True
     for each in every:
+        found = _finished(each.name, quick, out) if name == "all" and out is not None else None
+        if found is not None:
+            say(f"{each.name}: measured at this commit")
+            holds &= found
+            continue
         holds &= finish(each, measured(each, quick, out, **settings), out, only_json)
         gc.collect()
     return holds
+
+
+def _finished(name: str, quick: bool, out: Path) -> bool | None:
+    """Whether the goals of a report of this commit and machine hold; None if there is no such report."""
+    try:
+        report = json.loads((out / f"{name}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    env = environment()
+    if report.get("quick") is not quick or any(report["env"].get(key) != env[key] for key in ORIGIN):
+        return None
+    return all(goal["holds"] for goal in report["goals"])
 
 
 def measured(bench: Bench, quick: bool, out: Path | None = None, **settings: Any) -> Report:
@@ -264,7 +282,9 @@ def _report(bench: Bench, store: Store, quick: bool, settings: Mapping[str, Any]
             say(f"{bench.name}, {name}: {stored[name]['spent']['wall s']:.0f} s")  # type: ignore[index]
     results = {name: each for name, each in stored.items() if each is not None}
     combined = bench.combine({name: _measured(each) for name, each in results.items()})
-    found = dict(combined.found) | ({"origins": origins(results)} if bench.same != ORIGIN else {})
+    spent = {name: each["spent"] for name, each in results.items()}
+    found = {**combined.found, "quick": quick, "spent": spent}
+    found |= {"origins": origins(results)} if bench.same != ORIGIN else {}
     name, title = found.pop("name", bench.name), found.pop("title", None)
     return Report(name, combined.rows, bench.goals(combined), title, found)
 
@@ -274,10 +294,10 @@ def _measured(stored: Mapping[str, Any]) -> Measured:
 
 
 def _timed(measure: Measure, parts: bool, case: Any, store: Store) -> dict[str, Any]:
-    started, cpu = time.perf_counter(), time.process_time()
+    started, cpu, load = time.perf_counter(), time.process_time(), os.getloadavg()[0]
     result = measure(case, store) if parts else measure(case)
     spent = {"wall s": time.perf_counter() - started, "cpu s": time.process_time() - cpu}
-    return {**result._asdict(), "spent": spent}
+    return {**result._asdict(), "spent": {**spent, "load": round(max(load, os.getloadavg()[0]), 1)}}
 
 
 def _run_jobs(bench: Bench, cases: Mapping[str, Any], store: Store) -> None:
@@ -329,6 +349,9 @@ def finish(bench: Bench, report: Report, out: Path | None, only_json: bool = Fal
     if out is not None:
         text = json.dumps(report.as_dict(), default=str) + "\n"
         write_whole(out / f"{report.bench}.json", text.encode(), durable=False)
+        for case, spent in report.found.get("spent", {}).items():
+            line = {"bench": report.bench, "case": case, "commit": commit(), "quick": report.found["quick"], **spent}
+            append(out / "journal.jsonl", json.dumps(line).encode() + b"\n", durable=False)
         write_whole(out / "README.md", page(out).encode(), durable=False)
         for file, picture in bench.pictures(report.rows).items() if bench.pictures else ():
             picture.save(out / report.bench / f"{file}.png")

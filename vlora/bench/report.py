@@ -123,9 +123,23 @@ def _cpu_name() -> str:
 
 def commit() -> str | None:
     """Of the checkout; None outside a git repository."""
-    here = Path(__file__).parent
+    return _git("rev-parse", "HEAD")
+
+
+def age(commit: str | None) -> str:
+    """A commit in short, and how far it is behind the checkout's."""
+    if commit is None:
+        return "unknown commit"
+    behind = _git("rev-list", "--count", f"{commit}..HEAD")
+    where = "not in this repository" if behind is None else f"{behind} commits behind HEAD"
+    return f"commit {commit[:12]} ({where})"
+
+
+def _git(*arguments: str) -> str | None:
     try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return found.stdout.strip()
@@ -147,12 +161,13 @@ def page(folder: Path) -> str:
 
 def _section(name: str, report: Mapping[str, Any]) -> str:
     env = report["env"]
-    commit = (env["commit"] or "unknown")[:12]
-    where = [f"[{name}]({name})", f"threads: {env['threads']}", f"torch {env['versions']['torch']}", f"commit {commit}"]
+    where = [f"[{name}]({name})", f"threads: {env['threads']}", f"torch {env['versions']['torch']}", age(env["commit"])]
+    if loads := [each["load"] for each in report.get("spent", {}).values() if "load" in each]:
+        where.append(f"load {min(loads):g} to {max(loads):g}")
     lines = [f"\n## {report['bench']}: {env['gpu'] or env['machine']}", "", ", ".join(where), ""]
     for origin in report.get("origins", ()):
         if any(origin[key] != env[key] for key in ("commit", "machine", "gpu")):
-            at = f"commit {(origin['commit'] or 'unknown')[:12]}, {origin['gpu'] or origin['machine']}"
+            at = f"{age(origin['commit'])}, {origin['gpu'] or origin['machine']}"
             lines += [f"Measured before, at {at}: {', '.join(origin['results'])}.", ""]
     lines += ["| what | measured | goal |", "|---|---:|---:|"]
     for goal in report["goals"]:

@@ -72,6 +72,7 @@ _SERVE_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("duration_s", _ABOVE_0, "send requests for this many seconds instead of a fixed number"),
     ("concurrency", _COUNT, "outstanding requests at any time; default 8"),
     ("rate", _ABOVE_0, "requests per second with Poisson arrivals (open loop)"),
+    ("trace", str, "arrivals and lengths of a CSV file or workload of `vlora simulate`, as hottest:rate=1,skew=0.8"),
     ("adapters", _COUNT, "number of adapters; default 4"),
     ("popularity", click.Choice(["uniform", "zipf", "hottest"]), "how requests choose adapters; default uniform"),
     ("skew", click.FloatRange(0, 1, min_open=True), "the hottest adapter's share; default 0.6"),
@@ -236,8 +237,8 @@ def _replay(trace: str | None, journal: str, *, as_json: bool) -> None:
 _OF: dict[str, tuple[str, ...]] = {
     "latencies_us": ("tp",),
     "figures": ("paper",),
-    "model": ("policy", "costs", "serve"),
-    "device": ("policy", "costs"),
+    "model": ("costs", "serve"),
+    "device": ("costs",),
     "quantize": ("step",),
 }
 """Benchmarks that take an option; all others are of `serve`."""
@@ -265,10 +266,9 @@ _FLAGS = {"latencies_us": "latency-us", "figures": "figure", **OPTION_NAMES}
 )
 @click.option(
     "--model",
-    help="Of `policy` and `costs`: qwen2-0.5b (default), qwen2-vl-7b or llava-13b. Of `serve`: the base model's "
-    "name at --url.",
+    help="Of `costs`: qwen2-0.5b (default), qwen2-vl-7b or llava-13b. Of `serve`: the base model's name at --url.",
 )
-@click.option("--device", help="Of `policy` and `costs`: cpu (default) or cuda.")
+@click.option("--device", help="Of `costs`: cpu (default) or cuda.")
 @click.option(
     "--quantize",
     type=click.Choice(["fp8", "int8", "int4"]),
@@ -286,7 +286,6 @@ def bench(name: str, quick: bool, out: Path | None, as_json: bool, **options: An
         vlora bench step --quantize int8
         vlora bench tp --latency-us 0 --latency-us 500
         vlora bench costs --out results      # results/costs.json is this machine for vlora simulate --costs
-        vlora bench policy --model qwen2-vl-7b --device cuda
         vlora bench serve --surface http --surface rpyc --concurrency 16 --requests 64 --popularity zipf
         vlora bench serve --url http://127.0.0.1:8000/v1 --model base --adapter-name signs --rate 2 --duration-s 60
         vlora bench streams --out results    # cameras in real time; some ten minutes

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from vlora.errors import BadConfig
 from vlora.routing.journal import Replayed, replay_file
-from vlora.simulator.arrivals import Arrival
 from vlora.simulator.machine import MEASURED, ClusterConfig, read_costs
 from vlora.simulator.replica import ReplicaConfig
-from vlora.simulator.workloads import Lengths, among_tenants, make_workload, read_trace
+from vlora.simulator.workloads import among_tenants, arrivals_of, is_file, make_workload
 from vlora.simulator.world import replay
 
-_NUM_REQUESTS = 1000  # of a workload, which is unbounded
 _MOST_EXACT = 16  # replicas of which each step is simulated by default
 _QUICK_POLICY = "unmerged_only"
 
@@ -50,15 +47,8 @@ def simulate(
     Raises:
         BadConfig: An argument is invalid.
     """
-    path = Path(trace)
-    arrivals: Iterator[Arrival]
-    prefix_cache = False
-    if path.suffix.lower() == ".csv" or path.is_file():
-        arrivals = itertools.islice(read_trace(path, num_adapters, seed), num_requests)
-    else:
-        workload = make_workload(trace)
-        prefix_cache = isinstance(workload, Lengths) and workload.prefixes > 0
-        arrivals = workload.arrivals(num_requests or _NUM_REQUESTS, num_adapters, seed)
+    arrivals = arrivals_of(trace, num_adapters, num_requests, seed)
+    prefix_cache = not is_file(trace) and getattr(make_workload(trace), "prefixes", 0) > 0
     if num_tenants:
         arrivals = among_tenants(arrivals, num_tenants, seed)
     replicas = ClusterConfig(**cluster, seed=seed)

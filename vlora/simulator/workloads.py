@@ -19,6 +19,7 @@ from vlora.errors import BadConfig
 from vlora.simulator.arrivals import Arrival, adapter_name, hottest, power_law, punica, tenant_name
 from vlora.types import MAX_PRIORITY
 
+_NUM_REQUESTS = 1000
 PATTERNS = ("distinct", "uniform", "skewed", "identical")
 
 
@@ -202,6 +203,22 @@ def make_workload(text: str) -> Workload:
         except ValueError:
             raise BadConfig(f"{key} is {value!r}; it must be a number") from None
     return WORKLOADS[name](**settings)
+
+
+def is_file(trace: str) -> bool:
+    """Whether a trace is a file's name, not a workload."""
+    return trace.lower().endswith(".csv") or Path(trace).is_file()
+
+
+def arrivals_of(trace: str, num_adapters: int, num_requests: int | None, seed: int) -> Iterator[Arrival]:
+    """At most so many arrivals of a CSV file or a workload; by default all of a file, and 1,000 of a workload.
+
+    Raises:
+        BadConfig: No workload has this name, or the file is invalid.
+    """
+    if is_file(trace):
+        return itertools.islice(read_trace(Path(trace), num_adapters, seed), num_requests)
+    return make_workload(trace).arrivals(num_requests or _NUM_REQUESTS, num_adapters, seed)
 
 
 def among_tenants(arrivals: Iterable[Arrival], num_tenants: int, seed: int) -> Iterator[Arrival]:

@@ -127,7 +127,7 @@ def serving(files: ModelFiles, dtype: str, threads: int | None) -> Iterator[Serv
         yield server
 
 
-async def _run(
+async def send_all(
     server: ServerProcess, surface: str, files: ModelFiles, workload: Workload, requests: Iterable[WorkloadRequest]
 ) -> LoadRun:
     names = list(files.adapters)
@@ -174,7 +174,7 @@ class Comparison:
         for number, case in itertools.product(range(self.rounds), self.cases):
             one = case.workload(self.workload, number)
             requests = workload_requests(one, adapted=case.adapted)
-            found = asyncio.run(_run(server, self.surface, self.files, one, requests))
+            found = asyncio.run(send_all(server, self.surface, self.files, one, requests))
             self.runs.setdefault((case.name, self._by, self.dtype), []).append(found)
             for dtype, baseline in baselines.items():
                 if not self._too_slow(case, dtype):
@@ -221,7 +221,7 @@ class Comparison:
         )
         for case in self.cases:
             requests = workload_requests(workload, adapted=case.adapted)
-            asyncio.run(_run(server, self.surface, self.files, workload, requests))
+            asyncio.run(send_all(server, self.surface, self.files, workload, requests))
             for baseline in baselines.values():
                 baseline.run(_prepared(processor, workload, case)[:1], 1)
 
@@ -260,7 +260,7 @@ def check_answers(
     texts: set[str] = set()
     for adapted in (True, False):
         requests = list(itertools.islice(workload_requests(workload, adapted=adapted), _CHECKED))
-        run = asyncio.run(_run(server, surface, files, workload, requests))
+        run = asyncio.run(send_all(server, surface, files, workload, requests))
         for answer, request in zip(run.answers, requests, strict=True):
             texts.add(answer.text)
             if answer.error is not None:

@@ -18,7 +18,8 @@ import numpy as np
 
 from vlora.bench.timing import percentile
 from vlora.errors import BadConfig
-from vlora.simulator.arrivals import hottest, power_law
+from vlora.simulator.arrivals import Arrival, hottest, power_law
+from vlora.simulator.workloads import arrivals_of
 
 WORDS = (
     *("a", "an", "the", "is", "are", "was", "in", "on", "at", "of", "to", "and", "or", "not", "with", "from", "this"),
@@ -38,11 +39,13 @@ class Workload:
     """The traffic sent to a server.
 
     Attributes:
-        requests: Number of requests; None with `duration_s`.
+        requests: Number of requests, at most; None with `duration_s`.
         duration_s: Send requests for this many seconds instead of a fixed number.
         concurrency: Outstanding requests at any time, each replaced when it ends (closed loop).
         rate: Requests per second with Poisson arrivals (open loop), independent of outstanding requests; None for a
             closed loop.
+        trace: A CSV file or a workload of `vlora simulate`: times of arrival, lengths, adapters and numbers of pictures
+            in place of those below; an open loop.
         adapters: Number of adapters.
         popularity: How requests choose among adapters: uniform (in turn, so that every adapter gets the same number),
             zipf (the i-th with a share proportional to 1/i), or hottest (the first with the share `skew`).
@@ -62,6 +65,7 @@ class Workload:
     duration_s: float | None = None
     concurrency: int = 8
     rate: float | None = None
+    trace: str | None = None
     adapters: int = 4
     popularity: Literal["uniform", "zipf", "hottest"] = "uniform"
     skew: float = 0.6
@@ -87,17 +91,24 @@ class Workload:
             raise BadConfig(f"popularity is {self.popularity!r}; choose uniform, zipf or hottest")
         if not 0 < self.skew <= 1:
             raise BadConfig(f"skew is {self.skew}; it must be between 0 and 1")
-        if self.num_words < 1:
+        if self.trace is not None and self.rate is not None:
+            raise BadConfig(f"rate is {self.rate} and trace {self.trace!r}, which has its own times; give one of them")
+        if self.num_words(self.prompt_tokens, self.pictures) < 1:
+            taken = self.prompt_tokens - self.num_words(self.prompt_tokens, self.pictures)
             raise BadConfig(
-                f"prompt_tokens is {self.prompt_tokens}, of which pictures and template take "
-                f"{self.prompt_tokens - self.num_words}; give at least {self.prompt_tokens - self.num_words + 1}"
+                f"prompt_tokens is {self.prompt_tokens}, of which pictures and template take {taken}; give at least "
+                f"{taken + 1}"
             )
 
-    @property
-    def num_words(self) -> int:
-        """Words of text that make a prompt `prompt_tokens` long, at one token per word."""
+    def num_words(self, prompt_tokens: int, pictures: int) -> int:
+        """Words of text that make a prompt so long, at one token per word."""
         side_tokens = [max(1, round(side / _PIXELS_PER_TOKEN)) for side in (self.picture_width, self.picture_height)]
-        return self.prompt_tokens - _TEMPLATE_TOKENS - self.pictures * (math.prod(side_tokens) + 2)
+        return prompt_tokens - _TEMPLATE_TOKENS - pictures * (math.prod(side_tokens) + 2)
+
+    def traced(self) -> Iterator[Arrival]:
+        """The arrivals of `trace`."""
+        assert self.trace is not None
+        return arrivals_of(self.trace, self.adapters, self.requests, self.seed)
 
 
 class WorkloadRequest(NamedTuple):
@@ -109,16 +120,32 @@ class WorkloadRequest(NamedTuple):
 
 def workload_requests(workload: Workload, *, adapted: bool) -> Iterator[WorkloadRequest]:
     """Requests without end, identical for the same workload."""
-    chosen = _adapters(workload) if adapted else itertools.repeat(None)
-    for number, adapter in enumerate(chosen):
+    sizes: Iterator[tuple[int | None, int, int, int]]  # adapter, pictures, tokens of the prompt and of the answer
+    if workload.trace is None:
+        fixed = workload.pictures, workload.prompt_tokens, workload.answer_tokens
+        sizes = ((adapter, *fixed) for adapter in _adapters(workload))
+    else:
+        sizes = _sizes(workload)
+    for number, (adapter, num_pictures, prompt_tokens, answer_tokens) in enumerate(sizes):
         draws = random.Random(f"{workload.seed} {number}")
-        pictures = tuple(_picture(workload, number, place) for place in range(workload.pictures))
-        text = " ".join(draws.choices(WORDS, k=workload.num_words))
-        yield WorkloadRequest(adapter, text, pictures, workload.answer_tokens)
+        pictures = tuple(_picture(workload, number, place) for place in range(num_pictures))
+        text = " ".join(draws.choices(WORDS, k=max(1, workload.num_words(prompt_tokens, num_pictures))))
+        yield WorkloadRequest(adapter if adapted else None, text, pictures, answer_tokens)
+
+
+def _sizes(workload: Workload) -> Iterator[tuple[int | None, int, int, int]]:
+    """Of a trace, whose adapters are numbered as they appear."""
+    numbers: dict[str | None, int | None] = {None: None}
+    for own in workload.traced():
+        adapter = numbers.setdefault(own.adapter, (len(numbers) - 1) % workload.adapters)
+        yield adapter, len(own.images), own.prompt_tokens, max(1, own.answer_tokens)
 
 
 def arrivals(workload: Workload) -> Iterator[float]:
-    """Endless due times in seconds from the start, in a Poisson process of the workload's rate."""
+    """Due times in seconds from the start: those of the trace, or endless ones of a Poisson process."""
+    if workload.trace is not None:
+        yield from (arrival.time_s for arrival in workload.traced())
+        return
     assert workload.rate is not None
     draws = random.Random(f"{workload.seed} arrivals")
     now = 0.0
@@ -244,7 +271,7 @@ async def drive(workload: Workload, requests: Iterator[WorkloadRequest], send: S
     """LoadRun a workload until its last request has ended. A failed request is recorded as an error in the run."""
     if workload.requests is not None:
         requests = iter(list(itertools.islice(requests, workload.requests)))  # created before the clock starts
-    if workload.rate is None:
+    if workload.rate is None and workload.trace is None:
         answers = await _closed_loop(workload, requests, send)
     else:
         answers = await _open_loop(workload, requests, send)
