@@ -1,8 +1,7 @@
 """Benchmarks of this project against baselines, run from a checkout: `vlora bench NAME`."""
 
 BENCHES = {
-    **{name: f"benchmarks.{name}" for name in ("atmm", "policy", "cluster", "gateway", "soak", "streams")},
-    **{name: f"benchmarks.{name}" for name in ("packed", "training")},
+    **{name: f"benchmarks.{name}" for name in ("atmm", "cluster", "gateway", "streams", "training")},
     "fusion": "benchmarks.fusion.packing",
     **{name: f"benchmarks.{name}" for name in ("retrieve", "paper")},
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -43,14 +44,14 @@ def cut(splits: Splits, train: int, validation: int, test: int) -> Splits:
     )
 
 
-def base_of() -> FrozenBase:
-    """The embedded model."""
+def base_of(features: Path | None = None) -> FrozenBase:
+    """The embedded model. features: a folder that keeps features of pictures for later runs."""
     disable_progress_bar()
     warnings.simplefilter("ignore")  # deprecation notes of third-party libraries
     path = checkpoint_path()
     processor = InputProcessor.from_pretrained(path)
     model = load_model(EngineConfig(model=path, dtype="float32"))
-    return FrozenBase(model, processor)
+    return FrozenBase(model, processor, features=features)
 
 
 def trainer_of(plan: Plan, base: FrozenBase, splits: Mapping[str, Splits]) -> LoraTrainer:

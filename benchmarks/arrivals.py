@@ -6,11 +6,9 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from vlora.bench.dummy import unseen
-from vlora.bench.timed_engine import HEAD, TimedEngine
+from vlora.bench.timed_engine import TimedEngine
 from vlora.engine import Engine
-from vlora.simulator.arrivals import Arrival
-from vlora.types import RequestOutput, Timings, VisionInput
+from vlora.types import RequestOutput
 
 
 class Clock:
@@ -76,28 +74,3 @@ def steps(
             yield engine.step()
         elif added < len(times):
             (idle or clock.skip_to)(began + times[added])
-
-
-def serve(engine: TimedEngine, clock: Clock, arrivals: Sequence[Arrival], picture: VisionInput) -> list[Timings]:
-    """The timings of arrivals, each picture of which is new; text fills up the prompt.
-
-    Args:
-        clock: The engine's.
-    """
-
-    def add(number: int) -> None:
-        own = arrivals[number]
-        pictures = [unseen(picture) for _ in own.images]
-        words = max(1, own.prompt_tokens - len(pictures) * (1 + picture.num_tokens))
-        head = None if own.answer_tokens or own.adapter is None else HEAD
-        engine.add(words, own.answer_tokens or 1, own.adapter, pictures, head=head)
-
-    times = [arrival.time_s for arrival in arrivals]
-    ended = [output for outputs in steps(engine, times, add, clock) for output in outputs if output.finished]
-    return [output.timings for output in ended if output.timings is not None]
-
-
-def average_token_latency_ms(timings: Sequence[Timings]) -> float:
-    """The sum of the requests' latencies over the number of all prompt and answer tokens (V-LoRA section 6.1)."""
-    tokens = sum(each.num_prompt_tokens + each.num_completion_tokens for each in timings)
-    return 1e3 * sum(each.latency_s for each in timings) / tokens

@@ -176,7 +176,7 @@ def lines(
     *,
     styles: Mapping[str, Mapping[str, Any]] = {},
     mark: tuple[float, str] | None = None,
-    stars: Mapping[str, Any] | None = None,
+    error: str = "",
     note: str = "",
 ) -> None:
     """A line for each series.
@@ -187,7 +187,7 @@ def lines(
         panel: The series.
         styles: Of lines by name of their series.
         mark: A vertical line, and its text.
-        stars: Single points, in the colour of the series with their name; hollow ones are `simulated`.
+        error: A column, half the length of a bar at each point.
         note: A text at each point: of the first series above, of the second below it.
     """
     points = panel.points(rows)
@@ -201,11 +201,9 @@ def lines(
         line.set(**styles.get(name, {}))
     axis.set(**panel.settings)
     axis.grid(alpha=0.3)
-    for row in () if stars is None else select(rows, stars):
+    for row in rows if error else ():
         color = COLORS[names.index(panel.name.format_map(row))]
-        fill = "none" if row["simulated"] else color
-        style = {"color": color, "markerfacecolor": fill, "markersize": 12, "zorder": 5}
-        axis.plot(row[panel.x], row[panel.y], "*", label=row.get("label"), **style)
+        axis.errorbar(row[panel.x], row[panel.y], row[error], color=color, capsize=3)
     for place, row in enumerate(rows if note else ()):
         line = names.index(panel.name.format_map(row))
         offset = (0, -14 - 10 * (place % 2) if line else 7)

@@ -1,191 +1,357 @@
-"""The domains of `vlora bench fusion`: drawn for each seed, in any number; only digits are real, 1,797 of them.
+"""Domains of real pixels, made from pictures and fonts of `packages`, as files of a plan of `vlora fuse`.
 
-They do not all fit into one adapter. Two groups contradict each other: their prompts are equal word for
-word, and so are the distributions of their pictures, but each expects other words, as two customers with different
-names for things do. For any adapter, the shares of correct answers of two domains with no answer in common add up to
-one at most. Signs with other numerals and objects of a few pixels need fine features.
+`python -m benchmarks.fusion.domains FOLDER` writes FOLDER/plan.yaml and a folder per domain. Drawings of emoji by four
+vendors, stamps cut out of photographs, and words in installed fonts are put onto photographs. Answers are known by
+construction. No part of a domain shares a drawing, a stamp, a family of fonts or a region of a photograph with another
+part.
 """
 
 from __future__ import annotations
 
+import argparse
+import csv
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
-import cv2
 import numpy as np
+import yaml
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-from fusion.data.samples import Sample, Splits
-from fusion.embedded.drawing import (
-    BLACK,
-    COLORS,
-    NUMBERS,
-    SIZE,
-    add_noise,
-    article,
-    draw_text,
-    draw_thing,
-    jitter,
-    pick,
-    plain_background,
-    street_background,
-)
-from fusion.synthetic.road_signs import ACTIONS, draw_action
-from fusion.synthetic.sources import load_source
-from fusion.synthetic.streets import (
-    KINDS,
-    LANES,
-    SIDES,
-    Street,
-    Thing,
-    count_vehicles,
-    draw_street,
-)
-from heads import Box
+from atmm.tuning.tables import user_folder
+from benchmarks.adapters import cut
+from benchmarks.fusion.packages import fetch
+from fusion.data.load import load_domains
+from fusion.data.samples import NamedBox, Splits
+from fusion.plan.schema import Plan, read_plan_file
+from fusion.synthetic.sources import COLUMNS
+from vlora.plan_files.errors import PlanErrors
+from vlora.run_folder import whole
+from vlora.training.records import PARTS, Part
 
-Draw = Callable[[np.random.Generator], Sample]
+SIDE = 96
+SIZES: Mapping[Part, int] = {"train": 1000, "validation": 300, "test": 400}
+"""Samples in each part of a domain."""
+
+EMOJI = {
+    "creatures": ("Animals & Nature", 30),
+    "foods": ("Food & Drink", 30),
+    "objects": ("Objects", 30),
+    "flags": ("Flags", 250),
+}
+"""Category of emoji, and at most so many of them, by domain."""
+_VENDORS = ("apple", "facebook", "twitter")
+_STAMPS = {
+    "animal": "animals/mammals",
+    "flower": "plants/flowers",
+    "house": "town/houses",
+    "sign": "town/roadsigns",
+    "vehicle": "vehicles",
+}
+"""Folder of stamps by kind."""
+KINDS = tuple(_STAMPS)
+_WORDS = ("bike", "box", "cat", "coffee", "fish", "glass", "hat", "kind", "moon", "window")
+_SHARES = {"train": 0.6, "validation": 0.15, "test": 0.25}
+
+Answer = str | tuple[NamedBox, ...]
+Item = TypeVar("Item")
 
 
-class Sizes(NamedTuple):
-    """Number of samples in each part of a domain."""
+class Drawn(NamedTuple):
+    """A sample. group: of samples that show the same drawing, which are in one part."""
 
-    train: int
-    validation: int
-    test: int
+    picture: Image.Image
+    answer: Answer
+    question: str = ""
+    group: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchDomain:
-    """A domain. draw: None for the digits. labels: empty if the language model answers in words."""
+class Pictures:
+    """What the packages hold.
 
-    name: str
-    task: str
-    question: str
-    draw: Draw | None
-    labels: tuple[str, ...] = ()
+    Attributes:
+        photos: Photographs.
+        stamps: By kind, variants of one together, such as its mirror image.
+        fonts: Files by family.
+        emoji: By category, and by name the drawings of it.
+    """
 
-    def splits(self, seed: int, sizes: Sizes) -> Splits:
-        if self.draw is None:
-            return _cut(load_source("sklearn-digits", seed), sizes)
-        # Seeded by name as well, so that domains of one seed share no picture.
-        rng = np.random.default_rng([seed, *self.name.encode()])
-        train, validation, test = ([self.draw(rng) for _ in range(count)] for count in sizes)
-        return Splits(self.task, self.labels, train, validation, test, real=False)
+    photos: Sequence[Image.Image]
+    stamps: Mapping[str, Sequence[Sequence[Path]]]
+    fonts: Mapping[str, Sequence[Path]]
+    emoji: Mapping[str, Mapping[str, Sequence[Callable[[], Image.Image]]]]
+
+    @classmethod
+    def of(cls, folder: Path) -> Pictures:
+        """Of the unpacked packages."""
+        photos = sorted((folder / "mate-backgrounds/usr/share/backgrounds/mate/nature").glob("*.jpg"))
+        stamps = folder / "tuxpaint-stamps-default/usr/share/tuxpaint/stamps"
+        fonts: dict[str, list[Path]] = {}
+        for file in sorted(folder.glob("fonts-*/usr/share/fonts/*/*/*.[ot]tf")):
+            fonts.setdefault(file.parents[5].name.removeprefix("fonts-"), []).append(file)
+        (noto,) = fonts.pop("noto-color-emoji")
+        emoji: dict[str, dict[str, list[Callable[[], Image.Image]]]] = {}
+        for each in json.loads((folder / "emoji-datasource-twitter/package/emoji.json").read_text()):
+            files = [
+                folder / f"emoji-datasource-{vendor}/package/img/{vendor}/64/{each['image']}" for vendor in _VENDORS
+            ]
+            text = "".join(chr(int(code, 16)) for code in each["unified"].split("-"))
+            calls = [functools.partial(_opened, file) for file in files if file.exists()]
+            if len(calls) == len(_VENDORS):
+                own = emoji.setdefault(each["category"], {})
+                own[each["short_name"]] = [functools.partial(_glyph, noto, text), *calls]
+        return cls(
+            [Image.open(file).convert("RGB").resize((1280, 800)) for file in photos],
+            {kind: variants((stamps / place).rglob("*.png")) for kind, place in _STAMPS.items()},
+            fonts,
+            emoji,
+        )
+
+    def ground(self, part: Part, rng: np.random.Generator) -> Image.Image:
+        """A region of a photograph that no other part shows."""
+        photo = self.photos[int(rng.integers(len(self.photos)))]
+        left, right = (int(photo.width * share) for share in COLUMNS[part])
+        side = int(rng.integers(SIDE, min(right - left, photo.height, 4 * SIDE)))
+        x, y = int(rng.integers(left, right - side + 1)), int(rng.integers(0, photo.height - side + 1))
+        return photo.resize((SIDE, SIDE), box=(x, y, x + side, y + side))
 
 
-def _cut(splits: Splits, sizes: Sizes) -> Splits:
-    """Split the same samples again: training gets those that validation and test leave."""
-    every = [*splits.train, *splits.validation, *splits.test]
-    held = sizes.validation + sizes.test
-    validation, test = every[: sizes.validation], every[sizes.validation : held]
-    train = every[held : held + sizes.train]
-    return dataclasses.replace(splits, train=train, validation=validation, test=test)
+def variants(files: Iterable[Path]) -> list[list[Path]]:
+    """Files with the same first word: "cow", "cow_white"."""
+    found: dict[str, list[Path]] = {}
+    for file in sorted(files):
+        found.setdefault(re.split(r"[-_\d]", file.stem)[0], []).append(file)
+    return list(found.values())
 
 
-def _street(answer: Callable[[Street], Any], most: int = 1) -> Draw:
-    """A street with up to `most` objects, and the answer about it."""
+@functools.lru_cache(4096)
+def _opened(file: Path) -> Image.Image:
+    return Image.open(file).convert("RGBA")
 
-    def draw(rng: np.random.Generator) -> Sample:
-        street = draw_street(rng, most)
-        return Sample((street.frame,), answer(street))
+
+@functools.lru_cache(4096)
+def _glyph(font: Path, text: str) -> Image.Image:
+    """A drawing of a font of bitmaps, whose only size is 109."""
+    drawn = Image.new("RGBA", (136, 128))
+    ImageDraw.Draw(drawn).text((0, 0), text, font=ImageFont.truetype(font, 109), embedded_color=True)
+    return drawn
+
+
+def divided(items: Sequence[Item], part: Part) -> list[Item]:
+    """Those of a part: in an order that depends on their names only, at least one for each part."""
+    order = np.random.default_rng([len(items), 7]).permutation(len(items))
+    count = {each: max(1, round(share * len(items))) for each, share in _SHARES.items() if each != "train"}
+    ends = list(itertools.accumulate((len(items) - sum(count.values()), count["validation"], count["test"])))
+    place = PARTS.index(part)
+    return [items[at] for at in sorted(order[([0, *ends])[place] : ends[place]])]
+
+
+def put(
+    ground: Image.Image, drawn: Image.Image, size: int, center: tuple[int, int], rng: np.random.Generator
+) -> NamedBox:
+    """Paste a drawing with a shadow; returns what it covers, without a label. size: its longer side."""
+    drawn = drawn.crop(drawn.getchannel("A").getbbox())
+    scale = size / max(drawn.size)
+    drawn = drawn.resize([max(4, round(side * scale)) for side in drawn.size])
+    x, y = center[0] - drawn.width // 2, center[1] - drawn.height // 2
+    alpha = drawn.getchannel("A")
+    shadow = Image.new("L", (SIDE, SIDE))
+    shadow.paste(alpha.point(lambda value: value // 2), (x + int(rng.integers(2, 5)), y + int(rng.integers(2, 5))))
+    ground.paste((0, 0, 0), mask=shadow.filter(ImageFilter.GaussianBlur(2)))
+    ground.paste(drawn, (x, y), alpha)
+    edges = x, y, x + drawn.width, y + drawn.height
+    return NamedBox("", *(min(SIDE, max(0, edge)) / SIDE for edge in edges))
+
+
+Draw = Callable[[Pictures, Part, int, np.random.Generator], Drawn]
+"""Draws a sample of a part; its number chooses the label, so that every part shows all of them."""
+
+
+def _emoji(category: str, most: int) -> Draw:
+    def draw(found: Pictures, part: Part, number: int, rng: np.random.Generator) -> Drawn:
+        names = sorted(found.emoji[category])[:most]
+        name = names[number % len(names)]
+        drawings = found.emoji[category][name]
+        order = np.random.default_rng([*name.encode()]).permutation(len(drawings))  # of the parts, by name
+        which = {"train": order[rng.integers(len(drawings) - 2)], "validation": order[-2], "test": order[-1]}[part]
+        ground, middle = found.ground(part, rng), SIDE // 2
+        center = (middle + int(rng.integers(-8, 9)), middle + int(rng.integers(-8, 9)))
+        turned = drawings[which]().rotate(rng.uniform(-12, 12), Image.Resampling.BICUBIC, expand=True)
+        put(ground, turned, int(rng.integers(60, 82)), center, rng)
+        return Drawn(ground, name, group=f"{name} {which}")
 
     return draw
 
 
-def _first(answer: Callable[[Thing], Any]) -> Draw:
-    """A street with one object, and the answer about it."""
-    return _street(lambda street: answer(street.things[0]))
+def _stamp(found: Pictures, kind: str, part: Part, rng: np.random.Generator) -> Image.Image:
+    stamps = divided(found.stamps[kind], part)
+    files = stamps[int(rng.integers(len(stamps)))]
+    stamp = _opened(files[int(rng.integers(len(files)))])
+    return stamp.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else stamp
 
 
-DIGITS = BenchDomain("digits", "classification", "what digit is shown?", None, NUMBERS)
-
-_SPEEDS = ("20", "30", "50", "60", "70", "80")
-_SMALL = (4, 7)  # radius of small objects, pixels; elsewhere 11 to 14
-
-
-def _speed(rng: np.random.Generator) -> Sample:
-    """A speed limit: the numerals alone distinguish the classes."""
-    label = int(rng.integers(len(_SPEEDS)))
-    image = plain_background(rng)
-    radius = int(rng.integers(17, 30))  # as other signs
-    x, y = (int(rng.integers(radius + 4, SIZE - radius - 4)) for _ in range(2))
-    draw_thing(image, "circle", (200, 30, 40), (x, y), radius, 0.0)
-    draw_thing(image, "circle", (235, 235, 235), (x, y), radius * 3 // 4, 0.0)
-    draw_text(image, _SPEEDS[label], (x, y), radius / 38, BLACK, 2)
-    turn = cv2.getRotationMatrix2D((x, y), rng.uniform(-10, 10), 1.0)
-    image = cv2.warpAffine(image, turn, (SIZE, SIZE), borderMode=cv2.BORDER_REFLECT)
-    return Sample((add_noise(rng, np.clip(image * rng.uniform(0.6, 1.2), 0, 255).astype(np.int16), 4),), label)
+def _several(found: Pictures, part: Part, kinds: Sequence[str], rng: np.random.Generator) -> Drawn:
+    """Stamps of these kinds in cells of a grid of two by two; the answer has their boxes."""
+    ground, boxes = found.ground(part, rng), []
+    for kind, cell in zip(kinds, rng.permutation(4), strict=False):
+        x, y = (24 + 48 * int(at) + int(rng.integers(-5, 6)) for at in (cell % 2, cell // 2))
+        size = int(rng.integers(34, 48))
+        boxes.append(put(ground, _stamp(found, kind, part, rng), size, (x, y), rng)._replace(label=kind))
+    return Drawn(ground, tuple(boxes))
 
 
-def _short_action(rng: np.random.Generator) -> Sample:
-    label = int(rng.integers(len(ACTIONS)))
-    return Sample(tuple(draw_action(ACTIONS[label], rng, 2)), label)
+def _boxes(found: Pictures, part: Part, number: int, rng: np.random.Generator) -> Drawn:
+    return _several(found, part, rng.choice(KINDS, 1 + number % 4).tolist(), rng)
 
 
-def _small_objects(rng: np.random.Generator) -> Sample:
-    """Boxes of up to four objects of a few pixels."""
-    canvas = street_background(rng).canvas
-    boxes = []
-    for column in rng.permutation(4)[: int(rng.integers(1, 5))]:
-        kind = pick(rng, KINDS)
-        center = (12 + 24 * int(column) + int(rng.integers(-3, 4)), int(rng.integers(30, 84)))
-        left, top, right, bottom = draw_thing(
-            canvas, kind, jitter(rng, COLORS[pick(rng, tuple(COLORS))]), center, int(rng.integers(*_SMALL)), 0.0
-        )
-        boxes.append(Box(KINDS.index(kind), left / SIZE, top / SIZE, right / SIZE, bottom / SIZE))
-    return Sample((add_noise(rng, canvas.astype(np.int16), 3),), tuple(boxes))
+def _count(found: Pictures, part: Part, number: int, rng: np.random.Generator) -> Drawn:
+    count = number % 5
+    return _several(found, part, rng.choice(KINDS, count).tolist(), rng)._replace(answer=str(count))
 
 
-def _kinds(street: Street) -> tuple[int, ...]:
-    return tuple(sorted({KINDS.index(thing.kind) for thing in street.things}))
+def _pair(found: Pictures, part: Part, rng: np.random.Generator, *, stacked: bool) -> tuple[Image.Image, list[str]]:
+    """Two stamps of two kinds, one over the other or side by side."""
+    ground, kinds = found.ground(part, rng), rng.permutation(KINDS)[:2].tolist()
+    for place, kind in enumerate(kinds):
+        along, across = 24 + 48 * place + int(rng.integers(-3, 4)), 48 + int(rng.integers(-14, 15))
+        center = (across, along) if stacked else (along, across)
+        put(ground, _stamp(found, kind, part, rng), int(rng.integers(38, 47)), center, rng)
+    return ground, kinds
 
 
-def _spread(street: Street) -> tuple[float]:
-    """The distance between the outermost objects of a street, in shares of its width."""
-    centers = [(thing.box[0] + thing.box[2]) / 2 / SIZE for thing in street.things]
-    return (max(centers) - min(centers),)
+def _side(found: Pictures, part: Part, number: int, rng: np.random.Generator) -> Drawn:
+    picture, kinds = _pair(found, part, rng, stacked=False)
+    side = number % 2
+    return Drawn(picture, kinds[side], f"what is on the {('left', 'right')[side]} ?")
 
 
-def _caption(street: Street) -> str:
-    return f"one {street.things[0].kind} {'at night' if street.night else 'by day'}"
+def _caption(found: Pictures, part: Part, number: int, rng: np.random.Generator) -> Drawn:
+    picture, (one, other) = _pair(found, part, rng, stacked=bool(number % 2))
+    return Drawn(picture, f"{one} {('beside', 'over')[number % 2]} {other}")
 
 
-def _place(thing: Thing, *, mirrored: bool = False) -> str:
-    """mirrored: as a camera on the other side of the road would call it."""
-    lane, side = ((2 - at if mirrored else at) for at in (thing.lane, thing.side))
-    return f"{LANES[lane]} lane {SIDES[side]}"
+def _written(found: Pictures, part: Part, word: str, font: Path, rng: np.random.Generator) -> Image.Image:
+    """A word in a photograph, light or dark, with a shadow."""
+    letters = ImageFont.truetype(font, 60)
+    left, top, right, bottom = letters.getbbox(word)
+    drawn = Image.new("RGBA", (int(right - left) + 4, int(bottom - top) + 4))
+    color = tuple((rng.integers(190, 256, 3) if rng.random() < 0.5 else rng.integers(0, 70, 3)).tolist())
+    ImageDraw.Draw(drawn).text((2 - left, 2 - top), word, (*color, 255), letters)
+    drawn = drawn.rotate(rng.uniform(-8, 8), Image.Resampling.BICUBIC, expand=True)
+    ground = found.ground(part, rng)
+    put(ground, drawn, int(rng.integers(68, 90)), (48 + int(rng.integers(-3, 4)), int(rng.integers(30, 66))), rng)
+    return ground
 
 
-_SEEN = "what is on the road?"
-_WHERE = "where is it?"
+def _word(found: Pictures, part: Part, number: int, rng: np.random.Generator) -> Drawn:
+    """Fonts of other families in each part."""
+    families = divided(sorted(found.fonts), part)
+    files, word = found.fonts[families[int(rng.integers(len(families)))]], _WORDS[number % len(_WORDS)]
+    return Drawn(_written(found, part, word, files[int(rng.integers(len(files)))], rng), word)
+
+
+class RealDomain(NamedTuple):
+    name: str
+    task: str
+    question: str
+    draw: Draw
+
 
 SUITE = (
-    DIGITS,
-    BenchDomain("speeds", "classification", "what is the speed limit?", _speed, _SPEEDS),
-    BenchDomain("actions", "action", "what happens in the video?", _short_action, ACTIONS),
-    BenchDomain("things", "vqa", _SEEN, _first(lambda thing: article(thing.kind))),
-    BenchDomain("paints", "vqa", _SEEN, _first(lambda thing: thing.color)),
-    BenchDomain("captions", "captioning", _SEEN, _street(_caption)),
-    BenchDomain("places", "referring", _WHERE, _first(_place)),
-    BenchDomain("mirrored", "referring", _WHERE, _first(functools.partial(_place, mirrored=True))),
-    BenchDomain("counts", "counting", "how many vehicles are on the road?", count_vehicles, NUMBERS[:6]),
-    BenchDomain("kinds", "multi_label", "which kinds are on the road?", _street(_kinds, 4), KINDS),
-    BenchDomain("spread", "regression", "how far apart are they?", _street(_spread, 4), ("distance",)),
-    BenchDomain("small", "detection", "find all vehicles and persons.", _small_objects, KINDS),
+    *(
+        RealDomain(name, "classification", f"which of the {name} is shown ?", _emoji(*which))
+        for name, which in EMOJI.items()
+    ),
+    RealDomain("words", "vqa", "what is the word ?", _word),
+    RealDomain("sides", "vqa", "what is shown ?", _side),
+    RealDomain("captions", "captioning", "describe the picture .", _caption),
+    RealDomain("counts", "counting", "how many things are there ?", _count),
+    RealDomain("boxes", "detection", "find all things .", _boxes),
 )
-"""The table's domains: twelve over nine tasks."""
-
-QUICK = tuple(made for made in SUITE if made.name in ("speeds", "things", "paints", "kinds"))
-"""Domains of a smoke test."""
 
 
-def suspected(domains: tuple[BenchDomain, ...]) -> tuple[tuple[str, str], ...]:
-    """Pairs that contradict each other: answered in words to the same question."""
-    words = [made for made in domains if not made.labels]
-    return tuple(
-        (one.name, other.name)
-        for place, one in enumerate(words)
-        for other in words[place + 1 :]
-        if one.question == other.question
-    )
+def samples(domain: RealDomain, found: Pictures, part: Part, number: int, seed: int) -> Iterator[Drawn]:
+    rng = np.random.default_rng([seed, PARTS.index(part), *domain.name.encode()])
+    for each in range(number):
+        yield domain.draw(found, part, each, rng)
+
+
+def write(found: Pictures, folder: Path, sizes: Mapping[Part, int], seed: int = 0) -> Path:
+    """Write the plan with its data; returns the plan's file."""
+    domains = []
+    for domain in SUITE:
+        own = folder / domain.name
+        own.mkdir(parents=True)
+        rows, boxes = [], []
+        for part, size in sizes.items():
+            for number, drawn in enumerate(samples(domain, found, part, size, seed)):
+                file = f"{part}-{number:04}.jpg"
+                drawn.picture.save(own / file, quality=92)
+                if isinstance(drawn.answer, str):
+                    rows.append([file, drawn.answer, drawn.question, part, drawn.group or file])
+                else:
+                    boxes.append((part, file, drawn.answer))
+        if rows:
+            with (own / "data.csv").open("w", newline="") as opened:
+                csv.writer(opened).writerows([["image", "answer", "question", "split", "group"], *rows])
+        for part in sizes if boxes else ():
+            (own / f"{part}.json").write_text(json.dumps(_coco([each[1:] for each in boxes if each[0] == part])))
+        data = {"format": "questions", "path": f"{domain.name}/data.csv"}
+        if boxes:
+            data = {"format": "coco", "path": domain.name, "images": domain.name}
+        about = {"name": domain.name, "task": domain.task, "question": domain.question, "data": data}
+        domains.append({**about, "threshold": {"relative_to": "alone", "minus": 0.1}})
+    plan = {"base": "embedded", "seed": seed, "lora": {"rank": 8, "alpha": 16}, "domains": domains}
+    (folder / "plan.yaml").write_text(yaml.safe_dump(plan, sort_keys=False))
+    return folder / "plan.yaml"
+
+
+def _coco(pictures: Sequence[tuple[str, tuple[NamedBox, ...]]]) -> dict[str, object]:
+    annotations = [
+        {"image_id": place, "category_id": KINDS.index(box.label), "bbox": [x * SIDE for x in _corner_and_size(box)]}
+        for place, (_, boxes) in enumerate(pictures)
+        for box in boxes
+    ]
+    return {
+        "images": [
+            {"id": place, "file_name": file, "width": SIDE, "height": SIDE} for place, (file, _) in enumerate(pictures)
+        ],
+        "categories": [{"id": place, "name": name} for place, name in enumerate(KINDS)],
+        "annotations": [{"id": place, **each} for place, each in enumerate(annotations)],
+    }
+
+
+def _corner_and_size(box: NamedBox) -> tuple[float, float, float, float]:
+    return box.left, box.top, box.right - box.left, box.bottom - box.top
+
+
+def made(folder: Path) -> Path:
+    """The plan of the domains in a folder, with everything that it needs, fetched and written at the first call."""
+    if not (folder / "domains").is_dir():
+        found = Pictures.of(fetch(folder / "packages"))
+        with whole(folder / "domains", durable=False) as fresh:
+            fresh.mkdir()
+            write(found, fresh, SIZES)
+    return folder / "domains" / "plan.yaml"
+
+
+def load(quick: bool) -> tuple[Plan, dict[str, Splits]]:
+    """The plan and the samples of this user's copy (`$XDG_DATA_HOME/vlora/domains`); quick: few samples."""
+    file = read_plan_file(made(user_folder().with_name("domains")))
+    errors = PlanErrors(file.text)
+    data = load_domains(file.plan, errors)
+    errors.raise_if_any()
+    sizes = (120, 60, 60) if quick else SIZES.values()
+    return file.plan, {name: cut(own.splits, *sizes) for name, own in data.items()}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Fetch packages, and write domains of real pixels with their plan.")
+    parser.add_argument("folder", type=Path)
+    print(made(parser.parse_args().folder))

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.adapters import base_of, trainer_of
-from benchmarks.fusion.domains import QUICK, SUITE, BenchDomain, Sizes, suspected
+from benchmarks.fusion.domains import load
 from benchmarks.plots import Picture
-from fusion.data.samples import Splits
 from fusion.packing.algorithm import (
     Adapter,
     History,
@@ -23,12 +22,10 @@ from fusion.packing.algorithm import (
 )
 from fusion.packing.guided import BUDGET, Conflicts, pack_guided
 from fusion.packing.joint import Oracle, pack_jointly
-from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
+from fusion.plan.schema import LoraPlan, TrainingPlan
 from fusion.run import orders_of
-from fusion.teachers.built_in import SmallNetwork
 from fusion.training.checkpoint import Checkpoint, State
 from fusion.training.fingerprint import hash_of_processing, inputs_of
-from fusion.training.frozen_base import Domain
 from fusion.training.run_cache import RunCache
 from vlora.bench.harness import Bench, Measured, Results, Store
 from vlora.bench.report import Goal, Row
@@ -39,8 +36,7 @@ OPTIMUM = "exhaustive optimum"
 CONFIDENCE = 0.95
 _MINUS = 0.1
 _REHEARSAL = 0.5
-_DEMO = LoraPlan(rank=16, alpha=32)  # as the demonstration's plan, and so are its steps
-_DEMO_STEPS = 100
+_RANK, _STEPS = 1, 100
 _SEEDS = (0, 1, 2)
 _THRESHOLDS = "(threshold)"
 
@@ -172,29 +168,21 @@ class Meter:
 
 
 class Training:
-    """Domains, trainer and trainings on the embedded model; trainings are stored in `folder`."""
+    """Domains, trainer and trainings on the embedded model; trainings are stored in `folder`, features beside it."""
 
-    def __init__(
-        self,
-        made: Sequence[BenchDomain],
-        seed: int,
-        sizes: Sizes,
-        steps: int,
-        folder: Path,
-    ) -> None:
-        self.plan = Plan(
-            seed=seed,
-            lora=_DEMO,
-            training=TrainingPlan(steps=steps, batch_size=16, rehearsal=_REHEARSAL),
-            packing="first_fit",
-            order=("hardest_first",),
-            confidence=CONFIDENCE,
-            domains=tuple(
-                DomainPlan(name=one.name, source="made", question=one.question, threshold=1.0) for one in made
-            ),
+    def __init__(self, seed: int, rank: int, steps: int, folder: Path, *, quick: bool) -> None:
+        plan, self.splits = load(quick)
+        self.plan = plan.model_copy(
+            update={
+                "seed": seed,
+                "lora": LoraPlan(rank=rank, alpha=2 * rank),
+                "training": TrainingPlan(steps=steps, batch_size=16, rehearsal=_REHEARSAL),
+                "packing": "first_fit",
+                "order": ("hardest_first",),
+                "confidence": CONFIDENCE,
+            }
         )
-        self.splits = {one.name: one.splits(seed, sizes) for one in made}
-        base = base_of()
+        base = base_of(folder.with_name("features"))
         self.trainer = trainer_of(self.plan, base, self.splits)
         self.domains = self.trainer.domains
         inputs = inputs_of(self.plan, self.splits, base.weights, hash_of_processing(base.processor), "cpu")
@@ -223,27 +211,41 @@ class Training:
         return found
 
 
-def _small_scores(domain: Domain, splits: Splits) -> dict[str, float]:
-    """Of a small network that is trained on the domain's training part."""
-    network = SmallNetwork()
-    network.fit(splits)
-    parts = {"validation": splits.validation, "test": splits.test}
+def fused(bench: Training, seed: int) -> Row:
+    """Adapters of `vlora fuse`, the fewest that can do, and thresholds missed on test data, over all domains."""
+    names = tuple(bench.domains)
+    scores = bench.rehearsing.together
+    thresholds = {name: max(0.0, scores((name,)).scores[name].value - _MINUS) for name in names}
+    packing = pack_guided(names, thresholds, bench.rehearsing)
+    tested = bench.packed(packing, bench.rehearsing)
+    oracle = Oracle(names, thresholds, scores)
+    bound = oracle.bound(())
     return {
-        name: domain.task.metric(network.answers(part), [sample.target for sample in part])
-        for name, part in parts.items()
+        "what": "fusion",
+        "seed": seed,
+        "adapters": len(packing.adapters),
+        "fewest": _fewest(oracle, names),
+        "packing": [sorted(own) for own in packing.adapters],
+        "thresholds": thresholds,
+        "test": tested,
+        "missed": sum(tested[name] < value for name, value in thresholds.items()),
+        "missed alone": sorted(bound.missed),
     }
+
+
+def _fewest(oracle: Oracle, names: Sequence[str]) -> int:
+    """A lower bound on adapters: one more than those that miss alone, or two if the others do not fit into one."""
+    missed = oracle.bound(()).missed
+    return len(missed) + 1 + (not oracle.keeps(frozenset(names).difference(missed)))
 
 
 def table(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
     """Adapters, costs and test scores per method of creating adapters.
 
-    A domain's threshold is the validation score of a small model that is trained on it, minus ten points.
+    A domain's threshold is the validation score of an adapter of its own, minus ten points.
     """
-    made, sizes, steps = (QUICK, Sizes(120, 60, 60), 6) if quick else (SUITE, Sizes(1000, 640, 500), _DEMO_STEPS)
-    bench = Training(made, seed, sizes, steps, folder)
+    bench = Training(seed, _RANK, 6 if quick else _STEPS, folder, quick=quick)
     names = tuple(bench.domains)
-    small = {name: _small_scores(domain, bench.splits[name]) for name, domain in bench.domains.items()}
-    thresholds = {name: max(0.0, scores["validation"] - _MINUS) for name, scores in small.items()}
     methods: dict[str, dict[str, Any]] = {}
 
     def measure(method: str, adapters: Collection[Collection[str]], tested: dict[str, float], meter: Meter) -> None:
@@ -257,6 +259,7 @@ def table(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
 
     meter = Meter(bench.rehearsing)
     alone = {name: meter((name,)).scores[name] for name in names}
+    thresholds = {name: max(0.0, score.value - _MINUS) for name, score in alone.items()}
     measure(ALONE, [(name,) for name in names], bench.tested_together([(name,) for name in names]), meter)
     meter = Meter(bench.rehearsing)
     all_in_one = meter.together(names)
@@ -275,21 +278,18 @@ def table(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
     measure(JOINTLY, jointly.adapters, bench.tested_together(jointly.adapters), meter)
     meter = Meter(bench.rehearsing)
     oracle = Oracle(names, thresholds, meter.together)
-    bound = oracle.bound(suspected(made))
+    bound = oracle.bound(())
     if (optimum := oracle.optimum_of_few()) is not None:
         measure(OPTIMUM, optimum.adapters, bench.tested_together(optimum.adapters), meter)
     return {
         "seed": seed,
         "lora": bench.plan.lora.model_dump(mode="json"),
-        "steps": steps,
-        "samples": sizes._asdict(),
+        "steps": bench.plan.training.steps,
         "thresholds": thresholds,
-        "small models": small,
         "num_test": {name: len(domain.test) for name, domain in bench.domains.items()},
         "alone": {name: score._asdict() for name, score in alone.items()},
         "all in one": {name: score._asdict() for name, score in all_in_one.scores.items()},
         "methods": methods,
         "missed alone": sorted(bound.missed),
-        "lower bound": bound.adapters,
-        "conflicts": [list(pair) for pair in bound.conflicts],
+        "lower bound": _fewest(oracle, names),
     }

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.adapters import base_of, block_diagonal_score, cut, plan_of, trainer_of
+from benchmarks.fusion import packing
 from benchmarks.paper import simulations, steps
 from benchmarks.paper.figure import QUICK_MODEL, Measuring
 from benchmarks.rivals import RIVALS, SmallModel, export
@@ -163,12 +164,6 @@ def _splits(source: str, quick: bool) -> Splits:
     return cut(splits, 300, 100, 120) if quick else splits
 
 
-def _trained(trainer: LoraTrainer, names: Sequence[str]) -> dict[str, float]:
-    trainer.adapter.reset()
-    trainer.train_together(names)
-    return {name: trainer.evaluator.score(name, trainer.domains[name].test) for name in names}
-
-
 def adapters(measuring: Measuring, tasks: Mapping[str, tuple[str, str]], steps: int, batch: int) -> list[Row]:
     """Test scores of the model before training and with an adapter. tasks: source and question."""
     trainer = _trainer(dict(tasks.values()), steps, batch, measuring.setting.quick)
@@ -206,19 +201,47 @@ def _small_model_score(source: str, quick: bool, rival_steps: int | None) -> flo
     return 100 * float(objective_of(splits).metric(answers, [sample.target for sample in splits.test]))
 
 
-def fused(measuring: Measuring, families: Mapping[str, Mapping[str, str]], steps: int, batch: int) -> list[Row]:
-    """What domains that are trained jointly into one adapter keep, by how many, of the scores of an adapter each.
-    families: questions by source.
+def capacity(
+    measuring: Measuring, ranks: Sequence[int], counts: Sequence[int], steps: int, seeds: int
+) -> dict[str, Any]:
+    """Test scores of the domains of real pixels by rank and number of domains that are trained jointly into an adapter,
+    and what `vlora fuse` makes of them at the lowest rank.
+
+    At each number every domain is in one adapter, so that means are over the same domains. `error`: half the 95 %
+    interval of a mean over test samples and seeds. Thresholds are the validation scores alone, minus ten points.
     """
-    rows = []
-    for family, questions in families.items():
-        trainer, sources = _trainer(questions, steps, batch, measuring.setting.quick), list(questions)
-        alone = {source: _trained(trainer, [source])[source] for source in sources}
-        for count in range(1, len(sources) + 1):
-            scores = _trained(trainer, sources[:count]) if count > 1 else {sources[0]: alone[sources[0]]}
-            kept = statistics.fmean(score / max(alone[name], 0.01) for name, score in scores.items())
-            rows.append({"family": family, "domains": count, "kept": 100 * kept, "scores": scores})
-    return rows
+    rows: list[Row] = []
+    found: dict[tuple[int, int, str], list[float]] = {}  # by rank, number and domain
+    fusion: list[Row] = []
+    for rank, seed in itertools.product(ranks, range(seeds)):
+        folder = measuring.store.folder / f"real-{rank}-{seed}"
+        training = packing.Training(seed, rank, steps, folder, quick=measuring.setting.quick)
+        names = [name for name in training.domains if not training.trainer.adapter.is_independent(name)]
+        for count in counts:
+            sets = [names[first : first + count] for first in range(0, len(names), count)]
+            for own in sets:
+                training.rehearsing.together(tuple(sorted(own)))
+            for name, score in training.tested_together(sets).items():
+                found.setdefault((rank, min(count, len(names)), name), []).append(score)
+        if rank == ranks[0]:
+            fusion.append(packing.fused(training, seed))
+    tasks = {name: domain.splits.task for name, domain in training.domains.items()}
+    for rank, count in dict.fromkeys(key[:2] for key in found):
+        for task in ("all tasks", *dict.fromkeys(tasks[name] for name in names)):
+            own = [name for name in names if task in ("all tasks", tasks[name])]
+            scores = {name: statistics.fmean(found[rank, count, name]) for name in own}
+            samples = {name: seeds * len(training.domains[name].test) for name in own}
+            variance = sum(scores[name] * (1 - scores[name]) / samples[name] for name in own)
+            about = {"rank": rank, "task": task, "domains": count, "scores": scores}
+            error = 196 * math.sqrt(variance) / len(own)
+            rows.append({**about, "score": 100 * statistics.fmean(scores.values()), "error": error})
+    return {"rows": [*_kept(rows), *fusion], "goals": []}
+
+
+def _kept(rows: Sequence[Row]) -> list[Row]:
+    """The rows, with their share of the scores of adapters for one domain."""
+    alone = {(row["rank"], row["task"]): row["score"] for row in rows if row["domains"] == 1}
+    return [{**row, "kept": 100 * row["score"] / max(1.0, alone[row["rank"], row["task"]])} for row in rows]
 
 
 _SIDE = 16  # patches per side of a frame; four patches make a token

@@ -201,6 +201,7 @@ class Figure(NamedTuple):
         runs_on: "setting": the setting's device. "cpu": one thread of the CPU on every machine. "cores": for scores,
             which depend on no time; all cores of the CPU on a machine with a GPU, one thread otherwise. "processes":
             of one thread of the CPU each, in wall time. "ranks": in wall time, on a CPU unless there are several GPUs.
+            "server": the setting's device, in wall time.
         minutes: Rough duration of its measurement on one thread of a CPU; a measurement that figures share counts for
             the longest of them. The longest figures begin first, so that processes end together.
         simulated: Whether a figure's values come from the simulator with measured costs.
@@ -225,7 +226,7 @@ class Figure(NamedTuple):
     beside: str | None = None
     goals: Sequence[Claim] = ()
     model: str | None = None
-    runs_on: Literal["setting", "cpu", "cores", "processes", "ranks"] = "setting"
+    runs_on: Literal["setting", "cpu", "cores", "processes", "ranks", "server"] = "setting"
     simulated: bool = False
     minutes: float = 1.0
     size: tuple[float, float] = (10.0, 4.6)
@@ -291,7 +292,7 @@ class Figure(NamedTuple):
 
     def runs_alone(self, setting: Setting) -> bool:
         """Whether it is measured alone: if the machine has a GPU, or in wall time."""
-        return setting.device.type != "cpu" or self.runs_on in ("processes", "ranks")
+        return setting.device.type != "cpu" or self.runs_on in ("processes", "ranks", "server")
 
     def device_words(self, setting: Setting) -> str:
         return device_words(self.device(setting), one_thread=self._has_one_thread(setting))

@@ -1,6 +1,4 @@
-"""The serving systems of the papers as policies, costs and answers of the simulator, and the same traffic on the
-engine: V-LoRA 6.2 to 6.4, S-LoRA 7.
-"""
+"""The serving systems of the papers as policies and costs of the simulator: V-LoRA 6.3.3 and 6.4, S-LoRA 7."""
 
 from __future__ import annotations
 
@@ -13,23 +11,21 @@ from typing import Any, NamedTuple
 import torch
 
 from atmm.tuning.search import Shape
-from benchmarks.arrivals import Clock, average_token_latency_ms, serve
 from benchmarks.gpu.merge import MergeableModel
 from benchmarks.paper.figure import RANK, Measuring, Setting
 from benchmarks.paper.operators import EINSUM, OURS, medians, operator_seconds
 from vlora.bench.costs import costs_as_dict, fit
-from vlora.bench.dummy import dummy_picture, random_peft
+from vlora.bench.dummy import random_peft
 from vlora.bench.report import Row
-from vlora.bench.timed_engine import TimedEngine
 from vlora.bench.timing import interleaved, median_ms, work_seconds
 from vlora.config import STEP_TOKENS, EngineConfig
 from vlora.lora.merge import ShadowSwitcher
 from vlora.models.loading import dummy_model
 from vlora.orchestrator.cost_model import Costs
-from vlora.simulator.arrivals import Arrival, adapter_name, hottest, power_law
+from vlora.simulator.arrivals import Arrival, hottest, power_law
 from vlora.simulator.machine import ClusterConfig
 from vlora.simulator.replica import ReplicaConfig
-from vlora.simulator.workloads import Gamma, Hottest, Video
+from vlora.simulator.workloads import Gamma, Hottest
 from vlora.simulator.world import replay
 
 SIMULATOR_COSTS = "machine-costs.json"
@@ -43,7 +39,6 @@ _MIXED = {"prompt_min": 8, "prompt_max": 512, "answer_min": 8, "answer_max": 512
 _KV_TOKENS = 12_000  # with these, for about 30 requests, as on S-LoRA's A10G (A.1)
 _SLO_S = 6.0  # S-LoRA 7.1
 _ADAPTERS = 8
-_WORDS = 8  # tokens of an answer in words to video analytics, where the paper's take 5 to 10 (V-LoRA 6.2)
 
 
 # -- costs ------------------------------------------------------------------------------------------------------------
@@ -129,12 +124,10 @@ class System(NamedTuple):
     Attributes:
         policy: The policy's name.
         costs: Of the machine with its operator and its switch.
-        heads: Whether it has task heads.
     """
 
     policy: str
     costs: Costs
-    heads: bool = False
 
 
 def systems(measuring: Measuring) -> dict[str, System]:
@@ -144,8 +137,8 @@ def systems(measuring: Measuring) -> dict[str, System]:
     costs, _ = machine_costs(measuring)
     slow = _dlora_costs(measuring)
     return {
-        "cost_based (default here)": System("cost_based", costs, heads=True),
-        "Algorithm 1 (V-LoRA)": System("algorithm1", costs, heads=True),
+        "cost_based (default here)": System("cost_based", costs),
+        "Algorithm 1 (V-LoRA)": System("algorithm1", costs),
         "merged only": System("merged_only", costs),
         "unmerged only (S-LoRA, Punica)": System("unmerged_only", costs),
         "dLoRA (its operator and switch)": System("dlora", slow),
@@ -173,7 +166,7 @@ class Point(NamedTuple):
     """What is simulated.
 
     Attributes:
-        traffic: "retrieval" or "video" (V-LoRA 6.2), or "mixed": prompts and answers of 8 to 512 tokens (S-LoRA 7.2).
+        traffic: "retrieval" (V-LoRA 6.2), or "mixed": prompts and answers of 8 to 512 tokens (S-LoRA 7.2).
         load: The rate, as a share of the capacity of unmerged-only with full batches of `of` adapters.
         adapters: Their number.
         of: Adapters of the capacity; by default as many.
@@ -201,33 +194,16 @@ class Point(NamedTuple):
         number = self.of or self.adapters
         if self.traffic == "retrieval":
             full = full_batch_capacity(costs, 256, 200, hottest(number, self.skew))
-        elif self.traffic == "mixed":
-            full = full_batch_capacity(costs, 260, 260, power_law(number, 1.0))
         else:
-            video = video_of(measuring.setting.quick)
-            prompt = video.frames * (video.frame_tokens + 1)
-            # Encoding is added, because it takes most of a chunk's time.
-            encoding_s = video.frames * video.patches * costs.patch_s
-            full = 1 / (1 / full_batch_capacity(costs, prompt, 8, [1 / number] * number) + encoding_s)
+            full = full_batch_capacity(costs, 260, 260, power_law(number, 1.0))
         return self.load * self.replicas * full
 
-    def arrivals(self, measuring: Measuring, number: int, heads: bool) -> list[Arrival]:
-        """Requests, or chunks of cameras that are answered by a head or in words."""
+    def arrivals(self, measuring: Measuring, number: int) -> list[Arrival]:
         rate = self.rate(measuring)
         if self.traffic == "retrieval":
             return list(Hottest(rate=rate, skew=self.skew, **_RETRIEVAL).arrivals(number, self.adapters, seed=0))
-        if self.traffic == "mixed":
-            workload = Gamma(rate=rate, cv=self.cv, alpha=self.alpha, **_MIXED)
-            return list(workload.arrivals(number, self.adapters, seed=0))
-        video = video_of(measuring.setting.quick)
-        return [
-            arrival._replace(
-                time_s=arrival.time_s * video.streams / rate,
-                prompt_tokens=arrival.prompt_tokens + video.frames,  # a token before each picture
-                answer_tokens=0 if heads else _WORDS,
-            )
-            for arrival in video.arrivals(number, self.adapters, seed=0)
-        ]
+        workload = Gamma(rate=rate, cv=self.cv, alpha=self.alpha, **_MIXED)
+        return list(workload.arrivals(number, self.adapters, seed=0))
 
     def replay(self, measuring: Measuring, system: System, arrivals: Sequence[Arrival]) -> dict[str, float]:
         config = ReplicaConfig(
@@ -251,19 +227,12 @@ class Point(NamedTuple):
         }
 
 
-def video_of(quick: bool) -> Video:
-    """Video analytics: a chunk of six frames of 256 tokens (V-LoRA 6.2), quick: two frames of 64."""
-    frames, tokens = (2, 64) if quick else (6, 256)
-    return Video(streams=8, frames=frames, frame_tokens=tokens, patches=4 * tokens)
-
-
 def simulate(
     measuring: Measuring,
     names: Sequence[str],
     requests: int,
     point: Mapping[str, Any],
     over: Mapping[str, Sequence[Any]],
-    engine: Mapping[str, Any] | None = None,
 ) -> list[Row]:
     """What each system does with the same traffic, at all combinations of values.
 
@@ -273,57 +242,13 @@ def simulate(
         requests: Of each replica.
         point: What all points have in common.
         over: Values that differ, by name of an attribute of `Point`.
-        engine: Requests of the engine itself by `traffic`, `names` of its systems and its `load`.
     """
     known = systems(measuring)
     rows: list[Row] = []
     for values in itertools.product(*over.values()):
         at = Point(**{**point, **dict(zip(over, values, strict=True))})
         for name in names:
-            arrivals = at.arrivals(measuring, requests * at.replicas, known[name].heads)
+            arrivals = at.arrivals(measuring, requests * at.replicas)
             found = at.replay(measuring, known[name], arrivals)
             rows.append({**at._asdict(), "system": name, "rate": at.rate(measuring), **found})
-    return rows + ([] if engine is None else _on_engine(measuring, **engine))
-
-
-def _on_engine(measuring: Measuring, traffic: Mapping[str, int], names: Sequence[str], load: float) -> list[Row]:
-    """The engine with a few requests, and the simulator with the same; `label` has the ratios of their busy seconds."""
-    known = systems(measuring)
-    rows: list[dict[str, Any]] = []
-    for kind, number in traffic.items():
-        at, longer = Point(kind, load), []
-        for name in names:
-            system = known[name]
-            arrivals = at.arrivals(measuring, number, system.heads)
-            run = functools.partial(_engine_run, measuring.setting, system.policy, arrivals)
-            measured = measuring.once(f"engine-{kind}-{system.policy}-{number}", run)
-            simulated = at.replay(measuring, system, arrivals)
-            longer.append(f"{measured['busy s'] / simulated['busy s']:.2f}")
-            about = {"stars": True, "traffic": kind, "system": name, "rate": at.rate(measuring)}
-            rows += [{**about, "simulated": False, **measured}, {**about, "simulated": True, **simulated}]
-        first, second = (row for row in rows if row["traffic"] == kind and row["system"] == names[0])
-        first["label"] = f"engine: {' and '.join(longer)} of the seconds"
-        second["label"] = "simulator, same requests"
     return rows
-
-
-def _engine_run(setting: Setting, policy: str, arrivals: Sequence[Arrival]) -> dict[str, float]:
-    """Average token latency of these arrivals on the engine, after a warm-up with some of them at once, and the seconds
-    in which it had requests.
-    """
-    config, clock = setting.model.config(), Clock(work_seconds(setting.device))
-    engine = TimedEngine(
-        dummy_model(config, "bfloat16", setting.device, seed=0),
-        {adapter_name(number): RANK for number in range(_ADAPTERS)},
-        heads=True,
-        parts={"clock": clock},
-        policy=policy,
-        arena_bytes=setting.model.arena_bytes,
-    )
-    picture = dummy_picture(config, round(video_of(setting.quick).patches ** 0.5))
-    # A GPU also captures a graph for each batch size; on a CPU a request takes up to a minute.
-    first = arrivals[: 1 if setting.device.type == "cpu" else 16]
-    serve(engine, clock, [arrival._replace(time_s=0.0) for arrival in first], picture)
-    before_s = clock() - clock.skipped_s
-    timings = serve(engine, clock, arrivals, picture)
-    return {"ms": average_token_latency_ms(timings), "busy s": clock() - clock.skipped_s - before_s}

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from benchmarks import atmm, cluster, gateway, packed, policy, recall, soak, streams
+from benchmarks import atmm, cluster, gateway, recall, streams
 from benchmarks import training as beside
 from benchmarks.fusion import packing
 from benchmarks.gateway import RequestTimes
@@ -119,18 +119,6 @@ def _serve(patch: Patch, slow: float) -> Report:
     return measured(serve.BENCH, False)
 
 
-def _soak(patch: Patch, slow: float) -> Report:
-    result = MagicMock(wrong=["lost"] if slow > 1 else [], memory_mib={"engine": [(0.0, 1.0)]}, frame_s=[1.0])
-    result.latencies = lambda bad: [slow if bad else 1.0]
-    result.growth = lambda name: slow
-
-    async def run_clients(*_: object) -> Any:
-        return result
-
-    patch(soak, "embedded_model_server", "write_embedded_adapter", _run_clients=run_clients)
-    return measured(soak.BENCH, True)
-
-
 def _streams(patch: Patch, slow: float) -> Report:
     async def measure(server: object, threads: int, quick: bool, totals: Any, draws: object) -> list[dict[str, Any]]:
         totals.lost = totals.failed = int(slow > 1)
@@ -147,17 +135,6 @@ def _tp(patch: Patch, slow: float) -> Report:
     return measured(tp.BENCH, True)
 
 
-def _packed(patch: Patch, slow: float) -> Report:
-    def seconds(calls: Mapping[str, Callable[[], object]], *_: Any, **__: Any) -> dict[str, list[float]]:
-        for call in calls.values():
-            call()
-        return {label: [1.0 if label.startswith(packed.PLAIN) else 0.5 * slow] for label in calls}
-
-    patch(packed, "Qwen2VLForConditionalGeneration", "PlainTraining", "HFModel", interleaved=seconds)
-    patch(packed, PackedTraining=lambda *_: MagicMock(pieces=[1.0]), losses_apart=lambda *_: 1e-6 * slow)
-    return measured(packed.BENCH, True)
-
-
 def _training(patch: Patch, slow: float) -> Report:
     def serve(engine: object, clock: object, gaps: object, slowdown: float | None, found: Served) -> None:
         found.latencies_s += [1.0] * 100 if slowdown is None else [1.0] * 90 + [1.05 * slow] * 10
@@ -165,15 +142,6 @@ def _training(patch: Patch, slow: float) -> Report:
 
     patch(beside, "start", measure_capacity=lambda *_: 1.0, serve=serve)
     return measured(beside.BENCH, True)
-
-
-def _policy(patch: Patch, slow: float) -> Report:
-    def engine(model: Any, device: Any, name: str, **_: Any) -> Any:
-        ms = 0.7 * slow if name == policy.OURS else 1.0
-        return SimpleNamespace(run=lambda arrivals: (ms, 0.5), capacity=lambda traffic: 10.0)
-
-    patch(policy, PolicyEngine=engine, thread_counts=lambda: [1])
-    return measured(policy.BENCH, True)
 
 
 def _fusion(patch: Patch, slow: float) -> Report:
@@ -218,15 +186,12 @@ def _paper(patch: Patch, slow: float) -> Report:
 MAKERS: dict[str, Callable[[Patch, float], Report]] = {
     "step": _step,
     "atmm": _atmm,
-    "policy": _policy,
     "costs": _costs,
     "cluster": _cluster,
     "gateway": _gateway,
     "serve": _serve,
-    "soak": _soak,
     "streams": _streams,
     "tp": _tp,
-    "packed": _packed,
     "training": _training,
     "fusion": _fusion,
     "retrieve": _retrieve,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import random
@@ -21,13 +20,12 @@ from transformers import DynamicCache
 from atmm import longest_short_lane, thin_batches
 from atmm.tuning.search import Case, Shape
 from benchmarks import atmm as operator_bench
-from benchmarks import cluster, packed
+from benchmarks import cluster
 from benchmarks import training as beside
 from benchmarks.arrivals import Clock, poisson
 from benchmarks.gpu.prefill import prefill_flops
 from benchmarks.paper import benches
 from benchmarks.training import Served
-from tests.families import build_model
 from vlora.bench.costs import StepSample, fit, fit_costs, patch_cost
 from vlora.bench.dummy import BenchModel, language_shapes, small_config
 from vlora.bench.step import DecodeWork, FloorTimes, StepWork
@@ -35,7 +33,6 @@ from vlora.bench.timed_engine import TimedEngine
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.lora import adapted_linear
-from vlora.models.hf_model import HFModel
 from vlora.models.loading import dummy_model
 from vlora.orchestrator.cost_model import Costs, StepSize, TokenThresholds
 from vlora.types import Request, RequestOutput, SamplingParams
@@ -250,18 +247,6 @@ def test_shapes_after_one_that_takes_too_long_are_left_out(
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
-
-
-def test_packed_and_plain_training_have_the_same_losses() -> None:
-    model = build_model("qwen2_vl").requires_grad_(False)
-    plain, ours = packed.PlainTraining(copy.deepcopy(model)), packed.PackedTraining(HFModel(model), 2)
-    plain.load(ours.trainer.adapters["0"].values())
-    drawn = packed.batches_of(packed.CASES["ragged, 4 x 16 to 64 tokens"], 2)
-    batches = [[ids % 180 for ids in batch] for batch in drawn]
-    assert len({len(ids) for ids in batches[0]}) > 1, "the batch is not ragged"
-    losses = [(plain.step(batches[0]), ours.step(batches)[0]) for _ in range(4)]
-    assert max(abs(theirs - own) for theirs, own in losses) < 1e-5
-    assert losses[0][0] - losses[-1][0] > 1e-3, "the training does not learn"
 
 
 def test_the_clock_counts_work_and_skipped_time() -> None:

@@ -10,6 +10,7 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from click.testing import CliRunner
 from matplotlib.figure import Figure as Canvas
 from PIL import Image
 
-from atmm.layers import Site
+from atmm.layers import Factors, Site
+from atmm.segments import Lane, SegmentPlan
 from atmm.tuning.search import Shape
 from benchmarks import paper, plots
 from benchmarks.paper import BENCH, ELSEWHERE, FIGURES, benches, chosen, find, operators
@@ -26,6 +28,7 @@ from benchmarks.paper import figure as figure_module
 from benchmarks.paper.benches import ranks
 from benchmarks.paper.figure import PAPERS, Comparison, Fact, Figure, Found, Measuring, Setting
 from benchmarks.paper.operators import EINSUM, OURS, operator_seconds, segments_of
+from benchmarks.paper.rival_engine import SYSTEMS, LaneOperator, MergeAdapter
 from benchmarks.paper.simulations import machine_costs, systems
 from vlora.bench import harness
 from vlora.bench.dummy import BenchModel, small_config
@@ -126,17 +129,15 @@ def few(key: str, requests: int) -> dict[str, Any]:
 
 def test_a_figure_of_costs_and_the_simulator_end_to_end(measuring: Measuring, tmp_path: Path) -> None:
     store_costs(measuring)
-    (skewness,) = chosen(["v-lora:fig19"])
-    found = find(measuring, **few(skewness.key, 8))
+    (switch,) = chosen(["v-lora:fig21"])
+    found = find(measuring, **few(switch.key, 8))
     assert {row["system"] for row in found["rows"]} <= set(systems(measuring))
-    assert [row["skew"] for row in found["rows"][::5]] == [0.2, 0.4, 0.6, 0.8]
-    less = skewness.here(found)
-    assert set(less) == {fact.quantity for fact in skewness.facts}
-    ms = {row["system"]: row["ms"] for row in found["rows"][-5:]}
+    ratios = switch.here(found)
+    assert set(ratios) == {fact.quantity for fact in switch.facts}
+    ms = {row["system"]: row["ms"] for row in found["rows"]}
     assert ms["dLoRA (its operator and switch)"] > ms["cost_based (default here)"]
-    assert find(measuring, **few(skewness.key, 99)) == found, "the measurement is shared"
-    skewness.picture(found, measuring.setting).save(tmp_path / "skewness.png")
-    assert (tmp_path / "skewness.png").stat().st_size > 10_000
+    switch.picture(found, measuring.setting).save(tmp_path / "switch.png")
+    assert (tmp_path / "switch.png").stat().st_size > 10_000
 
 
 @pytest.fixture
@@ -436,3 +437,42 @@ def test_measurements_on_a_cpu_have_one_thread_beside_a_gpu(
         measured(BENCH, True, tmp_path)
         assert torch.get_num_threads() == 2
     assert counts == [num_threads]
+
+
+@pytest.mark.parametrize("add", [system.add for system in SYSTEMS.values() if system.add is not None])
+def test_another_systems_operator_adds_the_deltas_of_the_reference(add: Any) -> None:
+    torch.manual_seed(0)
+    factors = {key: Factors(torch.randn(rank, 6), torch.randn(rank, 5)) for key, rank in (("a", 2), ("b", 4))}
+    site = Site("layer", 6, 5)
+    site.factors.update(factors)
+    lanes = [Lane("a", 0, 3), Lane("elsewhere", 3, 4), Lane("b", 4, 9), Lane("b", 9, 10, -1.0)]
+    x, y = torch.randn(11, 6), torch.randn(11, 5)
+    wanted = y.clone()
+    for key, start, stop, sign in (lane for lane in lanes if lane.key in factors):
+        wanted[start:stop] += sign * x[start:stop] @ factors[key].a.T @ factors[key].bt
+    LaneOperator(add, SegmentPlan(11, lanes))(y, x, site, None)
+    assert torch.allclose(y, wanted, atol=1e-5)
+
+
+def test_dloras_switch_adds_and_subtracts_each_layers_delta() -> None:
+    weights = {"q": torch.randn(5, 6), "v": torch.randn(5, 6)}
+    before = {name: weight.clone() for name, weight in weights.items()}
+    a, bt = {"one": torch.randn(1, 2, 6), "two": torch.randn(1, 2, 6)}, torch.randn(1, 2, 5)
+    slabs = SimpleNamespace(slots=weights, entry=weights.__getitem__)
+    switcher = MergeAdapter(slabs, SimpleNamespace(shapes=lambda key: ["q"], stacked=lambda key, names: (a[key], bt)))
+    assert switcher.switch("one") and not switcher.switch("one")
+    assert torch.allclose(weights["q"], before["q"] + bt[0].T @ a["one"][0], atol=1e-5)
+    assert switcher.switch("two") and torch.equal(weights["v"], before["v"])
+    assert torch.allclose(weights["q"], before["q"] + bt[0].T @ a["two"][0], atol=1e-5)
+    switcher.forget("two")
+    assert switcher.merged_key is None and torch.allclose(weights["q"], before["q"], atol=1e-5)
+
+
+def test_a_figure_of_systems_misses_its_goal_with_a_wrong_answer() -> None:
+    (own,) = chosen(["v-lora:fig22"])
+    point = {"traffic": "retrieval", "skew": 0.3, "p99 s": 1.0, "attainment": 90.0}
+    rows = [{**point, "system": name, "ms": 2.0 if place else 1.0} for place, name in enumerate(SYSTEMS)]
+    assert list(own.here({"rows": rows}).values()) == [50.0] * 6
+    for wrong in (0, 1):
+        (goal,) = own.goals_of({"rows": [], "goals": [["answers of dLoRA", wrong, 0, True]]})
+        assert goal.holds is not bool(wrong)

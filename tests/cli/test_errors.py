@@ -229,7 +229,7 @@ ERRORS = {
     "simulate --replay no-journal": "no-journal: line 1 is no line of a record of routing: ",
     "bench zzz": "no bench named 'zzz'; choose one of ",
     "bench memory --quick --out /proc/x": "--out: the folder '/proc/x' cannot be created: ",
-    "bench step --model llava-13b": "--model is valid for `vlora bench policy` and `costs` and `serve` only",
+    "bench step --model llava-13b": "--model is valid for `vlora bench costs` and `serve` only",
     "bench merge --quantize int8": "--quantize is valid for `vlora bench step` only, not for 'merge'",
     "bench step --surface rpyc": "--surface is valid for `vlora bench serve` only, not for 'step'",
     "bench serve --model zzz": "names of a model and of adapters require another server; also give its --url",

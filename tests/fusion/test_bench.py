@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import hashlib
+import itertools
+import tarfile
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
+from PIL import Image
 
 from benchmarks import adapters
+from benchmarks.fusion import domains, packages
 from benchmarks.fusion import packing as packing_bench
-from benchmarks.fusion.domains import SUITE, BenchDomain, Sizes, suspected
+from benchmarks.fusion.domains import Pictures
 from benchmarks.fusion.packing import (
     ALL,
     ALONE,
@@ -21,40 +29,107 @@ from benchmarks.fusion.packing import (
     PACKED,
     Meter,
 )
+from fusion.data.load import load_domains
 from fusion.packing.algorithm import History, Score, TrainingResult
-from fusion.plan.schema import LoraPlan
+from fusion.plan.schema import LoraPlan, read_plan_file
 from tests.fusion import small
 from vlora.bench.harness import Measured
+from vlora.errors import BadConfig
+from vlora.plan_files.errors import PlanErrors
+from vlora.training.records import Part
 
-EVERY = {made.name: made for made in SUITE}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("made", [made for made in EVERY.values() if made.draw is not None], ids=lambda made: made.name)
-def test_a_domains_parts_share_no_picture_and_hold_every_label(made: BenchDomain) -> None:
-    splits = made.splits(0, Sizes(60, 30, 10))
-    parts = (splits.train, splits.validation, splits.test)
-    assert [len(part) for part in parts] == [60, 30, 10]
-    shown = [tuple(frame.tobytes() for frame in sample.frames) for part in parts for sample in part]
-    assert len(set(shown)) == 100
-    if made.labels and made.task not in ("detection", "multi_label", "regression"):
-        targets = [sample.target for part in parts for sample in part]
-        assert set(targets) == set(range(len(made.labels)))
-        assert max(map(targets.count, set(targets))) < 80  # no label dominates
-    again = made.splits(0, Sizes(2, 1, 1))
-    assert np.array_equal(again.train[0].frames[0], splits.train[0].frames[0])
-    assert not np.array_equal(made.splits(1, Sizes(2, 1, 1)).train[0].frames[0], splits.train[0].frames[0])
+SIZES: dict[Part, int] = {"train": 40, "validation": 10, "test": 15}
 
 
-def test_contradicting_domains_expect_other_words_for_the_same_pictures() -> None:
-    words = [{str(s.target) for s in EVERY[name].splits(0, Sizes(80, 1, 1)).train} for name in suspected(SUITE)[0]]
-    assert not words[0] & words[1]
-    places, mirrored = (EVERY[name].draw for name in ("places", "mirrored"))
-    assert places is not None and mirrored is not None
-    # The same picture gets another answer, unless it shows the middle of the middle lane.
-    pairs = [(places(np.random.default_rng(seed)), mirrored(np.random.default_rng(seed))) for seed in range(40)]
-    assert all(np.array_equal(one.frames[0], other.frames[0]) for one, other in pairs)
-    assert all((one.target == other.target) == (one.target == "middle lane middle") for one, other in pairs)
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Pictures:
+    """Photographs, stamps, fonts and emoji as the packages have them, of plain colours."""
+    folder, rng = tmp_path_factory.mktemp("packages"), np.random.default_rng(0)
+
+    def drawn(name: str) -> Path:
+        shape = Image.new("RGBA", (60, 40))
+        shape.paste((*rng.integers(0, 255, 3).tolist(), 255), (8, 4, 50, 36))
+        shape.save(folder / f"{name}.png")
+        return folder / f"{name}.png"
+
+    photos = [Image.fromarray(rng.integers(0, 255, (800, 1280, 3), dtype=np.uint8)) for _ in range(2)]
+    stamps = {kind: [[drawn(f"{kind}{n}"), drawn(f"{kind}{n}_mirror")] for n in range(6)] for kind in domains.KINDS}
+    font = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
+    emoji = {
+        category: {
+            f"{n}": [functools.partial(Image.open, drawn(f"{category} {n} {vendor}")) for vendor in range(4)]
+            for n in range(3)
+        }
+        for category, _ in domains.EMOJI.values()
+    }
+    return Pictures(photos, stamps, {f"family {n}": [font] for n in range(4)}, emoji)
+
+
+def test_real_domains_are_plans_whose_parts_share_no_drawing(pictures: Pictures, tmp_path: Path) -> None:
+    file = read_plan_file(domains.write(pictures, tmp_path, SIZES))
+    errors = PlanErrors(file.text)
+    data = load_domains(file.plan, errors)
+    errors.raise_if_any()
+    assert [own.name for own in domains.SUITE] == list(data) and len(data) >= 8
+    assert {own.splits.task for own in data.values()} >= {
+        "classification",
+        "vqa",
+        "captioning",
+        "counting",
+        "detection",
+    }
+    for name, own in data.items():
+        parts = own.splits.parts
+        assert {part: len(samples) for part, samples in parts.items()} == SIZES and own.splits.real, name
+        shown = {part: {sample.group for sample in samples if sample.group} for part, samples in parts.items()}
+        assert not shown["train"] & (shown["validation"] | shown["test"]) and not shown["validation"] & shown["test"]
+        assert not [note for note in own.notes if "training pictures" in note]
+    assert {sample.target for sample in data["counts"].splits.test} == set(range(5))
+    shown_boxes: Any = [sample.target for sample in data["boxes"].splits.test]
+    boxes = list(itertools.chain(*shown_boxes))
+    assert boxes and all(0 <= box.left < box.right <= 1 and 0 <= box.top < box.bottom <= 1 for box in boxes)
+
+
+def test_variants_of_a_stamp_and_regions_of_a_photograph_are_in_one_part(pictures: Pictures) -> None:
+    for items in (pictures.stamps["animal"], list(range(2, 40)), list(range(25))):
+        parts = [domains.divided(items, part) for part in SIZES]
+        assert sorted(map(str, itertools.chain(*parts))) == sorted(map(str, items)) and all(parts)
+    names = ["cow", "cow_white", "pig_golden", "pig_golden2", "tiger"]
+    assert [len(files) for files in domains.variants(Path(f"{name}.png") for name in names)] == [2, 2, 1]
+    columns = np.tile(np.arange(1280, dtype=np.uint16)[None, :, None] // 5, (800, 1, 3)).astype(np.uint8)
+    seen = dataclasses.replace(pictures, photos=[Image.fromarray(columns)])
+    rng = np.random.default_rng(0)
+    ranges = {part: [np.array(seen.ground(part, rng)) for _ in range(20)] for part in SIZES}
+    ends = {part: (min(map(np.min, found)), max(map(np.max, found))) for part, found in ranges.items()}
+    assert ends["train"][1] < ends["validation"][0] and ends["validation"][1] < ends["test"][0]
+
+
+def test_packages_are_checked_and_a_missing_network_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tarfile.open(tmp_path / "shapes-1.0.0.tgz", "w:gz") as archive:
+        for name in ("package/img/64/a.png", "package/img/sheet.png"):
+            archive.addfile(tarfile.TarInfo(name))
+    content = hashlib.sha256((tmp_path / "shapes-1.0.0.tgz").read_bytes()).hexdigest()
+    table = tmp_path / "table"
+    table.write_text(f"{content}  shapes-1.0.0.tgz\n")
+    assert packages.fetch(tmp_path, table) == tmp_path / "unpacked"
+    assert [file.name for file in (tmp_path / "unpacked" / "shapes").rglob("*.png")] == ["a.png"]
+    table.write_text(f"{content}  other-1.0.0.tgz\n")
+    (tmp_path / "other-1.0.0.tgz").write_bytes(b"spoiled")
+    with pytest.raises(BadConfig, match=r"other-1.0.0.tgz has the SHA-256 \w+ instead of \w+; delete it"):
+        packages.fetch(tmp_path, table)
+    (tmp_path / "apt-get").write_text("#!/bin/sh\necho 'E: no network' >&2\nexit 100\n")
+    (tmp_path / "apt-get").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    table.write_text(f"{content}  stamps_1%3a2.0-1_all.deb\n")
+    with pytest.raises(
+        BadConfig, match=r"'apt-get download stamps=1:2.0-1' \(E: no network\); run it .* copy the file"
+    ):
+        packages.fetch(tmp_path, table)
+
+
+PAIRS = (("a", "b"), ("c", "d"))
 
 
 class Contradicting:
@@ -63,7 +138,7 @@ class Contradicting:
     conflict_cost = 0.02
 
     def __call__(self, adapter: Any) -> TrainingResult:
-        low = {name for pair in suspected(SUITE) if set(pair) <= set(adapter) for name in pair}
+        low = {name for pair in PAIRS if set(pair) <= set(adapter) for name in pair}
         return TrainingResult({name: Score(*[0.1 if name in low else 1.0] * 2) for name in adapter}, 2.0)
 
     together = __call__
@@ -72,7 +147,7 @@ class Contradicting:
         return self((*beside, domain))
 
     def conflicts(self, history: History, domains: Any) -> dict[frozenset[str], float]:
-        return {frozenset(pair): 0.5 for pair in suspected(SUITE) if set(pair) <= set(domains)}
+        return {frozenset(pair): 0.5 for pair in PAIRS if set(pair) <= set(domains)}
 
 
 def test_a_training_is_counted_once_in_single_domain_trainings() -> None:
@@ -107,7 +182,6 @@ def a_table(seed: int, packed: float) -> dict[str, Any]:
         },
         "missed alone": [],
         "lower bound": 2,
-        "small models": {name: {"validation": 0.9, "test": 0.95} for name in "ab"},
     }
 
 
