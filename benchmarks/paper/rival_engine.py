@@ -7,12 +7,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -109,6 +107,7 @@ class MergeAdapter:
     """dLoRA's switch, PEFT's `merge_adapter`: a product and an addition per layer, undone by a subtraction."""
 
     in_place = True
+    shows_late = False
 
     def __init__(self, slabs: Any, pool: Any, **_: Any) -> None:
         self._slabs, self._pool = slabs, pool
@@ -129,8 +128,8 @@ class MergeAdapter:
         if key == self.merged_key:
             self.switch(None)
 
-    def shown(self, *, merged: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def show(self, *, merged: bool | None = None) -> None:
+        """Nothing: layers always have the memory of W0, which a merge changes."""
 
     def _add(self, key: str, sign: int) -> None:
         for name in self._pool.shapes(key):
