@@ -1,4 +1,5 @@
-"""Domains of real pixels, made from pictures and fonts of `packages`, as files of a plan of `vlora fuse`.
+"""Domains of real pixels, made from pictures and fonts of packages of Debian 12 and npm, as files of a plan of
+`vlora fuse`. `packages.sha256` pins each package's version and content; `sha256sum -c` checks a folder of them.
 
 `python -m benchmarks.fusion.domains FOLDER` writes FOLDER/plan.yaml and a folder per domain. Drawings of emoji by four
 vendors, stamps cut out of photographs, and words in installed fonts are put onto photographs. Answers are known by
@@ -12,12 +13,18 @@ import argparse
 import csv
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import re
+import shutil
+import subprocess
+import tarfile
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
+from urllib.parse import unquote
 
 import numpy as np
 import yaml
@@ -25,11 +32,11 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from atmm.tuning.tables import user_folder
 from benchmarks.adapters import cut
-from benchmarks.fusion.packages import fetch
 from fusion.data.load import load_domains
 from fusion.data.samples import NamedBox, Splits
 from fusion.plan.schema import Plan, read_plan_file
 from fusion.synthetic.sources import COLUMNS
+from vlora.errors import BadConfig
 from vlora.plan_files.errors import PlanErrors
 from vlora.run_folder import whole
 from vlora.training.records import PARTS, Part
@@ -349,6 +356,76 @@ def load(quick: bool) -> tuple[Plan, dict[str, Splits]]:
     errors.raise_if_any()
     sizes = (120, 60, 60) if quick else SIZES.values()
     return file.plan, {name: cut(own.splits, *sizes) for name, own in data.items()}
+
+
+# -- packages -----------------------------------------------------------------------------------------------------------
+
+_TABLE = Path(__file__).with_name("packages.sha256")
+_KEPT = "/64/"  # of npm's emoji, the pictures of 64 pixels
+
+
+def fetch(folder: Path, table: Path = _TABLE) -> Path:
+    """Download the packages that are missing in `folder`, check and unpack them.
+
+    Returns:
+        A folder with a folder per package, by its name.
+
+    Raises:
+        BadConfig: A package cannot be downloaded, or has another content.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for line in table.read_text().splitlines():
+        wanted, file = line.split()
+        path, unpacked = folder / file, folder / "unpacked" / name_of(file)
+        if unpacked.is_dir():
+            continue
+        if not path.exists():
+            _download(path)
+        with path.open("rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        if found != wanted:
+            raise BadConfig(f"{path} has the SHA-256 {found} instead of {wanted}; delete it and fetch it again")
+        with whole(unpacked, durable=False) as made:
+            made.mkdir(parents=True)
+            _unpack(path, made)
+    return folder / "unpacked"
+
+
+def name_of(file: str) -> str:
+    """Of a package, by the name of its file: NAME_VERSION_all.deb or NAME-VERSION.tgz."""
+    return file.partition("_")[0] if file.endswith(".deb") else file.rpartition("-")[0]
+
+
+def _download(path: Path) -> None:
+    name = name_of(path.name)
+    if path.suffix == ".deb":
+        command = ["apt-get", "download", f"{name}={unquote(path.name.split('_')[1])}"]
+    else:
+        command = ["npm", "pack", "--silent", f"{name}@{path.name.removeprefix(f'{name}-').removesuffix('.tgz')}"]
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        try:
+            ended = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            said = ended.stderr.strip().splitlines()
+        except OSError as error:
+            said = [f"{command[0]}: {error.strerror}"]
+        if (found := Path(folder) / path.name).exists():
+            found.replace(path)
+    if not path.exists():
+        raise BadConfig(
+            f"{path.name} cannot be fetched by '{' '.join(command)}' ({said[-1] if said else 'no message'}); run it on "
+            f"a machine with a network (packages of Debian 12, npm), and copy the file into {path.parent}"
+        )
+
+
+def _unpack(path: Path, folder: Path) -> None:
+    if path.suffix == ".deb":
+        if shutil.which("dpkg-deb") is None:
+            raise BadConfig(f"dpkg-deb, which unpacks {path.name}, is not installed; install the package dpkg")
+        subprocess.run(["dpkg-deb", "-x", path, folder], check=True)
+        return
+    with tarfile.open(path) as archive:
+        members = [each for each in archive if _KEPT in each.name or each.name == "package/emoji.json"]
+        archive.extractall(folder, members, filter="data")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from benchmarks import adapters
-from benchmarks.fusion import domains, packages
+from benchmarks.fusion import domains
 from benchmarks.fusion import packing as packing_bench
 from benchmarks.fusion.domains import Pictures
 from benchmarks.fusion.packing import (
@@ -113,12 +113,12 @@ def test_packages_are_checked_and_a_missing_network_is_explained(
     content = hashlib.sha256((tmp_path / "shapes-1.0.0.tgz").read_bytes()).hexdigest()
     table = tmp_path / "table"
     table.write_text(f"{content}  shapes-1.0.0.tgz\n")
-    assert packages.fetch(tmp_path, table) == tmp_path / "unpacked"
+    assert domains.fetch(tmp_path, table) == tmp_path / "unpacked"
     assert [file.name for file in (tmp_path / "unpacked" / "shapes").rglob("*.png")] == ["a.png"]
     table.write_text(f"{content}  other-1.0.0.tgz\n")
     (tmp_path / "other-1.0.0.tgz").write_bytes(b"spoiled")
     with pytest.raises(BadConfig, match=r"other-1.0.0.tgz has the SHA-256 \w+ instead of \w+; delete it"):
-        packages.fetch(tmp_path, table)
+        domains.fetch(tmp_path, table)
     (tmp_path / "apt-get").write_text("#!/bin/sh\necho 'E: no network' >&2\nexit 100\n")
     (tmp_path / "apt-get").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -126,7 +126,7 @@ def test_packages_are_checked_and_a_missing_network_is_explained(
     with pytest.raises(
         BadConfig, match=r"'apt-get download stamps=1:2.0-1' \(E: no network\); run it .* copy the file"
     ):
-        packages.fetch(tmp_path, table)
+        domains.fetch(tmp_path, table)
 
 
 PAIRS = (("a", "b"), ("c", "d"))
