@@ -144,7 +144,7 @@ def _opened(file: Path) -> Image.Image:
 
 @functools.lru_cache(4096)
 def _glyph(font: Path, text: str) -> Image.Image:
-    """A drawing of a font of bitmaps, whose only size is 109."""
+    """A drawing of a font of bitmaps of the size 109 only."""
     drawn = Image.new("RGBA", (136, 128))
     ImageDraw.Draw(drawn).text((0, 0), text, font=ImageFont.truetype(font, 109), embedded_color=True)
     return drawn
@@ -358,7 +358,7 @@ def load(quick: bool) -> tuple[Plan, dict[str, Splits]]:
     return file.plan, {name: cut(own.splits, *sizes) for name, own in data.items()}
 
 
-# -- packages -----------------------------------------------------------------------------------------------------------
+# -- packages ----------------------------------------------------------------------------------------------------------
 
 _TABLE = Path(__file__).with_name("packages.sha256")
 _KEPT = "/64/"  # of npm's emoji, the pictures of 64 pixels

@@ -1,4 +1,4 @@
-"""A server whose engine has another system's operator and switch: S-LoRA's, Punica's and dLoRA's, in plain torch.
+"""A server with an engine of another system's operator and switch: S-LoRA's, Punica's and dLoRA's, in plain torch.
 
 `python -m benchmarks.paper.rival_engine SYSTEM CONFIG ADAPTERS` starts the server; the two JSON arguments are fields of
 `EngineConfig` and folders by adapter. With a descriptor as its second argument it is the engine's process.
@@ -30,7 +30,7 @@ _KEPT = 512  # stacked factors, by site and adapters
 
 
 class LaneOperator:
-    """An `atmm.segments.Strategy` of one plan. add: of the lanes whose adapters have factors at a site."""
+    """An `atmm.segments.Strategy` of one plan. add: of the lanes with factors at a site."""
 
     adds_transposed = False
     add_all = None

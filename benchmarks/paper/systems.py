@@ -26,7 +26,7 @@ from vlora.bench.serve.server_process import ServerProcess, launched_server
 from vlora.bench.timing import percentile
 
 REFERENCE = "unmerged only"
-"""The system whose capacity the load is a share of."""
+"""The load is a share of the capacity of this system."""
 
 _PICTURE = 112  # pixels a side: 16 tokens
 _RETRIEVAL = "hottest:skew={skew},prompt_min=28,prompt_max=36,answer_min=12,answer_max=20,images=1"
