@@ -63,8 +63,11 @@ class ReceivedAdapters:
         self._clock = clock
         self._adapters = adapters
         self._sources = [each if each.startswith(HUB) else os.path.abspath(each) for each in config.adapter_source]
-        self._temporary = None if folder is not None else tempfile.TemporaryDirectory(prefix="vlora-adapters-")
-        self._folder = folder or Path(self._temporary.name if self._temporary else "")
+        self._closing = contextlib.ExitStack()
+        if folder is None:  # a download that goes on at the end may still write there
+            temporary = tempfile.TemporaryDirectory(prefix="vlora-adapters-", ignore_cleanup_errors=True)
+            folder = Path(self._closing.enter_context(temporary))
+        self._folder = folder
         self._stores = [AdapterStore(self._folder / kind) for kind in ("found", "uploaded")]
         self._storing = threading.Lock()
         self._executor = ThreadPoolExecutor(_AT_ONCE, "vlora-receive")
@@ -119,8 +122,7 @@ class ReceivedAdapters:
         self._executor.shutdown(wait=False, cancel_futures=True)
         for store in self._stores:
             store.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        self._closing.close()
 
     # -- internal -----------------------------------------------------------------------------------------------------
 
