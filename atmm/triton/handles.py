@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from atmm.triton import kernels, weight_kernels
+from atmm.triton.tiling import LEAST_SHARED, SHARED_BYTES
 
 KERNELS: Mapping[str, Any] = {**vars(kernels), **vars(weight_kernels)}
 
@@ -66,6 +67,14 @@ def handle(
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU; without one, those of an H100."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """The most shared memory of a block; of an unknown GPU, the least of the known ones."""
+    if device.type != "cuda":
+        return SHARED_BYTES[8, 0]
+    return SHARED_BYTES.get(torch.cuda.get_device_capability(device), LEAST_SHARED)
 
 
 def _kind(number: int) -> tuple[bool, bool, bool]:

@@ -17,7 +17,7 @@ from atmm.layers import ROW_ALIGNMENT, Packed, Site, SiteGroup
 from atmm.places import Places, PlaceSource
 from atmm.segments import MOST_WITH_ROOM, BatchStats, Lane, SegmentPlan, check_not_capturing
 from atmm.strategies.shared_shrink import CachedInput
-from atmm.triton.handles import Handle, handle
+from atmm.triton.handles import Handle, handle, multiprocessors
 from atmm.triton.tiling import Tiling, block_r, shrink_programs, usual
 
 # float32 products stay in float32: TF32 on tensor cores would change answers.
@@ -39,7 +39,7 @@ def prepare(plan: SegmentPlan, stats: BatchStats, source: PlaceSource, tiling: T
     if tiling is None:
         longest = max(lengths, default=1)
         programs = shrink_programs(lengths, num_sites, highest)
-        tiling = usual(layout.dtype.itemsize, layout.d_in, longest, programs)
+        tiling = usual(layout.dtype.itemsize, layout.d_in, longest, programs, multiprocessors(layout.device))
     blocks = Blocks(tiling, rows, rank_blocks * rows)
     return (Tiled if tiling.split_k else SingleLaunch)(plan, stats, source, blocks)
 

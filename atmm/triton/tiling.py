@@ -8,7 +8,12 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-_SHARED_BYTES = 166_912  # per block on compute capability 8.0, the minimum of those supported (CUDA programming guide)
+SHARED_BYTES = {
+    (8, 0): 166_912, (8, 6): 101_376, (8, 7): 166_912, (8, 9): 101_376, (9, 0): 232_448, (10, 0): 232_448,
+    (12, 0): 101_376,
+}  # fmt: skip
+"""The most of a block, by compute capability (CUDA programming guide). Default tilings fit into the least."""
+LEAST_SHARED = min(SHARED_BYTES.values())
 _MOST_SUMS = 128  # float32 sums in the registers of one thread; more spill
 _MOST_SINGLE = 32 * 128  # sums of a single launch, which also keeps hidden values in registers
 _MOST_SINGLE_INPUTS = 32 * (128 + 128)  # sums and inputs of a single launch; more spill on compute capability 9.0
@@ -59,10 +64,10 @@ def block_r(rank: int) -> int:
     return 16 if rank <= 16 else 32 if rank <= 32 else 64
 
 
-def fits(tiling: Tiling, itemsize: int) -> bool:
-    """Whether the tiling works for any rank.
+def fits(tiling: Tiling, itemsize: int, shared_bytes: int = SHARED_BYTES[8, 0]) -> bool:
+    """Whether the tiling works for any rank, on a GPU with this much shared memory for a block.
 
-    It needs enough shared memory and registers on every supported GPU, and one word of each factor for every thread.
+    It needs enough shared memory and registers, and one word of each factor for every thread.
 
     Split sums and single launches are for thin batches; with larger tiles they spill registers. So do float32 products,
     because their operands are in registers: tensor cores cannot compute them without rounding the operands.
@@ -82,25 +87,25 @@ def fits(tiling: Tiling, itemsize: int) -> bool:
     sums, inputs = tiling.block_m * tiling.block_n, tiling.block_m * tiling.block_k
     if tiling.split_k == 0 and (sums > _MOST_SINGLE or sums + inputs > _MOST_SINGLE_INPUTS):
         return False
-    return shared <= _SHARED_BYTES and tiling.block_m * max(tiling.block_n, rows) <= _MOST_SUMS * threads
+    return shared <= shared_bytes and tiling.block_m * max(tiling.block_n, rows) <= _MOST_SUMS * threads
 
 
-def space(itemsize: int) -> Iterator[Tiling]:
+def space(itemsize: int, shared_bytes: int = SHARED_BYTES[8, 0]) -> Iterator[Tiling]:
     """Every tiling that fits, for values of this many bytes."""
     for sizes in itertools.product((16, 32, 64, 128), (64, 128, 256), (64, 128, 256), (0, 1, 2, 4, 8), (2, 3, 4)):
         tiling = Tiling(*sizes)
-        if fits(tiling, itemsize):
+        if fits(tiling, itemsize, shared_bytes):
             yield tiling
 
 
-def sensible(itemsize: int, d_in: int, longest: int, num_tokens: int) -> Iterator[Tiling]:
+def sensible(itemsize: int, d_in: int, longest: int, num_tokens: int, shared_bytes: int) -> Iterator[Tiling]:
     """The tilings worth timing for a shape. longest: tokens of the longest lane.
 
     Excluded are: tiles that would be mostly empty; sums split into parts of less than two blocks; split sums if the
     tokens alone give every multiprocessor a tile; and a single launch if repeating the shrink costs more than the
     expand.
     """
-    for tiling in space(itemsize):
+    for tiling in space(itemsize, shared_bytes):
         empty = tiling.block_m > 16 and tiling.block_m >= 2 * longest
         slivers = tiling.split_k > 1 and (tiling.split_k * tiling.block_k * 2 > d_in or num_tokens > 1024)
         wasteful = tiling.split_k == 0 and num_tokens > 64
@@ -108,12 +113,14 @@ def sensible(itemsize: int, d_in: int, longest: int, num_tokens: int) -> Iterato
             yield tiling
 
 
-def finalists(itemsize: int, d_in: int, longest: int, num_tokens: int, num_programs: int) -> list[Tiling]:
+def finalists(
+    itemsize: int, d_in: int, longest: int, num_tokens: int, num_programs: int, shared_bytes: int = SHARED_BYTES[8, 0]
+) -> list[Tiling]:
     """The tilings of `sensible` that are nearest to the default one for the shape, so that a search measures 24 instead
     of some 250; a quarter of them are single launches where those are sensible. Arguments as `sensible` and `usual`.
     """
     centre = usual(itemsize, d_in, longest, num_programs)
-    among = list(sensible(itemsize, d_in, longest, num_tokens))
+    among = list(sensible(itemsize, d_in, longest, num_tokens, shared_bytes))
     single = sorted((each for each in among if not each.split_k), key=lambda each: _steps_between(each, centre))
     split = sorted((each for each in among if each.split_k), key=lambda each: _steps_between(each, centre))
     single = single[: _MOST_FINALISTS // 4]
@@ -139,16 +146,17 @@ def shrink_programs(lengths: Iterable[int], num_sites: int, rank: int) -> int:
     return sum(-(-length // 64) for length in lengths) * num_sites * -(-rank // block_r(rank))
 
 
-def usual(itemsize: int, d_in: int, longest: int, num_programs: int) -> Tiling:
+def usual(itemsize: int, d_in: int, longest: int, num_programs: int, multiprocessors: int = 132) -> Tiling:
     """The default tiling without measurements.
 
     num_programs: see `shrink_programs`.
     """
-    few = num_programs < _PROGRAMS  # sums are split, and tiles of 64 tokens lack registers for that
+    wanted = max(16, multiprocessors // 16 * 16)  # about one for each
+    few = num_programs < wanted  # sums are split, and tiles of 64 tokens lack registers for that
     block_m = 16 if longest <= 16 or itemsize == 4 else 32 if longest <= 32 or few else 64
     block_k = _usual_block_k(itemsize)
     split_k = 1
-    while num_programs * split_k < _PROGRAMS and split_k < _MOST_SPLIT and d_in >= 4 * split_k * block_k:
+    while num_programs * split_k < wanted and split_k < _MOST_SPLIT and d_in >= 4 * split_k * block_k:
         split_k *= 2
     return Tiling(block_m, 128, block_k, split_k, 3)
 
@@ -169,5 +177,4 @@ def _usual_block_k(itemsize: int) -> int:
     return 64 if itemsize == 4 else 128
 
 
-_PROGRAMS = 128  # about one per multiprocessor of a large GPU
 _MOST_SPLIT = 8

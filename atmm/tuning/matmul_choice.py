@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -145,17 +144,10 @@ def _read(name: str) -> dict[Key, Method]:
 
 def _write(name: str, known: dict[Key, Method]) -> None:
     try:
-        file = cache.folder() / name
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fresh = file.with_suffix(f".{os.getpid()}.new")
         rows = sorted(
             [num_rows, d_out, d_in, str(dtype), method] for (num_rows, d_out, d_in, dtype), method in known.items()
         )
-        try:
-            fresh.write_text(json.dumps(rows))
-            os.replace(fresh, file)
-        finally:
-            fresh.unlink(missing_ok=True)  # of a full disk
+        cache.replace(cache.folder() / name, json.dumps(rows))
     except OSError as error:
         log.warning(
             "matrix products are measured at every start: the result cannot be cached: %s; set XDG_CACHE_HOME to a "

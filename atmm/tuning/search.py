@@ -170,7 +170,9 @@ def search(cases: Sequence[Case], device: str, journal: Path, seconds: float) ->
     found = read(journal)
     known = {finding.bucket for finding in found}
     if torch.device(device).type == "cuda":
-        compile_kernels(kernel_samples(cases), device)
+        from atmm.triton.handles import shared_bytes  # needs Triton
+
+        compile_kernels(kernel_samples(cases, shared_bytes(torch.device(device))), device)
     with journal.open("a") as file, torch.inference_mode():
         file.write("\n")  # the end of a truncated line
         for case in cases:
@@ -210,8 +212,8 @@ def measure(case: Case, group: SiteGroup, device: str) -> Finding:
     return Finding(Bucket.of(stats), seconds, ruled)
 
 
-def kernel_samples(cases: Sequence[Case]) -> list[KernelSample]:
-    """A launch of each kernel that a search of these cases times on a GPU. Reads no device."""
+def kernel_samples(cases: Sequence[Case], most_bytes: int) -> list[KernelSample]:
+    """A launch of each kernel that a search of these cases times on a GPU with this much shared memory."""
     from atmm.triton.tiling import finalists, shrink_programs
 
     found: dict[KernelKey, KernelSample] = {}
@@ -221,7 +223,7 @@ def kernel_samples(cases: Sequence[Case]) -> list[KernelSample]:
             lane.stop - lane.start for lane in Case(shape, rank, dtype, num_adapters, num_tokens, even).plan().lanes
         ]
         programs = shrink_programs(lengths, len(shape.d_outs), rank)
-        for tiling in finalists(itemsize, shape.d_in, max(lengths), num_tokens, programs):
+        for tiling in finalists(itemsize, shape.d_in, max(lengths), num_tokens, programs, most_bytes):
             sample = KernelSample(shape.d_in, shape.d_outs, rank, dtype, tiling.name)
             found.setdefault(sample.key(), sample)
     return list(found.values())
@@ -257,12 +259,14 @@ def candidates(stats: BatchStats, transposed: bool) -> list[str]:
     """Strategies worth timing that requests can be served with, including the rule's choice."""
     layout = stats.layout
     if layout.device.type == "cuda":
+        from atmm.triton.handles import shared_bytes  # needs Triton
         from atmm.triton.tiling import finalists, shrink_programs
 
         lengths = [lane.stop - lane.start for lane in stats.lanes]
         highest = max(span.rank for site in layout.spans for span in site.values())
         programs = shrink_programs(lengths, len(stats.live), highest)
-        tilings = finalists(layout.dtype.itemsize, layout.d_in, max(lengths), stats.num_tokens, programs)
+        sizes = layout.dtype.itemsize, layout.d_in, max(lengths), stats.num_tokens, programs
+        tilings = finalists(*sizes, shared_bytes(layout.device))
         return ["tiled", *(tiling.name for tiling in tilings)]
     estimates = estimate(stats)
     least = min(estimates.values())

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from atmm import processor
+from atmm import cache, processor
 from atmm.segments import BatchStats
 from atmm.strategies.registry import known, served
+from atmm.triton.tiling import LEAST_SHARED, SHARED_BYTES, Tiling, fits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DEVICE_TYPES = ("cpu", "cuda")
@@ -176,8 +177,9 @@ def choose_table(device_type: str, threads: int) -> Choice:
             logger.warning("skipped an ATMM table: %s", error)
             continue
         distance = _distance(here, table.device)
-        if distance is None and capability is not None and capability == table.capability:
-            distance = 1
+        if distance is None and capability is not None and table.capability is not None:
+            alike = any({capability, table.capability} <= kind for kind in _CLASSES)
+            distance = 1 if capability == table.capability else 2 if alike else None
         if distance is not None:
             # A GPU's kernels do not depend on the number of host threads.
             other_threads = 0.0 if device_type == "cuda" else abs(math.log2(table.threads / threads))
@@ -185,7 +187,13 @@ def choose_table(device_type: str, threads: int) -> Choice:
     if not candidates:
         return Choice(None, {})
     _, best = min(candidates, key=lambda candidate: candidate[0])
-    return Choice(best, {bucket.key(): strategy for bucket, strategy in best.rows})
+    shared = SHARED_BYTES.get(torch.cuda.get_device_capability(), LEAST_SHARED) if device_type == "cuda" else 0
+    return Choice(best, {bucket.key(): name for bucket, name in best.rows if _runs(name, bucket.dtype, shared)})
+
+
+def _runs(strategy: str, dtype: torch.dtype, shared_bytes: int) -> bool:
+    """Whether a strategy of a table fits into this much shared memory, which another GPU's may not."""
+    return not strategy.startswith("tiled ") or fits(Tiling.named(strategy), dtype.itemsize, shared_bytes)
 
 
 def describe(device_type: str) -> str:
@@ -217,6 +225,10 @@ def _files() -> Iterator[pathlib.Path]:
 # x86-64 processors ordered by their matrix instructions. AMX is further apart: its tables prefer transposed products,
 # which are slow without matrix tiles.
 _LADDER = {"cpu-default": 0, "cpu-no-avx": 0, "cpu-avx2": 1, "cpu-avx512": 2, "cpu-avx512-bf16": 3, "cpu-avx512-amx": 6}
+
+
+# GPUs by compute capability that take a table of each other: of data centers, of workstations, of small boards.
+_CLASSES = ({"8.0", "9.0", "10.0", "10.3"}, {"8.6", "8.9", "12.0"}, {"8.7", "11.0", "12.1"})
 
 
 def _distance(here: str, there: str) -> int | None:
@@ -301,11 +313,4 @@ def write(path: pathlib.Path, device_type: str, date: str, rows: Iterable[tuple[
         for bucket, strategy in rows
     ]
     body = ",\n  ".join(lines)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Replace atomically: an engine may read the file meanwhile, and the search may be interrupted.
-    fresh = path.with_suffix(".new")
-    try:
-        fresh.write_text(f'{json.dumps(header, indent=1)[:-2]},\n "rows": [\n  {body}\n ]\n}}\n')
-        os.replace(fresh, path)
-    finally:
-        fresh.unlink(missing_ok=True)  # of a full disk
+    cache.replace(path, f'{json.dumps(header, indent=1)[:-2]},\n "rows": [\n  {body}\n ]\n}}\n')

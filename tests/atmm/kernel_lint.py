@@ -29,11 +29,11 @@ from atmm.triton.attention import GROUP_ROWS, JOIN_PARTS, JOIN_WARPS, padded_bat
 from atmm.triton.handles import KERNELS
 from atmm.triton.pointwise import ROTATED
 from atmm.triton.products import product_tile
-from atmm.triton.tiling import Tiling, all_usual, block_r, merge_blocks, space
+from atmm.triton.tiling import SHARED_BYTES, Tiling, all_usual, block_r, merge_blocks, space
 
-SHARED_BYTES = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Maximum shared memory per block, by compute capability (NVIDIA's CUDA programming guide, technical specifications):
-A100, RTX 30, Jetson Orin, RTX 40 and L4, H100 and H200, B200, RTX 50."""
+CAPABILITIES = {10 * major + minor: most for (major, minor), most in SHARED_BYTES.items()}
+"""Shared memory of a block by compute capability: A100, RTX 30, Jetson Orin, RTX 40 and L4, H100 and H200, B200, RTX
+50."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ _MOST_REGISTERS = {"decode_part": 168}  # three programs of four warps per multi
 
 
 def inspect(kernel: Kernel, capability: int) -> Facts:
-    """Compile for a compute capability of `SHARED_BYTES`, and list the faults."""
+    """Compile for one of `CAPABILITIES`, and list the faults."""
     function = KERNELS[kernel.name]
     names = function.arg_names
     values = dict.fromkeys(_VALUES, "*fp32" if kernel.itemsize == 4 else "*bf16")
@@ -128,8 +128,8 @@ def inspect(kernel: Kernel, capability: int) -> Facts:
     registers, stack = _resources(made.asm["cubin"])
     loads = _loads(_disassembled(made.asm["cubin"]))
     faults = []
-    if made.metadata.shared > SHARED_BYTES[capability]:
-        faults.append(f"{made.metadata.shared} bytes of shared memory, {SHARED_BYTES[capability]} available")
+    if made.metadata.shared > CAPABILITIES[capability]:
+        faults.append(f"{made.metadata.shared} bytes of shared memory, {CAPABILITIES[capability]} available")
     if stack:
         faults.append(f"{stack} bytes spilled")
     if registers > _MOST_REGISTERS.get(kernel.name, registers):
@@ -321,7 +321,7 @@ def whole_space() -> list[Kernel]:
 
 def compilations(space: Iterable[Kernel]) -> list[tuple[Kernel, int]]:
     """Each kernel with each compute capability that has its instructions."""
-    return [(kernel, capability) for kernel in space for capability in SHARED_BYTES if capability >= kernel.capability]
+    return [(kernel, capability) for kernel in space for capability in CAPABILITIES if capability >= kernel.capability]
 
 
 def sample() -> list[Kernel]:

@@ -16,6 +16,7 @@ import atmm.warmup
 from atmm import STRATEGIES, Lane, SegmentPlan, compile_ahead, compile_merges, dispatch, operator, processor
 from atmm.segments import BatchStats
 from atmm.strategies.hybrid import divides
+from atmm.triton import tiling
 from atmm.triton.tiling import Tiling, all_usual, shrink_programs, usual
 from atmm.tuning import tables
 from atmm.tuning.tables import DEVICE_TYPES, DTYPES, Bucket, Evenness
@@ -246,10 +247,10 @@ def test_the_nearest_processor_then_the_nearest_threads_then_the_users_folder(fo
 def test_processors_of_other_architectures_and_gpus_do_not_share_tables(
     folders: tuple[Put, Put], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GPUs of one compute capability do."""
+    """GPUs of one compute capability do, and those of a class, with tilings that fit."""
     _, package = folders
     package(HERE)
-    package("nvidia-a100", device="NVIDIA A100", capability="8.0")
+    package("nvidia-l4", device="NVIDIA L4", capability="8.9")
     package("nvidia-unknown", device="NVIDIA Unknown")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SVE256")
     monkeypatch.setattr(processor, "flags", frozenset)
@@ -257,6 +258,17 @@ def test_processors_of_other_architectures_and_gpus_do_not_share_tables(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     assert chosen(1, "cuda") is None
+    large, small = [[size, *ROW[1:-2], "bfloat16", "tiled m64 n128 k128 s1 p4"] for size in (16, 32)]
+    small[-1] = "tiled m16 n128 k128 s1 p2"
+    package("nvidia-a100", device="NVIDIA A100", capability="8.0", rows=[large, small])
+    tables.choose_table.cache_clear()
+    found = chosen(1, "cuda")
+    assert found is not None and found.device == "NVIDIA A100" and len(tables.table_for("cuda")) == 2
+    with monkeypatch.context() as least:
+        least.setitem(tiling.SHARED_BYTES, (9, 0), tiling.LEAST_SHARED)
+        tables.choose_table.cache_clear()
+        assert list(tables.table_for("cuda").values()) == [small[-1]]
+    tables.choose_table.cache_clear()
     package("nvidia-h100", device="NVIDIA H100", capability="9.0", rows=[[*ROW[:-1], "tiled"]])
     found = chosen(64, "cuda")  # independent of the host's threads
     assert found is not None and found.device == "NVIDIA H100" and found.rows[0][0].device_type == "cuda"

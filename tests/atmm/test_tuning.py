@@ -96,12 +96,15 @@ def test_clearly_slower_candidates_are_not_timed() -> None:
         assert ("divided" in candidates(stats_of(case), transposed=False)) == divided
 
 
-def test_a_gpu_is_searched_for_strategies_that_requests_use() -> None:
+def test_a_gpu_is_searched_for_strategies_that_requests_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     stats = stats_of(Case(SMALL[0], 8, "float32", 2, 8, True))
     layout, spans = stats.layout, tuple(tuple(site.values()) for site in stats.layout.spans)
     stats.layout = Layout(layout.keys, spans, layout.d_in, layout.d_outs, layout.dtype, torch.device("cuda"))
     names = candidates(stats, transposed=False)
     assert rule(stats) in names and len(names) > 2 and all(name.startswith("tiled") for name in names)
+    tilings = [Tiling.named(name) for name in names if name != "tiled"]
+    assert all(tiling.fits(each, 4, tiling.LEAST_SHARED) for each in tilings)
 
 
 def test_evicting_caches_does_not_change_tensors() -> None:
@@ -180,16 +183,20 @@ def test_a_tiling_is_found_again_by_its_name(name: str) -> None:
 def test_tilings_too_large_are_left_out_and_default_ones_are_in_the_space() -> None:
     assert not tiling.fits(Tiling(128, 256, 256, 1, 4), 2)
     assert not any(each.num_stages * each.block_k * (each.block_m + 64) * 4 > 166_912 for each in tiling.space(4))
-    decode = list(tiling.sensible(2, 3584, longest=1, num_tokens=16))
+    least = list(tiling.space(2, tiling.LEAST_SHARED))
+    assert len(list(tiling.space(2))) - len(least) > 40 and Tiling(64, 128, 128, 1, 4) not in least
+    most = tiling.SHARED_BYTES[8, 0]
+    decode = list(tiling.sensible(2, 3584, 1, 16, most))
     assert {each.block_m for each in decode} == {16} and {each.split_k for each in decode} == {0, 1, 2, 4, 8}
-    prefill = list(tiling.sensible(2, 3584, longest=4096, num_tokens=8192))
+    prefill = list(tiling.sensible(2, 3584, 4096, 8192, most))
     assert {each.split_k for each in prefill} == {1}
     assert set(decode) < set(tiling.space(2))
     for itemsize in (2, 4):
         usual = set(tiling.all_usual(itemsize))
-        assert usual <= set(tiling.space(itemsize))
+        assert usual <= set(tiling.space(itemsize, tiling.LEAST_SHARED))
         for d_in, longest, programs in itertools.product((16, 896, 18944), (1, 17, 33, 2048), (1, 4, 100, 5000)):
             assert tiling.usual(itemsize, d_in, longest, programs) in usual
+            assert tiling.usual(itemsize, d_in, longest, programs, 16) in usual  # of a Jetson
 
 
 @pytest.mark.parametrize(("num_tokens", "num_lanes", "rank"), itertools.product((1, 8, 64, 2048), (1, 8), (16, 64)))
@@ -197,7 +204,7 @@ def test_finalists_are_the_sensible_tilings_around_the_default(num_tokens: int, 
     longest = max(1, num_tokens // num_lanes)
     programs = tiling.shrink_programs([longest] * num_lanes, 3, rank)
     found = tiling.finalists(2, 3584, longest, num_tokens, programs)
-    sensible = set(tiling.sensible(2, 3584, longest, num_tokens))
+    sensible = set(tiling.sensible(2, 3584, longest, num_tokens, tiling.SHARED_BYTES[8, 0]))
     assert len(found) == len(set(found)) == min(24, len(sensible)) and set(found) <= sensible
     default = tiling.usual(2, 3584, longest, programs)
     if default in sensible:
@@ -226,7 +233,7 @@ def test_samples_cover_every_kernel_of_the_candidates_once() -> None:
     chosen = [
         case for case in cases(shapes, ["bfloat16"]) if case.num_tokens in (1, 16, 256) and case.num_adapters <= 2
     ]
-    samples = search.kernel_samples(chosen)
+    samples = search.kernel_samples(chosen, tiling.SHARED_BYTES[8, 0])
     compiled = {
         launched(Case(Shape(each.d_in, each.d_outs), each.rank, each.dtype, 1, 2, True), each.tiling)
         for each in samples

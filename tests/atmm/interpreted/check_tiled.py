@@ -15,6 +15,7 @@ from atmm.quantized import QuantizedWeight
 from atmm.triton.handles import Handle
 from atmm.triton.lanes import InPlace, SingleLaunch, Tiled
 from atmm.triton.merging import merge_rows
+from atmm.triton.tiling import LEAST_SHARED
 from atmm.tuning import search
 from atmm.tuning.search import Case, Shape, kernel_samples
 from tests.atmm.cases import (
@@ -299,5 +300,6 @@ def test_a_captured_graph_of_all_layers_uses_the_current_lanes_and_adapters(
 
 
 def test_every_sample_can_be_launched() -> None:
-    samples = kernel_samples([Case(Shape(48, (40, 16)), rank, "float32", 1, 2, True) for rank in (8, 64)])
+    cases = [Case(Shape(48, (40, 16)), rank, "float32", 1, 2, True) for rank in (8, 64)]
+    samples = kernel_samples(cases, LEAST_SHARED)
     assert search.launch(samples[::8], "cpu") == len(samples[::8]) >= 3

@@ -15,7 +15,7 @@ from vlora.bench.gpu.runner import STAGES, Stage, chosen
 from vlora.bench.report import Goal, page
 from vlora.errors import BadConfig
 
-CODE = runner.Code.here()
+CODE = runner.Code.of(STAGES[0])
 
 
 class Processes:
@@ -27,7 +27,14 @@ class Processes:
 
     def __call__(self, stage: Stage, device: str, out: Path, limit_s: float) -> tuple[int | None, str]:
         self.ran[stage.name] = limit_s
-        found = {"stage": stage.name, "ok": self.ok, "device": device, **CODE._asdict(), "result": {}, "seconds": 0.0}
+        found = {
+            "stage": stage.name,
+            "ok": self.ok,
+            "device": device,
+            **runner.Code.of(stage)._asdict(),
+            "result": {},
+            "seconds": 0.0,
+        }
         runner.write(out / stage.file_name, found)
         return (0 if self.ok else 1), "line 1\nline 2\n"
 
@@ -50,7 +57,7 @@ def test_stages_that_do_not_fit_are_left_and_shorter_ones_run(tmp_path: Path) ->
     processes = Processes()
     outcome = run(tmp_path, processes, minutes=1.0)  # 55 s
     assert [stage.name for stage in outcome.ran] == ["facts", "smoke", "attention", "merge", "profile"]
-    assert [stage.name for stage in outcome.left] == ["oracle", "step", "search", "styles", "prefill", "serve", "costs"]
+    assert [stage.name for stage in outcome.left] == ["oracle", "step", "serve", "search", "styles", "prefill", "costs"]
     assert max(processes.ran.values()) <= 55
 
 
@@ -86,6 +93,22 @@ def test_a_later_call_runs_what_failed_or_changed(tmp_path: Path) -> None:
     assert [stage.name for stage in outcome.skipped] == ["facts", "smoke"]
     # Results of a CPU are not those of a GPU.
     assert [stage.name for stage in run(tmp_path, Processes(), names="facts", device="cpu").ran] == ["facts"]
+
+
+def test_a_stage_depends_on_the_files_that_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_name = {stage.name: runner._sources(stage) for stage in STAGES}  # noqa: SLF001
+    for stage in STAGES:
+        assert runner.ROOT / f"{stage.module.replace('.', '/')}.py" in by_name[stage.name]
+    relative = {name: {str(path.relative_to(runner.ROOT)) for path in found} for name, found in by_name.items()}
+    assert "vlora/engine/engine.py" in relative["step"] and "atmm/triton/kernels.py" in relative["step"]
+    assert "benchmarks/gpu/merge.py" not in relative["step"] and "tests/conftest.py" in relative["oracle"]
+    assert "vlora/engine/engine.py" not in relative["facts"] and "atmm/tuning/search.py" in relative["search"]
+    before = {stage.name: runner.Code.of(stage).digest for stage in STAGES}
+    plain = Path.read_bytes
+    changed = runner.ROOT / "benchmarks" / "gpu" / "prefill.py"
+    monkeypatch.setattr(Path, "read_bytes", lambda path: plain(path) + b"#" * (path == changed))
+    after = {stage.name: runner.Code.of(stage).digest for stage in STAGES}
+    assert {name for name in before if before[name] != after[name]} == {"prefill", "oracle"}
 
 
 def test_a_failed_stage_keeps_the_end_of_its_output(tmp_path: Path) -> None:

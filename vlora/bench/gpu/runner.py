@@ -9,7 +9,9 @@ for the next call, and shorter ones after it may run.
 
 from __future__ import annotations
 
+import ast
 import datetime
+import functools
 import hashlib
 import importlib
 import json
@@ -20,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +41,10 @@ class Stage(NamedTuple):
     limit_s: float  # the process is ended after this time
 
     @property
+    def module(self) -> str:
+        return f"{'vlora.bench.gpu.stages' if self.name in INSTALLED else 'benchmarks.gpu'}.{self.name}"
+
+    @property
     def file_name(self) -> str:
         return f"{self.number:02d}-{self.name}.json"
 
@@ -53,10 +59,10 @@ STAGES: Sequence[Stage] = tuple(
             ("attention", 40, 120),
             ("merge", 45, 120),
             ("step", 180, 330),
+            ("serve", 120, 300),
             ("search", 150, 300),
             ("styles", 90, 240),
             ("prefill", 60, 180),
-            ("serve", 120, 300),
             ("costs", 120, 300),
             ("profile", 45, 120),
         )
@@ -89,20 +95,46 @@ _SUFFIXES = {".py", ".cpp", ".cu", ".h"}
 
 class Code(NamedTuple):
     commit: str | None  # the checkout's commit; None outside a git repository
-    digest: str  # of the source files, so that changes after the commit count, and checkouts without git are known
+    digest: str  # of the stage's source files, so that changes after the commit count, and checkouts without git
 
     @classmethod
-    def here(cls) -> Code:
+    def of(cls, stage: Stage) -> Code:
         digest = hashlib.sha256()
-        for path in _sources():
+        for path in sorted(_sources(stage)):
             digest.update(str(path.relative_to(ROOT)).encode())
             digest.update(path.read_bytes())
         return cls(commit(), digest.hexdigest()[:16])
 
 
-def _sources() -> Iterator[Path]:
-    for package in _PACKAGES:
-        yield from sorted(path for path in (ROOT / package).rglob("*") if path.suffix in _SUFFIXES)
+def _sources(stage: Stage) -> set[Path]:
+    """The stage's module and all modules that it imports, directly or not, at whatever place; compiled sources too. Of
+    `oracle`, which runs tests, all files."""
+    if stage.name == "oracle":
+        return {path for package in _PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in _SUFFIXES}
+    found: set[Path] = set()
+    left = [stage.module]
+    while left:
+        name = left.pop()
+        place = ROOT.joinpath(*name.split("."))
+        for path in (place.with_suffix(".py"), place / "__init__.py"):
+            if path.is_file() and path not in found:
+                found.add(path)
+                left += _imports(path, ROOT)
+    return found | {path for path in (ROOT / "atmm").rglob("*") if path.suffix in _SUFFIXES - {".py"}}
+
+
+@functools.cache
+def _imports(path: Path, root: Path) -> tuple[str, ...]:
+    """The modules of these packages that a file names, and names in packages, which may be modules."""
+    names = [".".join(path.relative_to(root).parts[:depth]) for depth in range(1, len(path.relative_to(root).parts))]
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isascii():
+            names.append(node.value.partition(":")[0])  # a module that is imported by name
+    return tuple(name for name in names if name.split(".")[0] in _PACKAGES)
 
 
 def write(path: Path, record: Mapping[str, Any]) -> None:
@@ -184,12 +216,11 @@ def run(
 ) -> Outcome:
     """Run the stages that have not succeeded with this code, within the time box."""
     ends_s = time.monotonic() + 60 * minutes - _RESERVE_S
-    code = Code.here()
     ran: list[Stage] = []
     skipped: list[Stage] = []
     left: list[Stage] = []
     for stage in stages:
-        path = out / stage.file_name
+        path, code = out / stage.file_name, Code.of(stage)
         if _is_current(read(path), code, device):
             skipped.append(stage)
             continue
@@ -246,7 +277,7 @@ def run_stage(stage: Stage, device: str, folder: Path, seconds: float) -> int:
         "error": {"message": "the stage did not return"},
         "device": device,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **Code.here()._asdict(),
+        **Code.of(stage)._asdict(),
     }
 
     def save() -> None:
@@ -296,8 +327,7 @@ def _result(stage: Stage, device: str, folder: Path, ends_s: float, keep: Callab
 
     from vlora.bench.gpu.context import Context
 
-    package = "vlora.bench.gpu.stages" if stage.name in INSTALLED else "benchmarks.gpu"
-    module = importlib.import_module(f"{package}.{stage.name}")
+    module = importlib.import_module(stage.module)
     result: dict[str, Any] = module.run(Context(torch.device(device), folder, ends_s, keep))
     return result
 

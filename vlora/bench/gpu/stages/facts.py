@@ -86,12 +86,12 @@ def _launch_cost(context: Context) -> dict[str, float]:
 
 
 def _triton_launch_s(context: Context) -> float:
-    from vlora.bench.gpu.empty_kernel import launch  # needs Triton
+    from atmm.triton.pointwise import rms_norm  # needs Triton
 
-    value = torch.zeros(1, device=context.device)
+    row = torch.ones(1, 16, device=context.device)
 
     def launches() -> None:
         for _ in range(_LAUNCHES):
-            launch(value)
+            rms_norm(row, row[0], 1e-6)
 
     return device_seconds(context, launches, _LAUNCHES)
