@@ -14,7 +14,7 @@ from benchmarks import atmm, cluster, gateway, recall, streams
 from benchmarks import training as beside
 from benchmarks.fusion import packing
 from benchmarks.gateway import RequestTimes
-from benchmarks.gpu import attention, merge, prefill, styles
+from benchmarks.gpu import attention, heads, merge, policies, prefill, styles
 from benchmarks.gpu import serve as load
 from benchmarks.gpu import step as decode
 from benchmarks.gpu.profile import KINDS
@@ -227,6 +227,15 @@ STAGE_GOALS: dict[str, Callable[[float], list[Goal]]] = {
     "merge": lambda slow: merge.goals_of(
         [{"rank": 16, "merge / bytes": slow, "back ms": 0.05 * slow, "first ms": slow, "merge ms": 1.0}],
         merge.Drift(1e-3 * slow, 0.0, 0.0 if slow == 1 else 1e-6),
+    ),
+    "heads": lambda slow: heads.goals_of(
+        [{"streams": 0, "answer": "words", "ms": 10.0}, {"streams": 0, "answer": "head", "ms": 5.0 * slow}]
+    ),
+    "policies": lambda slow: policies.goals_of(
+        [
+            {"policy": name, "traffic": "retrieval", "ms": ms, "wait": wait}
+            for name, ms, wait in (("cost_based", 1.0 * slow, 0.5), ("dlora", 1.1, 0.9), ("merged_only", 0.1, 1.5))
+        ]
     ),
     "prefill": lambda slow: prefill.goals_of(
         [{"mode": "merged", "ms": 40.0 * slow}, {"mode": "unmerged", "ms": 42.0 * slow**2}],

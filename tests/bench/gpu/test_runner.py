@@ -56,8 +56,17 @@ def test_stages_run_in_order_and_each_has_its_file(tmp_path: Path) -> None:
 def test_stages_that_do_not_fit_are_left_and_shorter_ones_run(tmp_path: Path) -> None:
     processes = Processes()
     outcome = run(tmp_path, processes, minutes=1.0)  # 55 s
-    assert [stage.name for stage in outcome.ran] == ["facts", "smoke", "attention", "merge", "profile"]
-    assert [stage.name for stage in outcome.left] == ["oracle", "step", "serve", "search", "styles", "prefill", "costs"]
+    assert [stage.name for stage in outcome.ran] == ["facts", "smoke", "attention", "merge", "heads", "profile"]
+    assert [stage.name for stage in outcome.left] == [
+        "oracle",
+        "step",
+        "serve",
+        "policies",
+        "search",
+        "styles",
+        "prefill",
+        "costs",
+    ]
     assert max(processes.ran.values()) <= 55
 
 

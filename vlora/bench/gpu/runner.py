@@ -60,6 +60,8 @@ STAGES: Sequence[Stage] = tuple(
             ("merge", 45, 120),
             ("step", 180, 330),
             ("serve", 120, 300),
+            ("policies", 240, 420),
+            ("heads", 40, 120),
             ("search", 150, 300),
             ("styles", 90, 240),
             ("prefill", 60, 180),
