@@ -99,9 +99,9 @@ def test_kernels_compile_ahead_without_spilling_and_larger_ones_are_found(capabi
         ("expand", 8, 2, 80, {"BLOCK_M": 128, "BLOCK_R": 16, "MAX_RANK": 16, "BLOCK_N": 64}, "loads of 64 bits"),
         ("expand", 4, 2, 80, {"LINE": 1}, "loads of 16 bits"),
         ("expand", 4, 4, 80, {"BLOCK_M": 64, "LINE": 4}, "bytes spilled"),
-        ("decode_part", None, 4, 90, {"TILE": 32}, "bytes spilled"),
-        ("decode_part", None, 4, 90, {"TILE": 32}, "registers, 168 allowed"),
-        ("decode_part", None, 4, 80, {"BLOCK": 1}, "loads of 32 bits, 4 allowed"),  # a table entry per token
+        ("decode_part", None, 4, 90, {"TILE": 128}, "bytes spilled"),
+        ("decode_part", None, 2, 90, {"HEAD": 256}, "registers, 168 allowed"),
+        ("decode_part", None, 4, 80, {"BLOCK": 1}, "loads of 32 bits, 5 allowed"),  # a table entry per token
     ),
 )
 def test_kernels_with_narrow_loads_or_spills_are_found(
