@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -398,8 +397,8 @@ async def test_a_replica_that_dies_while_it_joins_stays_a_member(
     joins = ReplicatedAdapters.join
     async with cluster("") as here:
 
-        async def dies(self: ReplicatedAdapters, name: str, engine: Any, present: Callable[[], bool]) -> None:
-            await joins(self, name, engine, present)
+        async def dies(self: ReplicatedAdapters, name: str, engine: Any) -> None:
+            await joins(self, name, engine)
             here.replicas["a"].kill()
             await engine.wait_dead()
 

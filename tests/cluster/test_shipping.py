@@ -25,7 +25,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
-from tests.cluster.running import Running, asked, check, outputs_of, real, running
+from tests.cluster.running import SECRET, Running, asked, check, joined, outputs_of, real, running
 from tests.processes import PATIENCE_S
 from vlora.adapter_files import CONFIG_FILE, WEIGHTS_FILE, content_hash
 from vlora.cluster import adapter_sender, adapter_state
@@ -41,9 +41,12 @@ from vlora.cluster.adapter_messages import (
 from vlora.cluster.adapter_sender import AdapterContent, AdapterSender, ReplicaFiles, ShippingLimits
 from vlora.cluster.adapter_state import DesiredAdapter
 from vlora.cluster.adapter_store import AdapterStore, Busy, default_root
+from vlora.cluster.cluster import Cluster
 from vlora.cluster.peers import AdapterReceiver
 from vlora.engine.ipc import messages
+from vlora.engine.operations import LoadAdapter
 from vlora.errors import Aborted, BadAdapter, BadRequest, OverCapacity
+from vlora.routing import Router
 from vlora.server.metrics import Families, cluster_families
 from vlora.types.replicas import AdapterPlace
 
@@ -638,6 +641,27 @@ async def test_replicas_without_the_files_get_them_once_for_a_machine(
         metrics = CollectorRegistry()
         metrics.register(Families(lambda: cluster_families(status)))
         assert metrics.get_sample_value("vlora_shipped_bytes_total", {"replica": "b"}) == size
+
+
+@on_linux
+@pytest.mark.slow
+@real
+async def test_the_files_of_a_change_may_be_on_the_machine_of_another_front_end(machines: Make, tmp_path: Path) -> None:
+    """Which sends them before the one that makes the change asks the replicas for them."""
+    version = write(tmp_path / "front" / "signs")
+    async with machines("a", "b") as here:
+        other = Cluster(Router("placed"), SECRET, shipping=LIMITS)
+        try:
+            other._adapters.follow({}, {})  # noqa: SLF001
+            for name, replica in here.replicas.items():
+                await joined(other, name, replica.address)
+            offered = await other._adapters.offer({"signs": f"{HERE}/signs"})  # noqa: SLF001
+            assert offered["signs"].version == version and here.received("a") == here.received("b") == {version}
+            await here.cluster.call(LoadAdapter("signs", "/only/there", version))
+            other._adapters.follow(here.cluster.desired_adapters, {})  # noqa: SLF001
+        finally:
+            await other.close()
+        await here.answers("signs", version)
 
 
 @on_linux

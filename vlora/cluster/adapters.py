@@ -17,7 +17,7 @@ from vlora.cluster.adapter_sender import AdapterSender, ReplicaFiles
 from vlora.cluster.adapter_state import FLUSH_S, AdapterFailure, AdapterState, DesiredAdapter, Goal
 from vlora.cluster.former_contents import FormerContents, RefusedCompositions, parts_of
 from vlora.cluster.replica_adapters import ReplicaAdapters
-from vlora.cluster.summary import failed_status, merged_status
+from vlora.cluster.summary import merged_status, merged_statuses
 from vlora.engine.ipc.client import EngineClient
 from vlora.errors import Aborted, BadRequest, EngineDead, UnknownAdapter, VLoraError, listed
 from vlora.types import AdapterStatus, ErrorValue
@@ -25,8 +25,6 @@ from vlora.types import AdapterStatus, ErrorValue
 log = logging.getLogger("vlora.cluster")
 
 T = TypeVar("T")
-
-_SHOWN = 128  # characters of an unknown name, which may be as long as a message
 
 
 class ReplicatedAdapters:
@@ -77,11 +75,10 @@ class ReplicatedAdapters:
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
-    async def join(self, name: str, engine: EngineClient, is_member: Callable[[], bool]) -> None:
+    async def join(self, name: str, engine: EngineClient, before: ReplicaAdapters | None = None) -> None:
         """Synchronize a new replica with the desired state; note what it cannot serve. Raises EngineDead.
 
-        Args:
-            is_member: Whether it has not been removed meanwhile; another one may have its name by then.
+        before: in its place, unless it is gone by then.
         """
         await self._adopt_own()
         files = None if self._sender is None else ReplicaFiles(self._sender, engine)
@@ -93,7 +90,7 @@ class ReplicatedAdapters:
                 await home.sync()
             if mirrors == (self._mirrored is not None):
                 break
-        if not is_member():
+        if self.homes.get(name) is not before:
             return
         # Nothing was awaited since: a change that ends later finds this replica.
         self.leave(name)
@@ -123,10 +120,8 @@ class ReplicatedAdapters:
             wanted = self.state.adapters.get(name)
             if home is None or home.mirrors or wanted is None or wanted.version == version or name in self._busy:
                 continue
-            if (name, version) in self.former:
-                continue
             applied = home.applied(name)
-            if applied is None or applied.path != wanted.path:
+            if (name, version) in self.former or applied is None or applied.path != wanted.path:
                 continue
             if wanted.version:
                 home.verify(name)
@@ -181,6 +176,12 @@ class ReplicatedAdapters:
             home.mirror(failures.get(home.name, {}))
         self._wake()
 
+    async def offer(self, paths: Mapping[str, str]) -> dict[str, DesiredAdapter]:
+        """Send the files of folders to the replicas, for a change that another front end makes. Raises as `load`."""
+        wanted = {name: await self._wanted(path) for name, path in paths.items()}
+        await self._send(wanted.values())
+        return wanted
+
     async def lead(self) -> None:
         """Make the changes from now on, in place of another front end."""
         if self._mirrored is not None:
@@ -191,7 +192,7 @@ class ReplicatedAdapters:
         home.mirror({})
         while self.homes.get(home.name) is home:
             try:
-                await self.join(home.name, home.client, lambda: self.homes.get(home.name) is home)
+                await self.join(home.name, home.client, home)
             except EngineDead:
                 return  # it is synchronized when it joins again
             except VLoraError as error:
@@ -200,9 +201,12 @@ class ReplicatedAdapters:
 
     # -- changes by operators -----------------------------------------------------------------------------------------
 
-    async def register(self, paths: Mapping[str, str]) -> None:
-        """Register folders on all replicas, all or none. Raises as `EngineInterface.register_adapters`."""
-        wanted = {name: await self._wanted(path) for name, path in paths.items()}
+    async def register(self, paths: Mapping[str, str], versions: Mapping[str, str]) -> None:
+        """Register folders on all replicas, all or none. Raises as `EngineInterface.register_adapters`.
+
+        versions: By name, the contents of those that another front end has sent to the replicas.
+        """
+        wanted = {name: await self._wanted(path, versions.get(name, "")) for name, path in paths.items()}
         await self._send(wanted.values())
         async with self._change(*paths) as homes:
             for name in paths.keys() & self.state.adapters.keys():
@@ -211,12 +215,12 @@ class ReplicatedAdapters:
             await self._on_all(homes, lambda home: home.register(wanted))
             await self.state.commit(wanted)
 
-    async def load(self, name: str, path: str) -> AdapterStatus:
-        """Load a folder on all replicas. Raises as `EngineInterface.load_adapter`.
+    async def load(self, name: str, path: str, version: str) -> AdapterStatus:
+        """Load a folder on all replicas. Raises as `EngineInterface.load_adapter`. version: as in `register`.
 
         Requests continue with the content that they began with, wherever they are.
         """
-        own = await self._wanted(path)
+        own = await self._wanted(path, version)
         await self._send([own])
         async with self._change(name) as homes:
             if name in self.state and self.state.adapters[name].pinned:
@@ -272,15 +276,7 @@ class ReplicatedAdapters:
         by_replica = await self.by_replica()
         if not by_replica:
             raise _no_replica()
-        found: dict[str, list[AdapterStatus]] = {}
-        for own in by_replica.values():
-            for status in own:
-                if status.name in self.state:
-                    found.setdefault(status.name, []).append(status)
-        for name in self.state.adapters.keys() - found.keys():
-            if (cause := self.cause_of(name)) is not None:
-                found[name] = [failed_status(name, str(cause))]
-        return tuple(merged_status(found[name]) for name in sorted(found))
+        return merged_statuses(by_replica.values(), self.state.adapters.keys(), self.cause_of)
 
     async def by_replica(self) -> dict[str, tuple[AdapterStatus, ...]]:
         homes = tuple(self.homes.values())
@@ -336,11 +332,14 @@ class ReplicatedAdapters:
             if name not in self._busy:
                 self.former.end(name, version)
 
-    async def _wanted(self, path: str) -> DesiredAdapter:
-        """A folder, with the content that it has at the front end if files are sent. Raises BadAdapter."""
+    async def _wanted(self, path: str, version: str = "") -> DesiredAdapter:
+        """A folder, with the content that it has at the front end if files are sent. Raises BadAdapter.
+
+        version: Of the content, if another front end has it.
+        """
         path = os.path.abspath(path)  # a later server may start in another folder
-        content = None if self._sender is None else await self._sender.content_of(path)
-        return DesiredAdapter(path, "" if content is None else content.version)
+        content = None if self._sender is None or version else await self._sender.content_of(path)
+        return DesiredAdapter(path, version if content is None else content.version)
 
     async def _send(self, adapters: Collection[DesiredAdapter]) -> None:
         """Send the files of a change before it begins: that may take long, and no other change waits for it."""
@@ -434,8 +433,8 @@ class ReplicatedAdapters:
         self._loop.call_later(FLUSH_S, self._wake)  # the replicas check the content that was adopted
 
     def _check_known(self, name: str) -> None:
-        if name not in self.state:
-            raise UnknownAdapter(f"no adapter named {name[:_SHOWN]!r}; registered: {listed(self.state.adapters)}")
+        if name not in self.state:  # it may be as long as a message
+            raise UnknownAdapter(f"no adapter named {name[:128]!r}; registered: {listed(self.state.adapters)}")
 
     def _wake(self, changed: Iterable[str] = ()) -> None:
         for home in self.homes.values():

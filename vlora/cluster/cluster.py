@@ -177,10 +177,10 @@ class Cluster(EngineInterface):
     async def call(self, operation: Operation) -> Any:
         """See EngineInterface. A cluster does not train: replicas would train the same adapters in the same folder."""
         match operation:
-            case RegisterAdapters(paths):
-                return await self._adapters.register(paths)
-            case LoadAdapter(name, path):
-                return await self._adapters.load(name, path)
+            case RegisterAdapters(paths, versions):
+                return await self._adapters.register(paths, versions)
+            case LoadAdapter(name, path, version):
+                return await self._adapters.load(name, path, version)
             case UnloadAdapter(name, drain):
                 return await self._adapters.unload(name, drain)
             case PinAdapter(name, pinned):
@@ -252,7 +252,7 @@ class Cluster(EngineInterface):
                 self._left(member, died=False)
 
     async def _prepare(self, member: Member, client: EngineClient) -> None:
-        await self._adapters.join(member.name, client, lambda: self.members.get(member.name) is member)
+        await self._adapters.join(member.name, client)
 
     def _joined(self, member: Member) -> None:
         client = member.client

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import msgspec
@@ -57,3 +57,20 @@ def merged_status(statuses: Iterable[AdapterStatus]) -> AdapterStatus:
         error=next((status.error for status in found if status.error is not None), None),
         num_loads=sum(status.num_loads for status in found),
     )
+
+
+def merged_statuses(
+    by_replica: Iterable[Iterable[AdapterStatus]],
+    names: Set[str],
+    cause_of: Callable[[str], Exception | None],
+) -> tuple[AdapterStatus, ...]:
+    """Of the adapters of these names. One that no replica has, as all have failed, has the error and no more values."""
+    found: dict[str, list[AdapterStatus]] = {}
+    for own in by_replica:
+        for status in own:
+            if status.name in names:
+                found.setdefault(status.name, []).append(status)
+    for name in names - found.keys():
+        if (cause := cause_of(name)) is not None:
+            found[name] = [failed_status(name, str(cause))]
+    return tuple(merged_status(found[name]) for name in sorted(found))

@@ -36,6 +36,7 @@ from vlora.cluster.replica import ALONE_S, ReplicaSettings
 from vlora.config import EngineConfig
 from vlora.engine.host_resources import default_threads
 from vlora.engine.ipc.client import ENGINE_COMMAND
+from vlora.engine.operations import LoadAdapter, RegisterAdapters
 from vlora.errors import BadConfig, BadRequest, EngineDead, VLoraError
 from vlora.operations import Operation
 from vlora.routing import Advice, RecordedRouter, Router
@@ -234,11 +235,23 @@ class RayCluster(RayReplicas):
     async def call(self, operation: Operation) -> Any:
         """See Cluster. What the owner of the service does is left to it."""
         if self.front_ends.owner is not None and isinstance(operation, Change):
-            return await self.front_ends.call(operation)
+            return await self.front_ends.call(await self._with_contents(operation))
         match operation:
             case op.Scale(number, wait_s):
                 return await self.scale(number, wait_s)
         return await super().call(operation)
+
+    async def _with_contents(self, change: Change) -> Change:
+        """A change for the owner, after the replicas have the files, which may be on this machine only."""
+        match change:
+            case RegisterAdapters(paths):
+                found = await self._adapters.offer(paths)
+                versions = {name: each.version for name, each in found.items() if each.version}
+                return RegisterAdapters({name: each.path for name, each in found.items()}, versions)
+            case LoadAdapter(name, path):
+                each = (await self._adapters.offer({name: path}))[name]
+                return LoadAdapter(name, each.path, each.version)
+        return change
 
     # -- of the autoscaler ---------------------------------------------------------------------------------------------
 
