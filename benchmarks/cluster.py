@@ -214,7 +214,7 @@ def _decisions(rule: str, num_replicas: int, quick: bool, tenant_weights: dict[s
         total += 1
         if total % 5000 == 0:
             router.replan()
-    running = [request_id for standing in router.replicas.values() for request_id in standing.holds]
+    running = [request_id for replica in router.replicas.values() for request_id in replica.holds]
     names = list(router.replicas)
     reported = Report(16, taken=10**9, ended=10**9)  # it includes everything that was sent
 

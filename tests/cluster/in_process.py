@@ -374,7 +374,7 @@ class Here:
         await asyncio.sleep(1.0)
         check_integrity(self.router)
         assert not (self.cluster.num_unfinished or self.router.num_waiting)
-        assert not any(standing.lacks or standing.holds for standing in self.router.replicas.values())
+        assert not any(replica.lacks or replica.holds for replica in self.router.replicas.values())
         alive = [replica.engine for replica in self.replicas.values() if replica.alive]
         assert not any(engine.kept or engine.has_work for engine in alive)
 

@@ -119,7 +119,7 @@ class Running:
     def is_idle(self) -> bool:
         """Whether neither the cluster nor its router has a request left."""
         check_integrity(self.router)
-        held = [standing for standing in self.router.replicas.values() if standing.holds]
+        held = [replica for replica in self.router.replicas.values() if replica.holds]
         return not (self.cluster.num_unfinished or self.router.num_waiting or held)
 
     def where(self, request_id: str) -> str:

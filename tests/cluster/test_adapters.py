@@ -589,7 +589,7 @@ async def test_a_composition_is_served_again_after_its_repair(cluster: Maker, lo
             replica.faults["x+y"] = "the file of 'y' is broken"
         for _ in range(3):
             assert "the file of 'y' is broken" in await refused(here, "bad_adapter", "x+y")
-        assert all("x+y" in standing.barred for standing in here.router.replicas.values())
+        assert all("x+y" in replica.barred for replica in here.router.replicas.values())
         for replica in here.replicas.values():
             del replica.faults["x+y"]
         if loaded:

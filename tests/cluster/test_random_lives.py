@@ -60,7 +60,7 @@ class Life:
             check(asked("last", 5), await outputs_of(self.here.cluster, asked("last", 5)))
             await self.here.check_idle()
             # None is lost; the estimate exceeds the truth where a report came before the end that it includes.
-            assert all(standing.free_blocks >= 1000 for standing in self.router.replicas.values())
+            assert all(replica.free_blocks >= 1000 for replica in self.router.replicas.values())
             self.num_reports = sum(replica.num_reports for replica in self.here.replicas.values())
 
     async def _ask(self, number: int) -> None:
@@ -448,7 +448,7 @@ class Order:
         assert not self.in_flight.open, "a request waits for ever"
         check_integrity(self.fleet.router)
         assert not self.fleet.router.num_waiting
-        assert not any(standing.holds for standing in self.fleet.router.replicas.values())
+        assert not any(replica.holds for replica in self.fleet.router.replicas.values())
         assert not any(line.running for line in self.fleet.lines.values()), "a request runs where none expects it"
         for request_id, outputs in self.found.items():
             tokens = [token for output in outputs for token in output.token_ids]

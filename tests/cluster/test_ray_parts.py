@@ -26,7 +26,7 @@ from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.actor import ReplicaActor
 from vlora.cluster.on_ray.processes import driver_settings
 from vlora.cluster.on_ray.reports import ActorReport, Ended, HeadFacts, Opened, Owns, Service, missing
-from vlora.cluster.on_ray.settings import Folder, RayOptions, with_own_cores, with_shared_cores
+from vlora.cluster.on_ray.settings import Folder, RayOptions, with_cores
 from vlora.cluster.replica import ReplicaSettings
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
@@ -116,8 +116,8 @@ def test_replicas_divide_the_cores_of_a_machine_or_use_what_ray_gives_them(monke
         (EngineConfig(model="m", tensor_parallel=2), 2, 1),
         (EngineConfig(model="m", threads=5), 5, 5),
     ):
-        assert with_shared_cores(config, 2).threads == shared and with_own_cores(config, 3.5).threads == own
-    assert with_own_cores(EngineConfig(model="m"), 0).threads == 1
+        assert with_cores(config, 2, None).threads == shared and with_cores(config, 2, 3.5).threads == own
+    assert with_cores(EngineConfig(model="m"), 2, 0).threads == 1
 
 
 def test_a_model_has_the_path_of_each_machine_and_the_same_content(tmp_path: Path) -> None:

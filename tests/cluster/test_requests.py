@@ -43,7 +43,7 @@ async def test_answers_statistics_and_an_id_in_use(cluster: Maker) -> None:
         stats = await here.cluster.stats()
         assert stats.num_finished == len(MIXED) and stats.total_blocks == 2000
         await asyncio.sleep(1.0)  # until each has reported
-        assert all(standing.free_blocks == 1000 for standing in here.router.replicas.values())
+        assert all(replica.free_blocks == 1000 for replica in here.router.replicas.values())
         same = (outputs_of(here.cluster, asked("same")) for _ in range(2))
         answer, refused = await asyncio.gather(*same, return_exceptions=True)
         assert isinstance(answer, list) and isinstance(refused, BadRequest)
@@ -322,7 +322,7 @@ async def drained_s(cluster: Maker, *, kills: bool = False) -> tuple[float, int]
         await here.add("b", LocalReplica())
         busy = asyncio.create_task(keep_busy())
         await asyncio.sleep(1.0)
-        assert [len(standing.holds) for standing in here.router.replicas.values()] == [8, 8]
+        assert [len(replica.holds) for replica in here.router.replicas.values()] == [8, 8]
         began_s = loop.time()
         draining = asyncio.create_task(here.cluster.drain("a"))
         if kills:

@@ -13,10 +13,10 @@ def check_integrity(router: Router) -> None:
     assert fleet.names == sorted(fleet.replicas)
     indexed = {name: size for size, names in fleet._by_size.items() for name in names}  # noqa: SLF001
     assert indexed == {name: s.size for name, s in fleet.replicas.items() if s.open}
-    for standing in fleet.replicas.values():
-        users = Counter(need.adapter for need in standing.holds.values() if need.adapter is not None)
-        assert users == {adapter: count for adapter, count in standing.resident.items() if count}
-        assert standing.num_used == len(users) and standing.size >= len(standing.holds)
+    for replica in fleet.replicas.values():
+        users = Counter(need.adapter for need in replica.holds.values() if need.adapter is not None)
+        assert users == {adapter: count for adapter, count in replica.resident.items() if count}
+        assert replica.num_used == len(users) and replica.size >= len(replica.holds)
     holders = {(adapter, name) for adapter, names in fleet._holders.items() for name in names}  # noqa: SLF001
     assert holders == {(adapter, name) for name, s in fleet.replicas.items() for adapter in s.resident}
     held = [request_id for s in fleet.replicas.values() for request_id in s.holds]

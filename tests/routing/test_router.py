@@ -298,17 +298,17 @@ def test_a_late_report_is_corrected_by_what_was_sent_since() -> None:
     first, second = need("x", blocks=30), need("y", blocks=40)
     send(router, first)
     send(router, second)
-    standing = router.replicas["a"]
+    replica = router.replicas["a"]
     # Made after the first request, which holds more than estimated.
     router.report("a", Report(60, taken=1, ended=0, adapters={"z"}))
-    assert standing.free_blocks == 60 - 40
-    assert standing.resident.keys() == {"x", "y", "z"}, "both are needed, whether or not they are loaded already"
+    assert replica.free_blocks == 60 - 40
+    assert replica.resident.keys() == {"x", "y", "z"}, "both are needed, whether or not they are loaded already"
     assert send(router, need(blocks=21)) is None, "without the correction it would be sent"
     router.ended(first.request_id)
     router.report("a", Report(20, taken=2, ended=0))
-    assert standing.free_blocks == 50 - 21, "the report does not include the end; the third request was sent then"
+    assert replica.free_blocks == 50 - 21, "the report does not include the end; the third request was sent then"
     router.report("a", Report(45, taken=3, ended=1))
-    assert standing.free_blocks == 45
+    assert replica.free_blocks == 45
 
 
 def test_a_report_may_include_an_end_before_the_router_knows_of_it() -> None:
@@ -316,12 +316,12 @@ def test_a_report_may_include_an_end_before_the_router_knows_of_it() -> None:
     first, second = need(blocks=30), need(blocks=40)
     send(router, first)
     send(router, second)
-    standing = router.replicas["a"]
+    replica = router.replicas["a"]
     router.report("a", Report(60, taken=2, ended=1))
     router.ended(first.request_id)
-    assert standing.free_blocks == 60, "its blocks are free already"
+    assert replica.free_blocks == 60, "its blocks are free already"
     router.ended(second.request_id)
-    assert standing.free_blocks == 100
+    assert replica.free_blocks == 100
 
 
 def test_requests_of_other_front_ends_take_places() -> None:

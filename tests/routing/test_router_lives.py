@@ -96,14 +96,14 @@ class Life:
     def grow_and_evict(self) -> None:
         """An answer outgrows its replica, so the newest request there makes room."""
         name = self.draws.choice(list(self.router.replicas))
-        standing = self.router.replicas[name]
-        if len(standing.holds) < 2:
+        replica = self.router.replicas[name]
+        if len(replica.holds) < 2:
             assert self.router.evict(name) is None
             return
-        newest = max(standing.holds.values(), key=lambda need: need.arrival)
-        grower = next(need for need in standing.holds.values() if need is not newest)
-        self.router.grew(grower.request_id, grower.blocks + standing.free_blocks + newest.blocks)
-        assert standing.free_blocks < 0 or newest.blocks == 0
+        newest = max(replica.holds.values(), key=lambda need: need.arrival)
+        grower = next(need for need in replica.holds.values() if need is not newest)
+        self.router.grew(grower.request_id, grower.blocks + replica.free_blocks + newest.blocks)
+        assert replica.free_blocks < 0 or newest.blocks == 0
         eviction = self.router.evict(name)
         assert eviction is not None and eviction.need.request_id == newest.request_id
         self.take(newest.request_id)
@@ -136,19 +136,19 @@ class Life:
     def report(self) -> None:
         """A replica makes a report, or an earlier one arrives, which must not change what the router knows exactly."""
         name = self.draws.choice(list(self.router.replicas))
-        standing = self.router.replicas[name]
+        replica = self.router.replicas[name]
         made = self.reports.setdefault(name, [])
         if not made or self.draws.random() < 0.5:
-            free = standing.room.blocks - sum(need.blocks for need in standing.holds.values())
+            free = replica.room.blocks - sum(need.blocks for need in replica.holds.values())
             adapters = None if self.draws.random() < 0.3 else set(self.draws.sample("abcd", 2))
             made.append(Report(free, self.taken[name], self.ended[name], None, adapters))
             return
-        report, before = made.pop(0), standing.free_blocks
+        report, before = made.pop(0), replica.free_blocks
         self.note(self.router.report(name, report))
-        assert standing.free_blocks == before and standing.size == len(standing.holds)
+        assert replica.free_blocks == before and replica.size == len(replica.holds)
         if report.adapters is not None:
-            held = {need.adapter for need in standing.holds.values()} - {None}
-            assert standing.resident.keys() == report.adapters | held
+            held = {need.adapter for need in replica.holds.values()} - {None}
+            assert replica.resident.keys() == report.adapters | held
 
     def refuse(self) -> None:
         refused = self.router.refuse(self.draws.choice((5.0, 11.0)))
@@ -185,9 +185,9 @@ class Life:
         assert waiting == self.alive.keys() - self.where.keys(), "lost"
         assert router.num_waiting == len(waiting)
         assert all(router.where(request_id) == name for request_id, name in self.where.items())
-        for standing in router.replicas.values():
-            assert standing.size <= standing.capacity
-            assert standing.free_blocks == standing.room.blocks - sum(n.blocks for n in standing.holds.values()) >= 0
+        for replica in router.replicas.values():
+            assert replica.size <= replica.capacity
+            assert replica.free_blocks == replica.room.blocks - sum(n.blocks for n in replica.holds.values()) >= 0
 
 
 @pytest.mark.parametrize("rule", QUEUEING)
@@ -295,9 +295,9 @@ class ContentLife(Life):
 
     def put(self, request_id: str, name: str) -> None:
         super().put(request_id, name)
-        standing = self.router.replicas[name]
-        assert standing.has_content(standing.holds[request_id])
-        self.num_confined += bool(standing.holds[request_id].version and standing.lacks)
+        replica = self.router.replicas[name]
+        assert replica.has_content(replica.holds[request_id])
+        self.num_confined += bool(replica.holds[request_id].version and replica.lacks)
 
     def step(self) -> None:
         what = self.draws.random()

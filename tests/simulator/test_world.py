@@ -232,7 +232,7 @@ def test_in_any_world_each_request_ends_once(seed: int) -> None:
     check_integrity(world.router)
     assert found.num_finished + found.num_refused + found.num_unreachable == 60
     assert world.router.num_waiting == 0
-    assert not any(standing.holds for standing in world.router.replicas.values())
+    assert not any(replica.holds for replica in world.router.replicas.values())
 
 
 @pytest.mark.parametrize(

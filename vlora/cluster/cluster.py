@@ -7,10 +7,9 @@ replica gets which request, and `in_flight_requests.py` has the requests. The cl
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from vlora.cluster.adapter_sender import AdapterSender, ShippingLimits
@@ -126,13 +125,7 @@ class Cluster(EngineInterface):
             UnknownReplica: There is no such replica.
         """
         self._set_drained(name, True)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self._has_requests(name):
-                    self.consolidate()
-                    await asyncio.sleep(_TICK_S / 4)
-                return True
-        return False
+        return await self._emptied([name], None if timeout_s is None else self._loop.time() + timeout_s)
 
     def resume(self, name: str) -> None:
         """Send requests to a drained replica again. Raises UnknownReplica if there is none."""
@@ -285,8 +278,8 @@ class Cluster(EngineInterface):
 
     def _has_requests(self, name: str) -> bool:
         """Whether a replica has requests, of other front ends too as far as its last report says."""
-        standing = self._router.replicas.get(name)
-        return self._in_flight.is_on(name) or (standing is not None and standing.size > 0)
+        replica = self._router.replicas.get(name)
+        return self._in_flight.is_on(name) or (replica is not None and replica.size > 0)
 
     def _reported(self, member: Member, client: EngineClient, report: LoadReport) -> None:
         if member.client is not client:
@@ -312,6 +305,17 @@ class Cluster(EngineInterface):
         self._in_flight.replica_left(member.name, member.cause, died=died)
         self._placement.replicas_changed()
 
+    async def _emptied(
+        self, names: Sequence[str], ends_s: float | None, goes_on: Callable[[], bool] = lambda: True
+    ) -> bool:
+        """Wait until drained replicas have no requests. Returns whether they have none."""
+        while any(map(self._has_requests, names)):
+            if (ends_s is not None and self._loop.time() >= ends_s) or not goes_on():
+                return False
+            self.consolidate()
+            await asyncio.sleep(_TICK_S / 4)
+        return True
+
     def _client_of(self, name: str | None) -> EngineClient | None:
         member = None if name is None else self.members.get(name)
         return None if member is None else member.client
@@ -335,7 +339,7 @@ class Cluster(EngineInterface):
     def _tick(self) -> None:
         """Refuse what cannot be served, and place adapters and requests."""
         self._in_flight.refuse(some_absent=len(clients(self.members)) < len(self.members))
-        if any(standing.draining and standing.holds for standing in self._router.replicas.values()):
+        if any(replica.draining and replica.holds for replica in self._router.replicas.values()):
             self.consolidate()
         self._placement.tick()
         since = self._absent_since
@@ -379,7 +383,7 @@ class LivePlacement:
         """To be called every 100 ms or so."""
         now = self._clock()
         replicas = self._router.replicas.values()
-        self._busy_s += (now - self._looked_s) * sum(bool(standing.holds) for standing in replicas)
+        self._busy_s += (now - self._looked_s) * sum(bool(replica.holds) for replica in replicas)
         self._looked_s = now
         if now >= self._replan_s:
             self._replan_s = now + REPLAN_S
@@ -394,7 +398,7 @@ class LivePlacement:
 
     def _some_wait_needlessly(self) -> bool:
         """Whether one replica has more requests than its batch, and another one fewer: only then is a move worth it."""
-        serving = [standing for standing in self._router.replicas.values() if not standing.draining]
-        return any(standing.size > standing.room.max_batch_size for standing in serving) and any(
-            standing.size < standing.room.max_batch_size for standing in serving
+        serving = [replica for replica in self._router.replicas.values() if not replica.draining]
+        return any(replica.size > replica.room.max_batch_size for replica in serving) and any(
+            replica.size < replica.room.max_batch_size for replica in serving
         )

@@ -49,16 +49,16 @@ def status_of(
 
 
 def _replica(member: Member, router: Router, adapters: ReplicatedAdapters) -> ReplicaStatus:
-    standing = router.replicas.get(member.name)
-    if member.client is None or standing is None:
+    replica = router.replicas.get(member.name)
+    if member.client is None or replica is None:
         return ReplicaStatus(name=member.name, state=DOWN, cause=member.cause, num_requests=0)
     home = adapters.homes.get(member.name)
-    state = DRAINING if standing.draining else SERVING
+    state = DRAINING if replica.draining else SERVING
     return ReplicaStatus(
         name=member.name,
         state=state,
         cause="",
-        num_requests=len(standing.holds),
+        num_requests=len(replica.holds),
         num_failed_adapters=0 if home is None else home.num_failed,
         num_shipped_bytes=0 if home is None or home.files is None else home.files.num_bytes_sent,
     )

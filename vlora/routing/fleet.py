@@ -5,14 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
 
-from vlora.routing.standing import Need, Report, Standing
+from vlora.routing.replica_load import Need, ReplicaLoad, Report
 
 _MOST_KEYS = 8192  # per replica
 _FIRST_BLOCKS = 64  # of a request; later blocks rarely decide between replicas
 
 
 class Fleet:
-    """The standings by name. Rules read it; only the router changes it.
+    """The loads by name. Rules read it; only the router changes it.
 
     Attributes:
         replicas: by name. Not to be changed by callers.
@@ -20,7 +20,7 @@ class Fleet:
     """
 
     def __init__(self) -> None:
-        self.replicas: dict[str, Standing] = {}
+        self.replicas: dict[str, ReplicaLoad] = {}
         self.prefixes = PrefixIndex()
         self.num_loads = 0
         self._names: list[str] = []
@@ -33,79 +33,79 @@ class Fleet:
     def names(self) -> Sequence[str]:
         return self._names
 
-    def from_busiest(self) -> Iterator[Standing]:
+    def from_busiest(self) -> Iterator[ReplicaLoad]:
         """Open replicas by number of requests, the highest first; among equals the highest name first."""
         for size in sorted(self._by_size, reverse=True):
             for name in reversed(self._by_size[size]):
                 yield self.replicas[name]
 
-    def from_lightest(self) -> Iterator[Standing]:
+    def from_lightest(self) -> Iterator[ReplicaLoad]:
         """Open replicas by number of requests, the lowest first; among equals the lowest name first."""
         for size in sorted(self._by_size):
             for name in self._by_size[size]:
                 yield self.replicas[name]
 
-    def holders(self, adapter: str) -> list[Standing]:
+    def holders(self, adapter: str) -> list[ReplicaLoad]:
         """Replicas with an adapter on their device, in no particular order."""
         return [self.replicas[name] for name in self._holders.get(adapter, ())]
 
     # -- changes ------------------------------------------------------------------------------------------------------
 
-    def add(self, standing: Standing) -> None:
-        assert standing.name not in self.replicas, f"{standing.name} has joined before"
-        self.replicas[standing.name] = standing
-        insort(self._names, standing.name)
-        self.prefixes.add(standing.name, standing.room.blocks)
-        self._enter(standing)
+    def add(self, replica: ReplicaLoad) -> None:
+        assert replica.name not in self.replicas, f"{replica.name} has joined before"
+        self.replicas[replica.name] = replica
+        insort(self._names, replica.name)
+        self.prefixes.add(replica.name, replica.room.blocks)
+        self._enter(replica)
 
-    def remove(self, name: str) -> Standing:
-        standing = self.replicas.pop(name)
+    def remove(self, name: str) -> ReplicaLoad:
+        replica = self.replicas.pop(name)
         del self._names[bisect_left(self._names, name)]
-        self._exit(standing)
-        for adapter in standing.resident:
+        self._exit(replica)
+        for adapter in replica.resident:
             self._forget(adapter, name)
         self.prefixes.remove(name)
-        return standing
+        return replica
 
-    def send(self, need: Need, standing: Standing) -> None:
-        self._exit(standing)
+    def send(self, need: Need, replica: ReplicaLoad) -> None:
+        self._exit(replica)
         adapter = need.adapter
-        if adapter is not None and adapter not in standing.resident:
+        if adapter is not None and adapter not in replica.resident:
             self.num_loads += 1
-            self._holders.setdefault(adapter, set()).add(standing.name)
-        displaced = standing.send(need)
+            self._holders.setdefault(adapter, set()).add(replica.name)
+        displaced = replica.send(need)
         if displaced is not None:
-            self._forget(displaced, standing.name)
+            self._forget(displaced, replica.name)
         if need.prefix:
-            self.prefixes.record(standing.name, need.prefix, need.blocks)
-        self._enter(standing)
+            self.prefixes.record(replica.name, need.prefix, need.blocks)
+        self._enter(replica)
 
-    def release(self, request_id: str, standing: Standing) -> Need:
+    def release(self, request_id: str, replica: ReplicaLoad) -> Need:
         """A request has ended on a replica, or is taken from there."""
-        self._exit(standing)
-        need = standing.release(request_id)
-        self._enter(standing)
+        self._exit(replica)
+        need = replica.release(request_id)
+        self._enter(replica)
         return need
 
-    def report(self, name: str, report: Report) -> Standing:
-        standing = self.replicas[name]
-        self._exit(standing)
-        before = standing.resident.keys()
-        standing.apply(report)
+    def report(self, name: str, report: Report) -> ReplicaLoad:
+        replica = self.replicas[name]
+        self._exit(replica)
+        before = replica.resident.keys()
+        replica.apply(report)
         if report.adapters is not None:
-            after = standing.resident.keys()
+            after = replica.resident.keys()
             for adapter in before - after:
                 self._forget(adapter, name)
             for adapter in after - before:
                 self._holders.setdefault(adapter, set()).add(name)
-        self._enter(standing)
-        return standing
+        self._enter(replica)
+        return replica
 
-    def set_draining(self, standing: Standing, draining: bool) -> None:
+    def set_draining(self, replica: ReplicaLoad, draining: bool) -> None:
         """Whether a replica takes no further requests."""
-        self._exit(standing)
-        standing.draining = draining
-        self._enter(standing)
+        self._exit(replica)
+        replica.draining = draining
+        self._enter(replica)
 
     def _forget(self, adapter: str, name: str) -> None:
         holders = self._holders[adapter]
@@ -113,16 +113,16 @@ class Fleet:
         if not holders:
             del self._holders[adapter]
 
-    def _enter(self, standing: Standing) -> None:
-        if standing.open:
-            insort(self._by_size.setdefault(standing.size, []), standing.name)
+    def _enter(self, replica: ReplicaLoad) -> None:
+        if replica.open:
+            insort(self._by_size.setdefault(replica.size, []), replica.name)
 
-    def _exit(self, standing: Standing) -> None:
-        if standing.open:
-            names = self._by_size[standing.size]
-            del names[bisect_left(names, standing.name)]
+    def _exit(self, replica: ReplicaLoad) -> None:
+        if replica.open:
+            names = self._by_size[replica.size]
+            del names[bisect_left(names, replica.name)]
             if not names:
-                del self._by_size[standing.size]
+                del self._by_size[replica.size]
 
 
 class PrefixIndex:

@@ -12,8 +12,8 @@ import msgspec
 
 from vlora.errors import BadConfig, BadRequest
 from vlora.routing.placement import MoveCosts
+from vlora.routing.replica_load import Need, Report, Room
 from vlora.routing.router import Router
-from vlora.routing.standing import Need, Report, Room
 
 _CALLS: dict[str, Any] = {
     "join": tuple[str, Room, bool],

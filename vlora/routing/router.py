@@ -1,4 +1,4 @@
-"""The router: the queue, the replicas' standings, and one rule. Used by the live cluster and by the simulator.
+"""The router: the queue, the replicas' loads, and one rule. Used by the live cluster and by the simulator.
 
 Every call returns what is to be done; the caller does it. The router has no clock, sends nothing and holds no tokens.
 Its state can be built again at any time: from the replicas' rooms and reports, and from the unfinished requests.
@@ -23,8 +23,8 @@ from typing import NamedTuple
 from vlora.errors import BadConfig
 from vlora.routing.fleet import Fleet
 from vlora.routing.placement import Group, MoveCosts, reactive
+from vlora.routing.replica_load import Need, ReplicaLoad, Report, Room
 from vlora.routing.rules import RULES, Rule
-from vlora.routing.standing import Need, Report, Room, Standing
 from vlora.routing.waiting import WaitingQueue
 
 _LESS = 0.8  # of a light load, below which a replica is drained, so that it is not wanted again soon
@@ -118,14 +118,14 @@ class Router:
         self.rule = rule
         self._over = rule.over if over is None or not rule.queues else over
         self._fleet = Fleet()
-        self._place_of: dict[str, Standing] = {}
+        self._place_of: dict[str, ReplicaLoad] = {}
         self._queue = WaitingQueue(weights or {}, tenant_weights or {}, by_arrival=rule.by_arrival)
         self._blocked: Need | None = None  # first request, if no replica has had room for it since
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
     @property
-    def replicas(self) -> Mapping[str, Standing]:
+    def replicas(self) -> Mapping[str, ReplicaLoad]:
         return self._fleet.replicas
 
     @property
@@ -135,15 +135,15 @@ class Router:
 
     def join(self, name: str, room: Room, draining: bool = False) -> list[Placed]:
         """A replica serves from now on, without requests and adapters; if it drains, it gets none."""
-        standing = Standing(name, room, self._over)
-        self._fleet.add(standing)
-        self._fleet.set_draining(standing, draining)
-        return self._place_waiting(standing)
+        replica = ReplicaLoad(name, room, self._over)
+        self._fleet.add(replica)
+        self._fleet.set_draining(replica, draining)
+        return self._place_waiting(replica)
 
     def leave(self, name: str) -> list[Need]:
         """A replica has ended. Returns its requests, the oldest first, for the caller to submit again."""
-        standing = self._fleet.remove(name)
-        lost = sorted(standing.holds.values(), key=lambda need: need.arrival)
+        replica = self._fleet.remove(name)
+        lost = sorted(replica.holds.values(), key=lambda need: need.arrival)
         for need in lost:
             del self._place_of[need.request_id]
             self._queue.remove(need.request_id)
@@ -151,21 +151,21 @@ class Router:
 
     def drain(self, name: str, draining: bool = True) -> list[Placed]:
         """Send no further requests to a replica; `consolidate` then moves its requests away. False ends this."""
-        standing = self.replicas[name]
-        self._fleet.set_draining(standing, draining)
-        return self._place_waiting(standing)
+        replica = self.replicas[name]
+        self._fleet.set_draining(replica, draining)
+        return self._place_waiting(replica)
 
     def bar(self, name: str, adapter: str, barred: bool = True) -> list[Placed]:
         """A replica cannot load an adapter, so it gets no requests of it. False: it can again."""
-        standing = self.replicas[name]
-        (standing.barred.add if barred else standing.barred.discard)(adapter)
-        return self._place_waiting(standing)
+        replica = self.replicas[name]
+        (replica.barred.add if barred else replica.barred.discard)(adapter)
+        return self._place_waiting(replica)
 
     def lack(self, name: str, adapter: str, version: str, lacks: bool = True) -> list[Placed]:
         """A replica does not have a content of an adapter: it gets no answers that began with it. False: it may."""
-        standing = self.replicas[name]
-        (standing.lacks.add if lacks else standing.lacks.discard)((adapter, version))
-        return self._place_waiting(standing)
+        replica = self.replicas[name]
+        (replica.lacks.add if lacks else replica.lacks.discard)((adapter, version))
+        return self._place_waiting(replica)
 
     def report(self, name: str, report: Report) -> list[Placed]:
         """A replica has reported. Reports may be late; what was sent since is added."""
@@ -179,8 +179,8 @@ class Router:
 
     def where(self, request_id: str) -> str | None:
         """The replica of a request; None if it waits here or is not known."""
-        standing = self._place_of.get(request_id)
-        return None if standing is None else standing.name
+        replica = self._place_of.get(request_id)
+        return None if replica is None else replica.name
 
     def is_waiting(self, request_id: str) -> bool:
         return request_id in self._queue
@@ -197,13 +197,13 @@ class Router:
         One that the router does not have, since it ended after its replica and before it was submitted again, is
         ignored.
         """
-        standing = self._place_of.pop(request_id, None)
-        if standing is not None:
-            self._fleet.release(request_id, standing)
+        replica = self._place_of.pop(request_id, None)
+        if replica is not None:
+            self._fleet.release(request_id, replica)
         elif request_id not in self._queue:
             return []
         self._queue.remove(request_id)
-        return self._place_waiting(standing)
+        return self._place_waiting(replica)
 
     def grew(self, request_id: str, blocks: int) -> None:
         """A request on a replica holds so many KV blocks by now."""
@@ -260,16 +260,16 @@ class Router:
 
         None if it has no second request.
         """
-        standing = self.replicas[name]
-        if len(standing.holds) < 2:
+        replica = self.replicas[name]
+        if len(replica.holds) < 2:
             return None
-        need = max(standing.holds.values(), key=lambda each: each.arrival)
-        was_draining = standing.draining
-        self._fleet.set_draining(standing, True)  # not back to where it was
+        need = max(replica.holds.values(), key=lambda each: each.arrival)
+        was_draining = replica.draining
+        self._fleet.set_draining(replica, True)  # not back to where it was
         placed = self.ended(need.request_id)
         need = need._replace(returned=True)
         placed += self.submit(need)
-        self._fleet.set_draining(standing, was_draining)
+        self._fleet.set_draining(replica, was_draining)
         self._blocked = None
         return Eviction(need, placed)
 
@@ -378,7 +378,7 @@ class Router:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _place_waiting(self, changed: Standing | None = None) -> list[Placed]:
+    def _place_waiting(self, changed: ReplicaLoad | None = None) -> list[Placed]:
         """Place requests in order until one finds no room.
 
         changed: the only replica that may have more room than before.
@@ -387,20 +387,20 @@ class Router:
         while (need := self._queue.first) is not None:
             if need is self._blocked and self.rule.queues and not (changed and changed.takes(need)):
                 break
-            standing = self.rule.choose(self._fleet, need)
-            if standing is None:
+            replica = self.rule.choose(self._fleet, need)
+            if replica is None:
                 self._blocked = need
                 break
             self._queue.place(need.request_id)
-            self._place(need, standing)
-            placed.append(Placed(need, standing.name))
+            self._place(need, replica)
+            placed.append(Placed(need, replica.name))
         return placed
 
-    def _place(self, need: Need, standing: Standing) -> None:
-        self._fleet.send(need, standing)
-        self._place_of[need.request_id] = standing
+    def _place(self, need: Need, replica: ReplicaLoad) -> None:
+        self._fleet.send(need, replica)
+        self._place_of[need.request_id] = replica
 
-    def _move(self, need: Need, source: Standing, target: Standing) -> Move:
+    def _move(self, need: Need, source: ReplicaLoad, target: ReplicaLoad) -> Move:
         self._fleet.release(need.request_id, source)
         self._place(need, target)
         return Move(need.request_id, source.name, target.name)
@@ -414,7 +414,7 @@ class Router:
             return []
         busier = sorted((s for s in busy if s is not source), key=lambda s: (-s.size, s.name))
         left = {s.name: [s.capacity - s.size, s.free_blocks] for s in busier}
-        targets: list[tuple[Need, Standing]] = []
+        targets: list[tuple[Need, ReplicaLoad]] = []
         for need in sorted(source.holds.values(), key=lambda each: -each.blocks):
             fits = (s for s in busier if left[s.name][0] > 0 and left[s.name][1] >= need.blocks and s.serves(need))
             target = next(fits, None)

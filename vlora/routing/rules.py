@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 
 from vlora.routing.fleet import Fleet
 from vlora.routing.placement import proactive
-from vlora.routing.standing import Need, Standing
+from vlora.routing.replica_load import Need, ReplicaLoad
 
 _LEAST_PERIOD = 1024  # requests after which the demand so far counts half
 _SPILL = 0.5  # of a batch: above it, a much lighter replica may become a further home
@@ -34,8 +34,8 @@ class Rule:
     over = 1.5
     consolidates = False
 
-    def choose(self, fleet: Fleet, need: Need) -> Standing | None:
-        """The replica for a request; None to let it wait, only if no replica takes it (`Standing.takes`)."""
+    def choose(self, fleet: Fleet, need: Need) -> ReplicaLoad | None:
+        """The replica for a request; None to let it wait, only if no replica takes it (`ReplicaLoad.takes`)."""
         raise NotImplementedError
 
     def submitted(self, need: Need) -> None:
@@ -60,7 +60,7 @@ class Punica(Rule):
     over = 1.0
     consolidates = True
 
-    def choose(self, fleet: Fleet, need: Need) -> Standing | None:
+    def choose(self, fleet: Fleet, need: Need) -> ReplicaLoad | None:
         return busiest(fleet, need)
 
 
@@ -70,7 +70,7 @@ class WhereItIs(Rule):
     name = "where_it_is"
     consolidates = True
 
-    def choose(self, fleet: Fleet, need: Need) -> Standing | None:
+    def choose(self, fleet: Fleet, need: Need) -> ReplicaLoad | None:
         holders = fleet.holders(need.adapter) if need.adapter is not None else []
         within = [s for s in holders if s.size < s.room.max_batch_size and s.takes(need)]
         if within:
@@ -88,7 +88,7 @@ class LeastLoaded(Rule):
     queues = False
     over = math.inf
 
-    def choose(self, fleet: Fleet, need: Need) -> Standing | None:
+    def choose(self, fleet: Fleet, need: Need) -> ReplicaLoad | None:
         return next((s for s in fleet.from_lightest() if s.serves(need)), None)
 
 
@@ -102,14 +102,14 @@ class RoundRobin(Rule):
     def __init__(self) -> None:
         self._last = ""
 
-    def choose(self, fleet: Fleet, need: Need) -> Standing | None:
+    def choose(self, fleet: Fleet, need: Need) -> ReplicaLoad | None:
         names = fleet.names
         start = bisect_right(names, self._last)
         for place in range(len(names)):
-            standing = fleet.replicas[names[(start + place) % len(names)]]
-            if standing.open and standing.serves(need):
-                self._last = standing.name
-                return standing
+            replica = fleet.replicas[names[(start + place) % len(names)]]
+            if replica.open and replica.serves(need):
+                self._last = replica.name
+                return replica
         return None
 
 
@@ -162,7 +162,7 @@ class PlacedAdapters(Rule):
             for adapter in adapters:
                 self._homes.setdefault(adapter, set()).add(name)
 
-    def choose(self, fleet: Fleet, need: Need) -> Standing | None:
+    def choose(self, fleet: Fleet, need: Need) -> ReplicaLoad | None:
         if need.adapter is None:
             return _light(fleet, need)
         holders = fleet.holders(need.adapter)
@@ -178,12 +178,12 @@ class PlacedAdapters(Rule):
         return other if lighter and (bounded or best.size >= best.room.max_batch_size) else best
 
 
-def busiest(fleet: Fleet, need: Need) -> Standing | None:
+def busiest(fleet: Fleet, need: Need) -> ReplicaLoad | None:
     """The replica with the most requests that has room."""
-    return next((standing for standing in fleet.from_busiest() if standing.takes(need)), None)
+    return next((replica for replica in fleet.from_busiest() if replica.takes(need)), None)
 
 
-def _lightest(fleet: Fleet, need: Need, candidates: Iterable[Standing]) -> Standing | None:
+def _lightest(fleet: Fleet, need: Need, candidates: Iterable[ReplicaLoad]) -> ReplicaLoad | None:
     """The least loaded candidate with room, or one that is hardly busier and knows a longer prefix."""
     found = [s for s in candidates if s.takes(need)]
     if len(found) < 2:
@@ -196,7 +196,7 @@ def _lightest(fleet: Fleet, need: Need, candidates: Iterable[Standing]) -> Stand
     return min(near, key=lambda s: (-known.get(s.name, 0), s.size, s.name))
 
 
-def _light(fleet: Fleet, need: Need, homes: Collection[str] = ()) -> Standing | None:
+def _light(fleet: Fleet, need: Need, homes: Collection[str] = ()) -> ReplicaLoad | None:
     """Of the replicas with room, one that is hardly busier than the lightest.
 
     In order of preference: a replica with a place for the adapter, a planned home, one that knows the prefix.
@@ -212,20 +212,20 @@ def _light(fleet: Fleet, need: Need, homes: Collection[str] = ()) -> Standing | 
     if not homes and not need.prefix:
         # The first with the best place is the lightest of these.
         best, best_place = lightest, lightest.place_for(need.adapter)
-        for standing in near:
+        for replica in near:
             if best_place == 0:
                 break
-            place = standing.place_for(need.adapter)
+            place = replica.place_for(need.adapter)
             if place < best_place:
-                best, best_place = standing, place
+                best, best_place = replica, place
         return best
     known = fleet.prefixes.known(need.prefix) if need.prefix else {}
     named = (fleet.replicas[name] for name in itertools.chain(known, homes) if name in fleet.replicas)
     also = (s for s in named if s.size <= most and s.takes(need))
 
-    def rank(standing: Standing) -> tuple[int, bool, int, int, str]:
-        name = standing.name
-        return standing.place_for(need.adapter), name not in homes, -known.get(name, 0), standing.size, name
+    def rank(replica: ReplicaLoad) -> tuple[int, bool, int, int, str]:
+        name = replica.name
+        return replica.place_for(need.adapter), name not in homes, -known.get(name, 0), replica.size, name
 
     return min(itertools.chain(near, also), key=rank)
 

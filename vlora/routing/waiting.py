@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from vlora.orchestrator.admission.kv_admission import entry_order
 from vlora.orchestrator.fairness import FairShares, adapter_of, tenant_of
-from vlora.routing.standing import Need
+from vlora.routing.replica_load import Need
 
 _Group = tuple[bool, bool, int, str | None, str | None]
 

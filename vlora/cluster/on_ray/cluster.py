@@ -31,7 +31,7 @@ from vlora.cluster.on_ray.reports import (
     Owns,
     replica_names,
 )
-from vlora.cluster.on_ray.settings import Folder, RayOptions, with_own_cores, with_shared_cores
+from vlora.cluster.on_ray.settings import Folder, RayOptions, with_cores
 from vlora.cluster.replica import ALONE_S, ReplicaSettings
 from vlora.config import EngineConfig
 from vlora.engine.host_resources import default_threads
@@ -124,7 +124,7 @@ class RayCluster(RayReplicas):
         """
         max_replicas = max(num_replicas, max_replicas or 0)
         is_local = options.address is None
-        config = with_shared_cores(config, max_replicas) if is_local else with_own_cores(config, options.cpus)
+        config = with_cores(config, max_replicas, None if is_local else options.cpus)
         scaling = ScalingSettings(num_replicas, max_replicas, scale_up_s, scale_down_s)
         self = cls(config, rule, health, hung_s, scaling, autoscale, journal, adapters, None if is_local else shipping)
         local = LocalRay(self.folder, math.ceil(max_replicas * options.cpus)) if is_local else None

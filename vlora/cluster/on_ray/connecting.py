@@ -8,12 +8,14 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import ray
 from ray._private import services
+from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.experimental import internal_kv
 from ray.job_config import JobConfig
 
@@ -69,13 +71,16 @@ def _is_same(one: Address, other: Address) -> bool:
     return one == other
 
 
-def connect(settings: DriverSettings) -> None:
-    """Raises BadConfig with Ray's reason."""
+def connect(settings: DriverSettings, found: str) -> None:
+    """found: The control service's address. Raises BadConfig with Ray's reason."""
     try:
+        # These refuse a missing or wrong token at once, `ray.init` after many attempts.
+        ensure_token_if_auth_enabled(create_token_if_missing=False)
+        GcsClient(address=found)
         # Actors are loaded from the installed package: Ray may forget the class with the driver that sent it, and would
         # then start its actors again without end.
         ray.init(
-            address=settings.address,
+            address=settings.address if settings.address == "auto" else found,
             namespace=settings.namespace,
             job_config=JobConfig(code_search_path=[sys.prefix]),
             log_to_driver=False,  # the lines of replicas' logs come from their actors
@@ -83,36 +88,19 @@ def connect(settings: DriverSettings) -> None:
             **settings.connection,
         )
     except Exception as error:
-        raise BadConfig(f"the Ray at {settings.address} cannot be used: {_reasons(error)}") from error
-
-
-def _reasons(error: BaseException) -> str:
-    """Ray has the reason of a refused token in the chain of causes only, as the last line of a traceback in a text."""
-    found = []
-    cause: BaseException | None = error
-    while cause is not None:
-        first, traceback, page = str(cause).partition("Traceback (most recent call last)")
-        last = page.strip().splitlines()[-1] if traceback else ""
-        for text in (line_of(first) or type(cause).__name__, line_of(last)):
-            if text and text not in found:
-                found.append(text)
-        cause = cause.__cause__ or cause.__context__
-    return "; ".join(found)[:MAX_CHARS]
+        raise BadConfig(f"the Ray at {settings.address} cannot be used: {line_of(str(error))}") from error
 
 
 def line_of(text: str) -> str:
     return " ".join(text.split())[:MAX_CHARS]
 
 
-class Store(NamedTuple):
-    """Ray's own store of keys and values, in its head."""
-
-    get: Callable[..., bytes | None] = internal_kv._internal_kv_get  # noqa: SLF001
-    put: Callable[..., object] = internal_kv._internal_kv_put  # noqa: SLF001
-    delete: Callable[..., object] = internal_kv._internal_kv_del  # noqa: SLF001
-
-
-store = Store()
+store: Any = SimpleNamespace(
+    get=internal_kv._internal_kv_get,  # noqa: SLF001
+    put=internal_kv._internal_kv_put,  # noqa: SLF001
+    delete=internal_kv._internal_kv_del,  # noqa: SLF001
+)
+"""Ray's own store of keys and values, in its head."""
 
 
 class Lease:

@@ -382,8 +382,7 @@ def main() -> None:
     if settings.connection:  # a Ray on loopback, whose address would be replaced by another one of this machine
         services.resolve_ip_for_localhost = lambda host: host
     try:
-        address = find_address(settings.address)
-        connect(msgspec.structs.replace(settings, address=address if settings.address != "auto" else "auto"))
+        connect(settings, find_address(settings.address))
         ordering = threading.Thread(target=follow_orders, args=(driver, settings), daemon=True)
         ordering.start()
         driver.start()

@@ -44,10 +44,6 @@ _STOP_S = 5.0
 _EXIT_S = 1.0  # between the end of a process's output and its exit
 
 
-_QUICK = {"RAY_NUM_REDIS_GET_RETRIES": "1"}
-"""By default Ray tries a connection for 20 s, also with a token that is refused."""
-
-
 class Process:
     """A process that ends when its stdin is closed. Created by `start`."""
 
@@ -244,10 +240,10 @@ class RayProcesses:
     async def _run_driver(self) -> bool:
         """Run a driver until it ends. Returns whether it has reported anything."""
         settings = msgspec.structs.replace(self._settings, number=self._number)
-        environ = _QUICK | os.environ
+        environ = {**os.environ}
         if self.local is not None:
             settings = msgspec.structs.replace(settings, address=await self.local.start())
-            environ = _QUICK | self.local.environ
+            environ = self.local.environ
         driver = self.driver = await Process.start("vlora.cluster.on_ray.driver", settings, environ)
         ending = asyncio.create_task(self._end_with_local(driver))
         if self._number != settings.number:  # it was changed meanwhile

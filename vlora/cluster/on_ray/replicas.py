@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
@@ -150,15 +150,6 @@ class RayReplicas(Cluster):
         self._leaving.discard(name)
         for known in (self._failures, self._waiting, self._lost, self.located):
             known.pop(name, None)
-
-    async def _emptied(self, names: Sequence[str], ends_s: float, goes_on: Callable[[], bool] = lambda: True) -> bool:
-        """Wait until drained replicas have no requests. Returns whether they have none."""
-        while any(map(self._has_requests, names)):
-            if self._loop.time() >= ends_s or not goes_on():
-                return False
-            self.consolidate()
-            await asyncio.sleep(_PAUSE_S / 4)
-        return True
 
     def _locate(self, found: Located) -> None:
         self.located[found.name] = found

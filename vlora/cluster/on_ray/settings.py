@@ -113,18 +113,14 @@ class RayOptions:
         }
 
 
-def with_shared_cores(config: EngineConfig, num_replicas: int) -> EngineConfig:
-    """The configuration of each of several engines on this machine: without `threads`, they divide the cores."""
+def with_cores(config: EngineConfig, num_replicas: int, cpus: float | None) -> EngineConfig:
+    """The configuration of a replica. Without `threads`, it uses the CPUs that a Ray of the user gives it; None: the
+    replicas divide the cores of this machine."""
     if config.threads is not None:
         return config
-    return dataclasses.replace(config, threads=default_threads(config.tensor_parallel * num_replicas))
-
-
-def with_own_cores(config: EngineConfig, cpus: float) -> EngineConfig:
-    """The configuration of a replica on a Ray of the user: without `threads`, it uses the CPUs that Ray gives it."""
-    if config.threads is not None:
-        return config
-    return dataclasses.replace(config, threads=max(1, int(cpus) // config.tensor_parallel))
+    ranks = config.tensor_parallel
+    threads = default_threads(ranks * num_replicas) if cpus is None else max(1, int(cpus) // ranks)
+    return dataclasses.replace(config, threads=threads)
 
 
 _LOCK, _NEW_LOCK = "lock", "lock.new"

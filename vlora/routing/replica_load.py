@@ -75,7 +75,7 @@ class Report(NamedTuple):
     num_sharing: int = 1
 
 
-class Standing:
+class ReplicaLoad:
     """A replica's room, requests and adapters.
 
     Attributes:
