@@ -29,6 +29,7 @@ from vlora.wire.framing import MessageTransport
 log = logging.getLogger("vlora.cluster")
 
 _SERVER = "front end"
+_AGAIN_S = 0.2
 _PONG = messages.encode(messages.Pong(0.0))
 
 
@@ -120,8 +121,9 @@ class FrontEnds:
         return Listens(self._listener.port, self._tls)
 
     def own(self, secret: bytes) -> None:
-        """Make the changes from now on."""
-        self.state = None
+        """Make the changes from now on, or still, with another driver."""
+        if self.owner is not None:
+            self.state = None
         if self._listener is not None:
             self._listener.secret = secret
         self._leave()
@@ -192,9 +194,13 @@ class FrontEnds:
 
     async def _watch(self, client: EngineClient | None) -> None:
         self._version = 0
-        with contextlib.suppress(VLoraError):  # it is gone, or another one owns the service
-            while client is not None and self.owner is not None and client is self.owner.client:
+        while client is not None and self.owner is not None and client is self.owner.client:
+            try:
                 self._take(await client.call(WatchService(self._version)))
+            except EngineDead:
+                return
+            except VLoraError:  # it does not own the service yet, or any more
+                await asyncio.sleep(_AGAIN_S)
 
     def _take(self, state: ServiceState) -> None:
         if self.owner is not None and state.version > self._version:
