@@ -58,7 +58,7 @@ def _replica(member: Member, router: Router, adapters: ReplicatedAdapters) -> Re
         name=member.name,
         state=state,
         cause="",
-        num_requests=len(replica.holds),
+        num_requests=replica.size,
         num_failed_adapters=0 if home is None else home.num_failed,
         num_shipped_bytes=0 if home is None or home.files is None else home.files.num_bytes_sent,
     )

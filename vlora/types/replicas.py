@@ -25,7 +25,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         state: One of `STATES`.
         cause: Why it is down; empty otherwise.
-        num_requests, num_failed_adapters: Unfinished requests there; adapters that it cannot serve.
+        num_requests, num_failed_adapters: Unfinished requests there, of all front ends; adapters that it cannot serve.
         num_shipped_bytes: Of adapters' files that were sent to it since its connection was opened.
         node, actor, address, pid: Ray's ids, where it listens, and its process there; empty if it is not on Ray.
     """
