@@ -129,9 +129,11 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **kwargs or {})
         self._kept.append(made)
-        if "empty" not in func.overloadpacket.__name__:
+        if not func.is_view:
+            self.complete &= "empty" in func.overloadpacket.__name__
+        elif self.complete:
             memory = {each.untyped_storage().data_ptr() for each in pytree.tree_leaves((made, args[0]))}
-            self.complete &= func.is_view and len(memory) == 1
+            self.complete = len(memory) == 1
         return made
 
     def repeat(self) -> None:

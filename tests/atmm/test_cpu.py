@@ -134,7 +134,7 @@ def test_calls_that_were_recorded_are_repeated() -> None:
     x.neg_()
     tape.repeat()
     assert torch.equal(y, wanted) and tape.complete and len(tape.calls) == 1
-    for write in (lambda: x + 1, lambda: x.neg_(), lambda: x.t().flatten()):
+    for write in (lambda: x + 1, lambda: x.neg_(), lambda: x.t().flatten(), lambda: x.is_set_to(y)):
         with atmm.Tape() as other:
             write()
         assert not other.complete
