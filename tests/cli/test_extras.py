@@ -89,27 +89,22 @@ def test_client_commands_and_help_need_no_extra_and_the_others_name_theirs(serve
         assert (code, out) == (2, "") and re.fullmatch(missing("video", "opencv-python-headless, numpy"), err)
     for extra, (code, out, err) in zip(OTHERS.values(), run("nothing", *map(str.split, OTHERS)), strict=True):
         assert (code, out) == (2, "") and re.fullmatch(missing(extra), err), err
-    for extra, shown, lines in (
-        ("mcp", "mcp", run("video", ["mcp"])),
-        ("tracing", "opentelemetry-sdk, opentelemetry-exporter-otlp-proto-http", run("serve", ["serve", "--tracing"])),
-    ):
-        ((code, out, err),) = lines
-        assert (code, out) == (2, "") and re.fullmatch(missing(extra, shown), err), err
     # Streams and retrieval need the extra for videos only.
     of_videos[1] += ["--index", str(inputs / "x.sqlite")]
-    for code, out, err in run("video", *of_videos):
+    *found, (code, out, agents) = run("video", *of_videos, ["mcp"])
+    assert (code, out) == (2, "") and re.fullmatch(missing("mcp", "mcp"), agents), agents
+    for code, out, err in found:
         assert code == 0 and len(out.splitlines()) == 4, err
 
 
-def test_several_replicas_need_ray() -> None:
-    commands = {
-        "--replicas 2": [["serve", "--replicas", "2"]],
-        "--replicas 1:2": [["serve", "--replicas", "1:2"]],
-        "--ray auto": [["serve", "--ray", "auto"]],
-    }
-    for what, lines in commands.items():
+def test_several_replicas_need_ray_and_traces_opentelemetry() -> None:
+    needing = ("--replicas 2", "--replicas 1:2", "--ray auto")
+    *found, (code, out, error) = run("serve", *(["serve", *each.split()] for each in (*needing, "--tracing")))
+    for what, one in zip(needing, found, strict=True):
         message = f"error: {what} needs Ray: pip install 'vlora[cluster]'; without it one engine serves\n"
-        assert run("serve", *lines) == [(2, "", message)] * len(lines)
+        assert one == (2, "", message)
+    shown = "opentelemetry-sdk, opentelemetry-exporter-otlp-proto-http"
+    assert (code, out) == (2, "") and re.fullmatch(missing("tracing", shown), error), error
 
 
 @pytest.mark.exhaustive

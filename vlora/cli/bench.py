@@ -205,7 +205,7 @@ def simulate(
             costs=costs,
             quick=quick,
             policy=policy,
-            settings=settings,
+            settings={name: value for name, value in settings.items() if value is not None},
             cluster=cluster,
         )
     if as_json:
