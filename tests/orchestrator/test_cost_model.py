@@ -81,7 +81,7 @@ def test_the_cost_of_a_lane_depends_on_its_length() -> None:
     assert TRUE.lanes_s(27, 3) == pytest.approx(3 * TRUE.lanes_s(9))
     assert TRUE.lanes_s(0, 0) == 0
     assert TRUE._replace(short_lane=0).lanes_s(1) == pytest.approx(0.0173), "none is short where all are computed alike"
-    assert step(9, (1, 8)).features(TokenThresholds())[3:] == (0, 9, 0, 0, 2, 0, 0, 0)
+    assert step(9, (1, 8)).features(TokenThresholds())[3:] == (0, 9, 0, 0, 2, 0, 0, 0, 0)
 
 
 THIN = Costs(base_s=0.07, token_s=0.006, thin_token_s=0.002, hidden_tokens=8, thin_tokens=32)
@@ -103,6 +103,15 @@ def test_nothing_is_assumed_before_the_first_sample_which_predicts_the_same_step
     for _ in range(20):
         cost.observe_switch(0.3)
     assert 0.29 < cost.switch_s < 0.3, "an exponential average"
+
+
+def test_steps_that_the_host_launches_say_nothing_about_those_that_are_graphs() -> None:
+    cost, size = CostModel(), step(64)
+    for turn in range(200):
+        slow = turn % 5 == 0
+        cost.observe_step(size._replace(launched=slow), 0.04 if slow else 0.006)
+    assert cost.costs.step_s(size) == pytest.approx(0.006, rel=0.1)
+    assert cost.costs.launched_s == pytest.approx(0.034, rel=0.1)
 
 
 def test_time_is_attributed_to_lanes_until_a_merged_step_is_seen() -> None:

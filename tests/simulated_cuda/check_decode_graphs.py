@@ -122,9 +122,9 @@ def serve(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Served:
     eager = 0
     replay = StepGraphs.replay
 
-    def counted(graphs: StepGraphs, packed: Any, lanes: Any, inputs: Any) -> bool:
+    def counted(graphs: StepGraphs, packed: Any, lanes: Any, *others: Any) -> bool:
         nonlocal eager
-        done = replay(graphs, packed, lanes, inputs)
+        done = replay(graphs, packed, lanes, *others)
         if done:
             merged = engine.parts.device.switcher.merged_key is not None
             replays[merged, bool(lanes), packed.num_tokens] += 1

@@ -25,8 +25,7 @@ from vlora.lora.adapted_linear import AdaptedLinear, LaneScope
 def lanes_of_rows(lanes: Sequence[atmm.Lane], rows: np.ndarray) -> list[atmm.Lane]:
     """The lanes of a packed batch over a subset of its rows, renumbered from 0 to len(rows) - 1. rows: ascending."""
     ends = np.searchsorted(rows, [(lane.start, lane.stop) for lane in lanes]).tolist()
-    kept = zip(lanes, ends, strict=True)
-    return [lane._replace(start=start, stop=stop) for lane, (start, stop) in kept if start < stop]
+    return [lane._replace(start=a, stop=b) for lane, (a, b) in zip(lanes, ends, strict=True) if a < b]
 
 
 def plan_of_rows(lanes: Sequence[atmm.Lane], rows: np.ndarray) -> atmm.SegmentPlan | None:

@@ -51,7 +51,7 @@ class LaunchedStep:
     """A step that was launched and not yet collected; on a CPU it is complete.
 
     start, ready, encoded_by, end: marks of the clock before the switch, after it, after the encoding of images, and
-    after the step.
+    after the step. launched: see `StepResult`.
     """
 
     switched: bool
@@ -63,6 +63,7 @@ class LaunchedStep:
     encoded_by: Any
     end: Any = None
     choice: TokenChoice | None = None
+    launched: bool = False
     heads: dict[str, HeadAnswer] = dataclasses.field(default_factory=dict)
 
 

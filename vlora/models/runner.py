@@ -75,9 +75,9 @@ class ModelRunner:
 
     def capture(self, *sizes: int) -> None:
         """Run steps as CUDA graphs from now on. The arguments are those of `StepModel`."""
-        assert self._tokens is not None
+        assert self._inputs is not None
         model = StepModel(self._hf_model, self.gpu, self._cache, self._last_layer, *sizes)
-        self.graphs = StepGraphs.try_to_capture(model, self._pool, self._switcher, self._tokens)
+        self.graphs = StepGraphs.try_to_capture(model, self._pool, self._switcher, self._inputs)
 
     def add(self, request: Request, vision_key: str | None) -> None:
         """Add a request. vision_key: its adapter's key if that adapter changes the vision side, else None."""
@@ -116,10 +116,9 @@ class ModelRunner:
             encoded, errors = (None, {}) if batch.encode is None else self._images.advance(batch.encode)
             step = LaunchedStep(switched, self._switcher.in_place, encoded, errors, start, ready, self._clock.mark())
             errors |= self._images.prepare(batch.items)
-            items = [item for item in batch.items if item.request_id not in errors]
-            if items:
+            if items := [item for item in batch.items if item.request_id not in errors]:
                 with _failing_its_batch():
-                    packed = self._forward(batch, items)
+                    packed = self._forward(batch, items, step)
                     if self._leads:
                         self._answer(packed, step)
         step.end = self._clock.mark()
@@ -144,18 +143,20 @@ class ModelRunner:
                 switch_s=seconds(step.start, step.ready),
                 switched=step.switched,
                 in_place=step.in_place,
+                launched=step.launched,
                 encoded=step.encoded and replace(step.encoded, seconds=seconds(step.ready, step.encoded_by)),
             )
 
     # -- the packed batch -------------------------------------------------------------------------------------------
 
-    def _forward(self, batch: Batch, items: Sequence[BatchItem]) -> ForwardBatch:
+    def _forward(self, batch: Batch, items: Sequence[BatchItem], step: LaunchedStep) -> ForwardBatch:
         """Run the model: sets `hidden` of the batch, or its `logits`."""
         hf_model, merged = self._hf_model, batch.merged_adapter
         packed = ForwardBatch(self._states, lane_by_lane(items, merged), self._block_size, self._block_rows)
         lanes = packed.lanes(batch.mode, merged)
-        if self.graphs is not None and self._inputs is not None and self.graphs.replay(packed, lanes, self._inputs):
+        if self.graphs is not None and self.graphs.replay(packed, lanes, step):
             return packed
+        step.launched = self.graphs is not None
         self._switcher.show()
         put = torch.from_numpy if self._inputs is None else self._inputs.put
         token_ids, write_rows = put(packed.token_ids), put(packed.write_rows)
@@ -173,9 +174,9 @@ class ModelRunner:
             hf_model.own.embedding.look_up(embeddings, token_ids, packed.rows)
         if visuals is not None:
             visuals.place(embeddings)
-        step = StepAttention(self._cache, write_rows, queries, last_queries)
+        attention = StepAttention(self._cache, write_rows, queries, last_queries)
         with hf_model.language_scope.lanes(packed.num_tokens, lanes), self._last_layer.limited_to(*read):
-            packed.hidden = hf_model.forward(embeddings, positions, step, visuals)
+            packed.hidden = hf_model.forward(embeddings, positions, attention, visuals)
         return packed
 
     def _answer(self, packed: ForwardBatch, step: LaunchedStep) -> None:

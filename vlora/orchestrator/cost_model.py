@@ -19,7 +19,7 @@ _SWEEPS = 4  # per sample; few suffice, since the fit starts from the last one
 # running several requests of one adapter unmerged; merged steps would not separate these costs. Changes and modes
 # before tokens: what a mode costs in addition ends it, and unmerged steps then separate it from a machine that slows
 # down.
-_SWEEP_ORDER = (7, 6, 4, 3, 10, 8, 9, 1, 2, 0, 5)
+_SWEEP_ORDER = (7, 6, 4, 3, 10, 11, 8, 9, 1, 2, 0, 5)
 _FORGOTTEN = 1e-12  # a feature decayed below this keeps its coefficient
 _LEAST_BASE = 1 / 64  # of a step's time does not depend on its contents, also if all steps so far were alike
 _LEAST_S, _MOST_S = 1e-6, 1e5  # of a measured time, so that squares and quotients are finite
@@ -60,6 +60,8 @@ class Costs(NamedTuple):
         long_adapter_s: an adapter with a long lane.
         merged_step_s, mixed_step_s: a step of this mode, in addition to what the other costs explain.
         change_s: likewise a step for which other weights were put in place, besides `merge_s` and `back_s`.
+        launched_s: likewise a step of which the host launches each kernel, where others are CUDA graphs. No step is
+            predicted to be one.
         back_s: restoring W0; 0 where a shadow copy keeps both W0 and the last merged weights, so that switching between
             the two is free.
         patch_s: encoding an image patch, counted as in `VisionInput.num_patches`.
@@ -78,6 +80,7 @@ class Costs(NamedTuple):
     merged_step_s: float = 0.0
     mixed_step_s: float = 0.0
     change_s: float = 0.0
+    launched_s: float = 0.0
     merge_s: float = 0.0
     back_s: float = 0.0
     patch_s: float = 0.0
@@ -113,7 +116,7 @@ class Costs(NamedTuple):
 
     def step_s(self, size: StepSize) -> float:
         tokens_s = self.merged_s(size.num_tokens, size.num_context) if size.num_tokens else 0.0
-        extra_s = self.mode_s(size.mode) + self.change_s * size.changed
+        extra_s = self.mode_s(size.mode) + self.change_s * size.changed + self.launched_s * size.launched
         return tokens_s + sum(map(self.lanes_s, size.lanes)) + extra_s + self.patch_s * size.num_patches
 
     def mode_s(self, mode: Mode) -> float:
@@ -130,6 +133,7 @@ class StepSize(NamedTuple):
         num_context: tokens with KV in place before the step, which is read.
         num_patches: image patches encoded in addition to the tokens.
         changed: other weights were put in place for this step.
+        launched: see `StepResult`.
     """
 
     num_tokens: int
@@ -138,6 +142,7 @@ class StepSize(NamedTuple):
     num_patches: float = 0.0
     mode: Mode = Mode.UNMERGED
     changed: bool = False
+    launched: bool = False
 
     @classmethod
     def of(cls, batch: Batch) -> StepSize:
@@ -159,7 +164,7 @@ class StepSize(NamedTuple):
         return cls(total, (*by_adapter.values(), *branch), num_context, mode=mode)
 
     def features(self, at: TokenThresholds) -> tuple[float, ...]:
-        """The factors of the linear model, in the order of the fields of `Costs` up to `change_s`."""
+        """The factors of the linear model, in the order of the fields of `Costs` up to `launched_s`."""
         short = [lane for lane in self.lanes if lane <= at.short_lane]
         num_short, short_tokens = len(short), sum(short)
         return (
@@ -174,6 +179,7 @@ class StepSize(NamedTuple):
             self.mode is Mode.MERGED,
             self.mode is Mode.MIXED,
             self.changed,
+            self.launched,
         )
 
 
@@ -262,7 +268,7 @@ class CostModel:
             self.observe_encoding(result.encoded.num_patches, encode_s)
         if batch.items and result.step_s > encode_s and not result.errors:
             # Measured separately, so that encoding time is never attributed to tokens.
-            size = StepSize.of(batch)._replace(num_patches=0.0, changed=result.switched)
+            size = StepSize.of(batch)._replace(changed=result.switched, launched=result.launched, num_patches=0.0)
             late_s += result.step_s - encode_s - self._costs.step_s(size)
             self.observe_step(size, result.step_s - encode_s)
         return late_s
@@ -321,5 +327,5 @@ def measured_s(seconds: float) -> float:
 
 
 # Feature scales: typical values are near 1, so that the descent is well conditioned.
-FEATURE_SCALES = (1.0, 1 / 64, 1 / 8, 1 / 64, 1 / 64, 1 / 4096, 1 / 8, 1 / 8, 1.0, 1.0, 1.0)
+FEATURE_SCALES = (1.0, 1 / 64, 1 / 8, 1 / 64, 1 / 64, 1 / 4096, 1 / 8, 1 / 8, 1.0, 1.0, 1.0, 1.0)
 _NUM = len(FEATURE_SCALES)

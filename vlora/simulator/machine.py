@@ -129,7 +129,7 @@ def read_costs(path: Path) -> tuple[Costs, float]:
     return Costs(**prices, **thresholds), load_s
 
 
-_MODES = ("merged_step_s", "mixed_step_s", "change_s")
+_MODES = ("merged_step_s", "mixed_step_s", "change_s", "launched_s")
 _OPTIONAL = ("back_s", "patch_s", "thin_token_s", *_MODES, "hidden_tokens", "thin_tokens")
 _PRICES = (*(field for field in Costs._fields if field.endswith("_s")), "load_s")
 

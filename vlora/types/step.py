@@ -86,7 +86,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one step: a token or a head's answer per answering request, and errors of requests that failed alone.
 
     in_place: merged weights overwrite W0, so every switch, including the one back to W0, is a pass over the weights.
-    encoded: progress of the batch's `encode`; step_s includes its seconds.
+    encoded: progress of the batch's `encode`; step_s includes its seconds. launched: the host launched each kernel,
+    unlike in steps that are CUDA graphs.
     """
 
     tokens: dict[str, int] = {}
@@ -98,3 +99,4 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     switched: bool = False
     in_place: bool = False
     encoded: Encoded | None = None
+    launched: bool = False

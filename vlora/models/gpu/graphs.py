@@ -22,7 +22,7 @@ from vlora.models.attention import StepAttention
 from vlora.models.forward_batch import ForwardBatch, Row, queries_of
 from vlora.models.gpu.fixed_step import HIGHEST_RANK, DecodeStep, PromptBuffers, PromptStep, StepModel
 from vlora.models.gpu.step_inputs import StepInputs
-from vlora.models.gpu.step_tokens import StepTokens
+from vlora.models.launched_step import LaunchedStep
 
 log = logging.getLogger(__name__)
 
@@ -101,10 +101,10 @@ class Pieces:
                 self._end(lambda: None)
             except Exception as error:
                 self._failure = error
-                self._parts.clear()
                 with contextlib.suppress(RuntimeError):
                     if self._graph is not None:
                         self._graph.capture_end()
+                self._parts.clear()
                 raise
             finally:
                 self._graph = None
@@ -140,18 +140,19 @@ class StepGraphs:
     a time.
     """
 
-    def __init__(self, model: StepModel, pool: AdapterPool, switcher: ModeSwitcher, tokens: StepTokens) -> None:
+    def __init__(self, model: StepModel, pool: AdapterPool, switcher: ModeSwitcher, inputs: StepInputs) -> None:
         """Capture the graphs of decode steps, with nothing merged.
 
         Args:
-            tokens: The tokens of the last step. They get room for `max_batch`, and must not move afterwards.
+            inputs: Copies what the host launches between graphs. The tokens of the last step get room for the largest
+                batch, and must not move afterwards.
         """
         self._model, self._pool, self._switcher = model, pool, switcher
         max_batch, hf_model = model.max_batch, model.hf_model
         self._sizes, self._buckets = sizes_up_to(max_batch), buckets_up_to(model.max_tokens)
-        tokens.reserve(max_batch)
+        inputs.tokens.reserve(max_batch)
         most = max(DecodeStep.num_bytes(model), PromptStep.num_bytes(model))
-        self._inputs = StepInputs(hf_model.device, tokens, most)
+        self._between, self._inputs = inputs, StepInputs(hf_model.device, inputs.tokens, most)
         shape = max_batch, hf_model.lm_head.out_features
         self._logits = torch.empty(shape, dtype=torch.float32, device=hf_model.device)
         self.steps = {size: DecodeStep(model, size, self._inputs, self._logits[:size]) for size in self._sizes}
@@ -168,23 +169,20 @@ class StepGraphs:
 
     @classmethod
     def try_to_capture(
-        cls, model: StepModel, pool: AdapterPool, switcher: ModeSwitcher, tokens: StepTokens
+        cls, model: StepModel, pool: AdapterPool, switcher: ModeSwitcher, inputs: StepInputs
     ) -> StepGraphs | None:
         """The graphs, or None, with a warning in the log, if a model or a device does not allow the capture."""
         try:
-            return cls(model, pool, switcher, tokens)
+            return cls(model, pool, switcher, inputs)
         except RuntimeError as error:
             # The traceback has the first error: torch reports the end of a failed capture after it.
             log.warning("steps run without CUDA graphs, because the capture failed: %s", error, exc_info=True)
             return None
 
-    def replay(self, packed: ForwardBatch, lanes: Sequence[atmm.Lane], inputs: StepInputs) -> bool:
+    def replay(self, packed: ForwardBatch, lanes: Sequence[atmm.Lane], launched: LaunchedStep) -> bool:
         """Compute a step by graphs: its `logits`, and with prompt tokens `inputs` and `hidden`, until the next one.
 
         Returns False, with nothing computed and the reason in the log, if no graph computes this step.
-
-        Args:
-            inputs: Copies what the host launches between graphs.
         """
         decodes = packed.num_tokens <= self._sizes[-1] and all(map(_decodes, packed.rows))
         try:
@@ -196,7 +194,7 @@ class StepGraphs:
             if decodes:
                 self._decode(packed, lanes)
             else:
-                self._compute(packed, lanes, inputs)
+                self._compute(packed, lanes, launched)
         except _NoGraphError as error:
             if str(error) not in self._logged:
                 self._logged.add(str(error))
@@ -216,9 +214,9 @@ class StepGraphs:
         self._graphs[GraphKey(self._shows_shadow(), bool(lanes), step.num_rows)].replay()
         packed.logits = step.logits[: packed.num_tokens]
 
-    def _compute(self, packed: ForwardBatch, lanes: Sequence[atmm.Lane], inputs: StepInputs) -> None:
+    def _compute(self, packed: ForwardBatch, lanes: Sequence[atmm.Lane], launched: LaunchedStep) -> None:
         """Compute a step with prompt tokens."""
-        step, model = self._prompt_step(packed.num_tokens), self._model
+        step, model, inputs = self._prompt_step(packed.num_tokens), self._model, self._between
         visuals = packed.visuals(inputs.put)
         if visuals is not None and visuals.levels:
             raise _NoGraphError("features of images are added in several layers")
@@ -233,6 +231,7 @@ class StepGraphs:
                 step.set_lanes(lanes, read)
         compute = functools.partial(step.compute, pieces.cut, lanes=bool(lanes), limited=limited)
         step.fill(packed, read)
+        launched.launched = not pieces.is_captured  # or captured now, which takes as long
         if not pieces.is_captured:
             self._switcher.show()
             with _no_graph_on(Exception):
