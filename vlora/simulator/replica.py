@@ -95,7 +95,7 @@ class ReplicaConfig:
     prefix_cache: bool = False
     policy: str = EngineConfig.policy
     max_batch_size: int = EngineConfig.max_batch_size
-    max_step_tokens: int = STEP_TOKENS[0]
+    max_step_tokens: int | None = EngineConfig.max_step_tokens
     block_size: int = EngineConfig.block_size
     theta_s: float = EngineConfig.theta_s
     max_ttft_s: float | None = EngineConfig.max_ttft_s
@@ -107,6 +107,10 @@ class ReplicaConfig:
             if getattr(self, field) < 1:
                 raise BadConfig(f"{field} is {getattr(self, field)}; it must be at least 1")
         self.settings()  # checks them
+
+    @property
+    def step_tokens(self) -> int:
+        return self.max_step_tokens or STEP_TOKENS[0]
 
     def settings(self) -> EngineConfig:
         """The engine's settings that apply without a model. Raises BadConfig for an invalid value."""
@@ -163,7 +167,7 @@ class Replica:
             block_manager=self.block_manager,
             max_request_blocks=num_blocks,
             max_batch_size=config.max_batch_size,
-            max_step_tokens=config.max_step_tokens,
+            max_step_tokens=config.step_tokens,
             theta_s=config.theta_s,
             eos_ids=frozenset(),
             cost=CostModel(config.costs.thresholds),

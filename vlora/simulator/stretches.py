@@ -155,7 +155,7 @@ class QuickReplica:
         """Plan a step with prompt tokens; False if there are none to compute now."""
         config, costs = self._config, self._costs
         num = tokens = len(self._decoding)
-        budget = config.max_step_tokens - num
+        budget = config.step_tokens - num
         room = config.kv_tokens - self._context - self._held
         places = config.max_batch_size - num
         more: dict[str, int] = {}
