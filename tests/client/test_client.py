@@ -116,9 +116,13 @@ def test_any_other_kind_of_server_is_reported(data: bytes, monkeypatch: pytest.M
                     peer.recv(1000)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=answer, daemon=True).start()
+        answering = threading.Thread(target=answer, daemon=True)
+        answering.start()
         with Client(port=listener.getsockname()[1]) as client, pytest.raises(Disconnected, match="cannot reach a serv"):
             client.stats()
+        # Otherwise the thread may accept on a later listener whose file descriptor is the same.
+        listener.shutdown(socket.SHUT_RDWR)
+        answering.join()
     assert not unheard
 
 
