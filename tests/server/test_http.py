@@ -79,7 +79,7 @@ def test_health_models_and_other_routes(api: Api) -> None:
     assert (status, answer["error"]["message"]) == (405, f"GET is not allowed for '{CHAT}'; use POST")
     for path in ("/v1/adapters/..", "/v1/adapters/../../etc", "/v1/adapters/..%2f..%2fetc/pin", "/v1/models/..%2fx"):
         for method in ("GET", "PUT", "DELETE"):
-            assert api.call(method, path)[0] in (404, 405), "a path is no adapter's name"
+            assert api.call(method, path)[0] in (400, 404, 405), "a path is no adapter's name"
 
 
 def test_readiness_and_names_with_a_slash() -> None:
