@@ -1,8 +1,8 @@
 """Domains of real pixels, made from pictures and fonts of packages of Debian 12 and npm, as files of a plan of
 `vlora fuse`. `packages.sha256` pins each package's version and content; `sha256sum -c` checks a folder of them.
 
-`python -m benchmarks.fusion.domains FOLDER` writes FOLDER/domains/plan.yaml and a folder per domain. Drawings of emoji by four
-vendors, stamps cut out of photographs, and words in installed fonts are put onto photographs. Answers are known by
+`python -m benchmarks.fusion.domains FOLDER` writes FOLDER/domains/plan.yaml and a folder per domain. Drawings of emoji
+by four vendors, stamps cut out of photographs, and words in fonts are put onto photographs. Answers are known by
 construction. No part of a domain shares a drawing, a stamp, a family of fonts or a region of a photograph with another
 part.
 """

@@ -67,13 +67,13 @@ def stacked(site: Site, keys: Sequence[str]) -> tuple[Tensor, Tensor]:
 
 
 def padded_einsum(lanes: Sequence[Lane], site: Site, x: Tensor, y: Tensor) -> None:
-    """dLoRA: segments padded to the longest, one einsum per factor."""
+    """dLoRA: segments padded to the longest, one einsum per factor, which is a batched product."""
     a, bt = stacked(site, [lane.key for lane in lanes])
     longest = max(lane.stop - lane.start for lane in lanes)
     padded = x.new_zeros(len(lanes), longest, x.shape[1])
     for place, lane in enumerate(lanes):
         padded[place, : lane.stop - lane.start] = x[lane.start : lane.stop]
-    deltas = torch.einsum("str,srn->stn", torch.einsum("stk,srk->str", padded, a), bt)
+    deltas = torch.bmm(torch.bmm(padded, a.transpose(1, 2)), bt)
     for place, lane in enumerate(lanes):
         y[lane.start : lane.stop].add_(deltas[place, : lane.stop - lane.start], alpha=lane.sign)
 
