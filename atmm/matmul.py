@@ -220,6 +220,8 @@ def _float32(x: Tensor, layers: Sequence[Weights]) -> Tensor:
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if torch.is_autocast_enabled(x.device.type):  # which converts the inputs of torch's own product only
+        return F.linear(x, weight, bias)
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # noqa: SLF001
     return y
 

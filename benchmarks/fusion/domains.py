@@ -425,7 +425,8 @@ def _unpack(path: Path, folder: Path) -> None:
         return
     with tarfile.open(path) as archive:
         members = [each for each in archive if _KEPT in each.name or each.name == "package/emoji.json"]
-        archive.extractall(folder, members, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 and later
+        archive.extractall(folder, members)
 
 
 if __name__ == "__main__":

@@ -95,9 +95,11 @@ class Process:
     async def end(self, timeout_s: float) -> int:
         """Kill it if it has not ended after a time. Returns its exit code."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                return await self._process.wait()
-        self.kill()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self._process.wait()
+            finally:  # before Python 3.11.4 a timeout in a cancelled task raises CancelledError
+                self.kill()
         return await self._process.wait()
 
 

@@ -264,12 +264,14 @@ class _Process:
     async def stop(self) -> None:
         """End it: by the end of its input, and by force if a camera blocks it."""
         self._input.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_S):
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S):
+                    await self._process.wait()
+        finally:  # before Python 3.11.4 a timeout in a cancelled task raises CancelledError
+            if self._process.returncode is None:
+                self._process.kill()
                 await self._process.wait()
-        if self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
 
     async def _next(self, wait_s: float) -> CameraReport:
         try:
