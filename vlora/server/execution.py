@@ -14,7 +14,7 @@ import msgspec
 
 from vlora.client.values import Answer, HeadResult, TokenLogprob
 from vlora.engine.interface import EngineInterface
-from vlora.errors import BadRequest
+from vlora.errors import BadRequest, DeadlineUnreachable, OverCapacity, PromptTooLong
 from vlora.models.vision.images import Region
 from vlora.server.active_requests import RequestClock
 from vlora.server.detokenizer import AnswerText, Piece
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from vlora.models.processing import InputProcessor
 
 T = TypeVar("T")
+
+_REFUSED = {each.code for each in (PromptTooLong, OverCapacity, DeadlineUnreachable)}
+"""Errors before anything is computed, which cost no quota."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -154,11 +157,14 @@ class Execution:
         stream = cast(AsyncGenerator[RequestOutput, None], self.engine.generate(request, clock.deadline))
         loop = asyncio.get_running_loop()
         self.quotas.count_tokens(request.tenant, len(request.prompt_ids))
-        sent_ns = time.time_ns()
+        sent_ns, begun = time.time_ns(), False
         async with contextlib.aclosing(stream):
             with clock.bound():
                 async for output in stream:
-                    self.quotas.count_tokens(request.tenant, len(output.token_ids))
+                    refused = output.error is not None and output.error.code in _REFUSED and not begun
+                    begun = True
+                    num_tokens = -len(request.prompt_ids) if refused else len(output.token_ids)
+                    self.quotas.count_tokens(request.tenant, num_tokens)
                     if clock.trace is not None and output.finished:
                         clock.trace.answered(request, output, sent_ns)
                     yield output

@@ -332,7 +332,7 @@ async def _decode(file: IO[bytes], asked: DecodeVideo, source: _Source) -> Video
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        await process.wait()
+        await process.communicate()  # `wait` does not end while its reader is paused
 
 
 def decode_images(encoded: Sequence[bytes | RawImage], config: ServerConfig) -> list[Image.Image]:

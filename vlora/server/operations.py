@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 OPERATOR = "operator"
 """The name of a caller in audit logs, on a server without tokens."""
 _SHOWN = 200  # characters of an argument
+_MAX_KEYS = 64  # of an argument: a refused call must not fill the log
 
 audit_log = logging.getLogger("vlora.audit")
 
@@ -69,8 +71,9 @@ def _record(
 def _recorded(value: Any) -> Any:
     """An argument without what may be a secret: of a URL its host, of files and a camera's description their names."""
     if isinstance(value, dict):
-        names = [key for key in value if re.fullmatch(r"[\w.-]{1,100}", key)]
-        return {key: _recorded(value[key]) if key in ("name", "paused") else "..." for key in names}
+        names = [key for key in itertools.islice(value, _MAX_KEYS) if re.fullmatch(r"[\w.-]{1,100}", key)]
+        shown = {key: value[key] for key in names if key in ("name", "paused") and isinstance(value[key], str | bool)}
+        return {key: _recorded(shown[key]) if key in shown else "..." for key in names}
     return shown_source(value)[:_SHOWN] if isinstance(value, str) else value
 
 

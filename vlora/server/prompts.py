@@ -34,6 +34,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _MAX_THREADS = 4  # that prepare requests; the cores belong to the engine
+_MAX_WITH_VIDEOS = 4  # requests that hold fetched videos or their frames in memory
 # A prompt of this size is ready in under 0.5 ms; a round trip to a thread takes as long on a busy core.
 _SHORT_CHARS = 1000
 _SHORT_TURNS = 4
@@ -266,6 +267,7 @@ class PromptEncoder:
         self._processor = processor
         self._config = config
         self._sources = ImageSources(config)
+        self._with_videos = asyncio.Semaphore(_MAX_WITH_VIDEOS)
         num_threads = min(_MAX_THREADS, default_threads())
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="vlora-prepare")
 
@@ -287,10 +289,11 @@ class PromptEncoder:
                     if isinstance(images, SharedImages):
                         processed = await images.processed(self._read_and_process)
                         return await self._in_thread(self._encode, prompt, processed)
-                    visuals, read = await self._read(images)
-                    if not self._processor.takes_videos:
-                        prompt, visuals = with_pictures(prompt, visuals), [*read]
-                    return await self._in_thread(self._process_and_encode, prompt, visuals, read)
+                    async with self._room(images):
+                        visuals, read = await self._read(images)
+                        if not self._processor.takes_videos:
+                            prompt, visuals = with_pictures(prompt, visuals), [*read]
+                        return await self._in_thread(self._process_and_encode, prompt, visuals, read)
 
     async def read(self, images: Sequence[Image], clock: RequestClock) -> list[bytes | RawImage]:
         """The images' bytes or raw pixels from their sources. Raises as `encode`."""
@@ -316,7 +319,12 @@ class PromptEncoder:
         return found, await self._sources.read(_images_of(found))
 
     async def _read_and_process(self, visuals: Sequence[Visual]) -> ProcessedImages:
-        return await self._in_thread(self._process, *await self._read(visuals))
+        async with self._room(visuals):
+            return await self._in_thread(self._process, *await self._read(visuals))
+
+    def _room(self, visuals: Sequence[Visual]) -> contextlib.AbstractAsyncContextManager[None]:
+        has_video = any(isinstance(one, VideoFile) for one in visuals)
+        return self._with_videos if has_video else contextlib.nullcontext()
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)

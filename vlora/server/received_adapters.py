@@ -134,7 +134,7 @@ class ReceivedAdapters:
                 try:
                     path = await self._in_thread(lambda: self._find(name))
                 except OverCapacity:
-                    if not await self._drop():
+                    if not await self._drop(self._stores[0].root):
                         raise
             await self._adapters.load(name, path)
             self._found[name] = path
@@ -143,7 +143,7 @@ class ReceivedAdapters:
             return None
         except VLoraError as error:
             refused = ErrorValue.of(error)
-            if isinstance(error, BadRequest):
+            if isinstance(error, BadRequest | BadAdapter):
                 while len(self._not_found) >= _MAX_NOT_FOUND:
                     del self._not_found[next(iter(self._not_found))]
                 self._not_found[name] = self._clock() + NOT_FOUND_S, refused
@@ -151,12 +151,16 @@ class ReceivedAdapters:
         finally:
             del self._loading[name]
 
-    async def _drop(self) -> bool:
-        """Unload the source's adapter that was used longest ago; its requests finish. Returns whether there was one."""
+    async def _drop(self, inside: Path | None = None) -> bool:
+        """Unload the source's adapter that was used longest ago; its requests finish. Returns whether there was one.
+
+        inside: Only adapters whose files are in this folder.
+        """
         pinned = {status.name for status in await self._adapters.list() if status.pinned}
         paths = self._adapters.paths
         self._found = {name: path for name, path in self._found.items() if paths.get(name) == path}
-        name = next((name for name in paths if name in self._found and name not in pinned), None)
+        droppable = (name for name in paths if name in self._found and name not in pinned)
+        name = next((name for name in droppable if inside is None or Path(paths[name]).parent == inside), None)
         if name is not None:
             del self._found[name]
             with contextlib.suppress(UnknownAdapter):

@@ -63,7 +63,8 @@ class BatchRunner:
         self._transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         self._front_end = front_end
         self._access = access
-        self._slots = asyncio.Semaphore(min(_AT_ONCE, max(1, front_end.config.max_requests // 4)))
+        self._num_slots = min(_AT_ONCE, max(1, front_end.config.max_requests // 4))
+        self._slots: dict[str | None, asyncio.Semaphore] = {}  # of a token: what waits for its quota delays no other's
         self._again = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -123,11 +124,14 @@ class BatchRunner:
             if batch.errors:
                 return "failed"
             self.store.enter(batch, "in_progress")
-        waiting = self._unanswered(batch)
+        waiting, slots = (
+            self._unanswered(batch),
+            self._slots.setdefault(batch.tenant, asyncio.Semaphore(self._num_slots)),
+        )
         async with asyncio.TaskGroup() as group:
             while (asked := await asyncio.to_thread(next, waiting, None)) is not None:
-                await self._slots.acquire()
-                group.create_task(self._answer(batch, *asked)).add_done_callback(lambda _: self._slots.release())
+                await slots.acquire()
+                group.create_task(self._answer(batch, *asked)).add_done_callback(lambda _: slots.release())
         return "completed"
 
     def _unanswered(self, batch: StoredBatch) -> Iterator[tuple[str, bytes]]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from fastapi import Request
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from vlora.errors import BadRequest
+from vlora.errors import BadRequest, TooLarge
 from vlora.server.batches.store import path_of
 from vlora.server.http.sampling_fields import MAX_TOKENS, SamplingFields, StrictModel
 from vlora.server.http.tools import MAX_TOOLS, Choice, NamedTool, Tool, ToolCall, call_grammar, json_grammar
@@ -16,6 +16,7 @@ from vlora.server.images import EncodedVideo
 from vlora.server.security.access import caller_of
 from vlora.types import MAX_LOGPROBS, SamplingParams
 from vlora.types.domain import Way
+from vlora.types.request import MAX_VISUALS
 from vlora.types.video import Video, VideoFile
 
 MAX_MESSAGES = 1024
@@ -172,6 +173,7 @@ def conversation_of(messages: Sequence[ChatMessage], request: Request) -> tuple[
 
     Raises:
         BadRequest: A tool call or a video is invalid.
+        TooLarge: There are more images and videos than any server takes.
         UnknownFile: The caller has no such file.
     """
     images: list[ByUrl] = []
@@ -180,6 +182,8 @@ def conversation_of(messages: Sequence[ChatMessage], request: Request) -> tuple[
         text = message.content
         content: list[dict[str, str]] = []
         for part in [TextPart(type="text", text=text)] if isinstance(text, str) else text:
+            if len(images) > MAX_VISUALS:  # the server's own limit is checked later
+                raise TooLarge(f"the request has over {MAX_VISUALS} images and videos; send fewer")
             if isinstance(part, TextPart):
                 content.append({"type": "text", "text": part.text})
             elif isinstance(part, VideoPart | VideoUrlPart):

@@ -18,6 +18,7 @@ from vlora.server.streams.frame_questions import FrameExecutor
 from vlora.server.streams.frame_stream import Preview, StreamSession
 
 _ID_BYTES = 16
+_LOOK_S = 0.1  # between two looks for a stream that is not open yet
 
 
 @dataclasses.dataclass
@@ -83,10 +84,16 @@ class StreamRegistry:
 
     async def next_image(self, owner: str, name: str, wait_s: float) -> bytes | RawImage | None:
         """The last image of the next frame of a stream, of several with this name the fastest; None without one."""
-        found = [each.stream for each in self._open.values() if (each.owner, each.stream.options.name) == (owner, name)]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                return await max(found, key=lambda each: each.options.fps or math.inf).next_image() if found else None
+                while True:
+                    known = [each for each in self._open.values() if each.owner == owner]
+                    found = [each.stream for each in known if each.stream.options.name == name]
+                    if found:
+                        image = await max(found, key=lambda each: each.options.fps or math.inf).next_image()
+                        if image is not None:
+                            return image
+                    await asyncio.sleep(_LOOK_S)
         return None
 
     def watched(self) -> tuple[OpenStream, ...]:
