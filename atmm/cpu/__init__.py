@@ -106,8 +106,10 @@ class Tape(TorchDispatchMode):
     """
 
     complete = True
+    _recording = threading.Lock()  # the kernels are those of the process: two threads must not replace them at once
 
     def __enter__(self) -> Tape:
+        self._recording.acquire()
         self.calls: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._kept: list[Any] = []
         self._thread, self._kernels = threading.get_ident(), vars(library())
@@ -119,6 +121,7 @@ class Tape(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         self._kernels.update(self._functions)
+        self._recording.release()
         super().__exit__(*error)
 
     def _call(self, function: Callable[..., None], *args: Any) -> None:

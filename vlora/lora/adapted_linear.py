@@ -200,7 +200,7 @@ class Siblings:
 
 def outputs_of(layers: Sequence[AdaptedLinear], x: torch.Tensor) -> Sequence[torch.Tensor]:
     """The outputs of all layers that read x [..., T, d_in], which are views of one tensor where that is free."""
-    siblings = getattr(layers[0], "siblings", None)  # not of layers that no adapter can change
+    siblings = None if "forward" in vars(layers[0]) else getattr(layers[0], "siblings", None)  # replaced by a training
     num_rows = x.numel() // x.shape[-1]
     if siblings is None or not (layers[0].joined or joins(num_rows, layers[0].weight)):
         return [layer(x) for layer in layers]
