@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.cluster.in_process import V1, V2, Here, Maker, at, virtual
 from tests.cluster.running import QUICK, SECRET, asked, check, joined, outputs_of, real
+from tests.cluster.test_scaling import busy, states, two_of_three
 from tests.processes import PATIENCE_S
 from vlora.cluster.adapter_state import AdapterFailure, DesiredAdapter
 from vlora.cluster.cluster import Cluster
-from vlora.cluster.on_ray.front_ends import Change, FrontEnds, ServiceState
-from vlora.cluster.on_ray.reports import Listens, Service
+from vlora.cluster.on_ray.front_ends import Change, FrontEnds, ServiceState, WatchService
+from vlora.cluster.on_ray.reports import Listens, Located, Opened, Service
 from vlora.errors import BadRequest, EngineDead, UnknownReplica
-from vlora.operations import DrainReplica, Operation, Scale
+from vlora.operations import DrainReplica, Operation, ResumeReplica, Scale
 from vlora.routing import Router
 from vlora.types import ErrorValue
 from vlora.types.replicas import ScalingStatus
@@ -147,6 +150,82 @@ async def test_the_other_one_makes_the_changes_after_the_first_one(cluster: Make
             assert here.contents() == {V2}
 
 
+@virtual
+async def test_former_contents_are_kept_for_the_other_one_after_each_change(cluster: Maker) -> None:
+    async with cluster("a") as here:
+        await here.load("1")
+        adapters = here.cluster._adapters  # noqa: SLF001
+        adapters.linger_s = 5.0
+        await here.load("2")
+        await asyncio.sleep(4.0)
+        await here.load("3")
+        await asyncio.sleep(2.0)
+        assert [*adapters.former] == [("x", V2)]
+        await asyncio.sleep(4.0)
+        assert not [*adapters.former]
+
+
+# -- starts, changes and ends beside another one, without Ray ---------------------------------------------------------
+
+
+async def ends() -> None: ...
+
+
+def where(*places: int) -> dict[str, Located]:
+    at = {"host": "127.0.0.1", "tls": False, "pid": 1, "replica_pid": 1, "engine_pid": 1}
+    opened = {place: Opened(port=ord("abc"[place]), **at) for place in places}  # type: ignore[arg-type]
+    return {f"replica-{place}": Located(f"replica-{place}", found, "n", "") for place, found in opened.items()}
+
+
+@virtual
+async def test_one_that_starts_does_not_wait_for_ever_for_replicas_that_are_down(cluster: Maker) -> None:
+    async with two_of_three(cluster) as found:
+        found.front_ends.owner, found.ray.local, found.located = SimpleNamespace(close=ends), None, where(0, 1, 2)
+        lines: list[str] = []
+        began_s = asyncio.get_running_loop().time()
+        await found._wait_joined(1, lines.append, 30.0)  # noqa: SLF001
+        assert 29 < asyncio.get_running_loop().time() - began_s < 31
+        assert lines[1:] == ["replica-1 serves (2 of 3) on 127.0.0.1", "2 of 3 replicas serve; the others are down"]
+
+
+@virtual
+async def test_replicas_that_drain_to_end_do_so_after_the_one_that_makes_the_changes_is_gone(cluster: Maker) -> None:
+    async with two_of_three(cluster) as found, busy(found):
+        found.front_ends.owner, found.located = SimpleNamespace(close=ends), where(0, 1)
+        gone = frozenset({"replica-1"})
+        state = msgspec.structs.replace(found._make_state(), number=1, drained=gone, leaving=gone)  # noqa: SLF001
+        found.front_ends.state = state
+        found._follow_owner(state)  # noqa: SLF001
+        assert states(found) == ["serving", "draining"]
+        found._own(SECRET)  # noqa: SLF001
+        await asyncio.sleep(1.0)
+        assert states(found) == ["serving"] and not {*found.located, *found.members} & gone
+
+
+@virtual
+async def test_the_others_have_a_change_before_its_caller(cluster: Maker) -> None:
+    async with two_of_three(cluster) as found:
+        front_ends, sent = found.front_ends, list[bool]()
+        watching: asyncio.Task[Any]
+        line: Any = SimpleNamespace(
+            closed=asyncio.get_running_loop().create_future(),
+            close_after_sending=lambda: sent.append(watching.done() and "replica-1" in watching.result().drained),
+        )
+        front_ends._lines = [line]  # noqa: SLF001
+        await found.call(DrainReplica("replica-1"))
+        for drained in (False, True):
+            watch = front_ends._result(line, WatchService(front_ends.state.version))  # noqa: SLF001
+            watching = asyncio.create_task(watch)
+            await asyncio.sleep(0.3)
+            assert not watching.done()
+            if not drained:
+                await found.call(ResumeReplica("replica-1"))
+                assert watching.done() and not watching.result().drained
+        found._mark_drained("replica-1", True)  # noqa: SLF001
+        await found.close()
+        assert sent[0]
+
+
 # -- connections between front ends -----------------------------------------------------------------------------------
 
 
@@ -207,6 +286,7 @@ async def test_changes_go_to_the_owner_and_its_state_to_the_others() -> None:
     first, second, third = One("1"), One("2"), One("3")
     service = await first.service()
     for each in (second, third):
+        each.front_ends.follow(service, b"of replicas that run no more")
         each.front_ends.follow(service, SECRET)
     await fails(second, Scale(2), EngineDead, r"^a server of model 'm' \(process 1 on h\), which makes changes of this")
     for each in (second, third):
@@ -231,5 +311,9 @@ async def test_changes_go_to_the_owner_and_its_state_to_the_others() -> None:
     second.number = 7
     await third.heard(7)
     assert await third.front_ends.call(Scale(8)) is True and second.changes == [Scale(8)]
-    for each in (second, third):
-        await each.front_ends.close()
+    assert second.front_ends._tasks  # noqa: SLF001
+    await third.front_ends.close()
+    async with asyncio.timeout(PATIENCE_S):
+        while second.front_ends._tasks:  # noqa: SLF001
+            await asyncio.sleep(0.01)
+    await second.front_ends.close()

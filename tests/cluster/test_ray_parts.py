@@ -25,7 +25,7 @@ from vlora.cluster.model_files import model_digest, own_path, portable
 from vlora.cluster.on_ray import settings
 from vlora.cluster.on_ray.actor import ReplicaActor
 from vlora.cluster.on_ray.processes import driver_settings
-from vlora.cluster.on_ray.reports import ActorReport, Ended, HeadFacts, Opened, Owns, Service, missing
+from vlora.cluster.on_ray.reports import ActorReport, Ended, Follows, HeadFacts, Opened, Owns, Service, missing
 from vlora.cluster.on_ray.settings import Folder, RayOptions, with_cores
 from vlora.cluster.replica import ReplicaSettings
 from vlora.config import EngineConfig
@@ -319,7 +319,7 @@ def test_ray_is_asked_for_nodes_and_replicas_leave_those_that_it_drains(monkeypa
         found: Any = driver.Driver(driver_settings(options, replica, 2, most, Folder("/tmp/f"), "m"), None)
         found.scale(most)
         assert not requests  # another front end owns the service
-        found._owns, found._lease = True, SimpleNamespace(release=lambda: None, is_followed=False)  # noqa: SLF001
+        found._owns, found._lease = True, SimpleNamespace(release=lambda: True, is_followed=False)  # noqa: SLF001
         return found
 
     made(2).scale(2)
@@ -395,9 +395,9 @@ def test_one_front_end_owns_a_service_and_others_follow(monkeypatch: pytest.Monk
     assert second.take() is None and second.renew() is None and not second.is_followed
     taker = first.renew()
     assert taker is not None and taker.key == "b"
-    first.release()
+    assert not first.release()
     assert second.renew() is None
-    second.release()
+    assert second.release()
     assert {name for name, _ in stored} == {b"vlora:another"} and lease("d").take() is None
     # Of two at once one is the owner.
     lease("e", "new").renew(first=True)
@@ -448,3 +448,32 @@ def test_replicas_of_other_front_ends_are_kept_if_they_have_the_same_settings(mo
         assert events[-1] == Owns(secret * 16) and sorted(ended) == others
         # The secret of an owner without replicas is not known yet.
         assert [each.secret for each in events[:-1]] == ([secret * 16] if secret == b"its" else [])
+
+
+@needs_ray
+def test_a_former_owner_is_told_of_the_present_one_and_ends_no_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vlora.cluster.on_ray import driver
+
+    events, ended = list[Any](), list[str]()
+
+    def say(self: Any, event: Any) -> None:
+        events.append(event)
+        sys.exit()  # as the driver does next, without what the test's process does at its end
+
+    replica = ReplicaSettings(config=EngineConfig(model="m"), secret=SECRET)
+    settings = driver_settings(RayOptions(address="h:1"), replica, 2, 2, Folder("/tmp/f"), "m")
+    monkeypatch.setattr(driver.Driver, "look_at_nodes", lambda self, now_s: None)
+    monkeypatch.setattr(driver.Driver, "say", say)
+    monkeypatch.setattr(driver.Driver, "end", lambda self, names: ended.extend(names))
+    monkeypatch.setattr(driver, "own_actors", lambda: {"replica-0"})
+    monkeypatch.setattr(driver.Lease, "RENEW_S", 0.0)
+    other = msgspec.structs.replace(settings.service, key="other")
+    owners = iter([None, other])
+    lease: Any = SimpleNamespace(renew=lambda: next(owners), release=lambda: False, is_followed=False)
+    former = driver.Driver(settings, None)
+    with pytest.raises(SystemExit):
+        former.renew(lease)
+    assert events == [Follows(other, SECRET)]
+    former._owns, former._lease = True, lease  # noqa: SLF001
+    former.stop()
+    assert not ended

@@ -390,6 +390,38 @@ async def test_errors_are_the_answers_of_their_calls(tmp_path: Path, source: Pat
     await receiver.close()
 
 
+@real
+async def test_a_front_end_that_leaves_ends_only_what_it_sends(tmp_path: Path, source: Path) -> None:
+    receiver = AdapterReceiver(tmp_path / "adapters")
+    own: asyncio.Queue[bytes] = asyncio.Queue()
+    other: asyncio.Queue[bytes] = asyncio.Queue()
+    first, second = own.put_nowait, other.put_nowait
+
+    async def answer(of: asyncio.Queue[bytes], call: FilesOperation) -> messages.Reply[msgspec.Raw]:
+        receiver.receive(1, call, first if of is own else second)
+        found = messages.decode_from_engine(await asyncio.wait_for(of.get(), PATIENCE_S))
+        assert isinstance(found, messages.Reply)
+        return found
+
+    offer = offer_of(source)
+    version = offer.version
+    pieces = [Piece(version, file.name, (source / file.name).read_bytes()) for file in offer.files]
+    assert (await answer(own, offer)).error is None
+    assert (await answer(own, pieces[0])).error is None
+    assert msgspec.msgpack.decode((await answer(other, offer)).value, type=Files).busy
+    for call in (pieces[1], Finish(version), replace(offer, files=(ShippedFile("other", 1),))):
+        error = (await answer(other, call)).error
+        assert error is not None and error.code == "bad_request", call
+    receiver.peer_left(second)
+    assert (await answer(own, pieces[1])).error is None
+    assert msgspec.msgpack.decode((await answer(own, Finish(version))).value, type=Files).path.endswith(version)
+    unfinished = offer_of(written(tmp_path / "second", 2))
+    assert (await answer(own, unfinished)).error is None
+    receiver.peer_left(first)
+    assert not msgspec.msgpack.decode((await answer(other, unfinished)).value, type=Files).busy
+    await receiver.close()
+
+
 KILLED = """
 import shutil, sys
 from pathlib import Path

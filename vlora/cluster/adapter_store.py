@@ -155,10 +155,6 @@ class AdapterStore:
             incoming.discard()
             self._drop(version, incoming.lock)
 
-    def abort_all(self) -> None:
-        for version in tuple(self._incoming):
-            self.abort(version)
-
     def hold(self, versions: Collection[str]) -> None:
         """These contents are in use, as far as they are here, and no others."""
         for version in set(versions) - self._held.keys():
@@ -170,7 +166,8 @@ class AdapterStore:
             os.close(self._held.pop(version))
 
     def close(self) -> None:
-        self.abort_all()
+        for version in tuple(self._incoming):
+            self.abort(version)
         self.hold(())
 
     # -- inside -------------------------------------------------------------------------------------------------------

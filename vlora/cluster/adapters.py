@@ -319,16 +319,16 @@ class ReplicatedAdapters:
             finally:
                 self._busy -= {*names}
                 if self.linger_s:
-                    self._loop.call_later(self.linger_s, self._end_changes)
+                    self._loop.call_later(self.linger_s, self._end_changes, tuple(self.former))
                 else:
-                    self._end_changes()
+                    self._end_changes(self.former)
                 self._wake(names)
                 for home in homes:
                     self._compositions.allow(home.name, names)
 
-    def _end_changes(self) -> None:
+    def _end_changes(self, contents: Iterable[tuple[str, str]]) -> None:
         """Former contents are kept from now on only until the requests that began with them have ended."""
-        for name, version in self.former:
+        for name, version in contents:
             if name not in self._busy:
                 self.former.end(name, version)
 

@@ -20,7 +20,7 @@ from vlora.cluster.adapter_messages import Files, FilesOperation, Finish, Hold, 
 from vlora.cluster.adapter_store import AdapterStore, Busy, check_versions, default_root
 from vlora.engine.ipc import messages
 from vlora.engine.operations import KeepAdapters
-from vlora.errors import Aborted, OverCapacity, VLoraError
+from vlora.errors import Aborted, BadRequest, OverCapacity, VLoraError
 from vlora.types import ErrorValue, RequestOutput
 
 log = logging.getLogger("vlora.cluster")
@@ -41,7 +41,9 @@ class AdapterReceiver:
     def __init__(self, root: Path | None = None) -> None:
         """Create no folder and no thread yet. root: of the store; None: see `default_root`."""
         self._root = root
-        self._store: AdapterStore | None = None  # used by the thread only
+        # Used by the thread only.
+        self._store: AdapterStore | None = None
+        self._senders: dict[str, Callable[[bytes], object]] = {}  # of incomplete contents
         self._thread = ThreadPoolExecutor(1, "vlora-adapter-files")
         self._calls: deque[_Waiting] = deque()
         self._answering: asyncio.Task[None] | None = None  # while some wait
@@ -56,9 +58,9 @@ class AdapterReceiver:
             self._answering = asyncio.create_task(self._answer_all(), name="vlora-adapter-files")
 
     def peer_left(self, send: Callable[[bytes], object]) -> None:
-        """Drop incomplete contents, and answer none of its calls that wait."""
+        """Drop its incomplete contents, and answer none of its calls that wait."""
         self._calls = deque(each for each in self._calls if each.send != send)
-        self._thread.submit(self._abort_all)
+        self._thread.submit(self._abort_of, send)
 
     async def close(self) -> None:
         """Drop incomplete contents, and use nothing any more. If the disk hangs, the next process drops them."""
@@ -73,17 +75,18 @@ class AdapterReceiver:
     async def _answer_all(self) -> None:
         loop = asyncio.get_running_loop()
         while self._calls:
-            call_id, operation, send = self._calls.popleft()
-            send(messages.encode(await loop.run_in_executor(self._thread, self._answer, call_id, operation)))
+            call = self._calls.popleft()
+            call.send(messages.encode(await loop.run_in_executor(self._thread, self._answer, call)))
         self._answering = None
 
     # -- in the thread ------------------------------------------------------------------------------------------------
 
-    def _answer(self, call_id: int, operation: FilesOperation) -> messages.Reply[Files]:
+    def _answer(self, call: _Waiting) -> messages.Reply[Files]:
+        call_id, operation, send = call
         try:
             if self._store is None:
                 self._store = AdapterStore(self._root or default_root(os.environ))
-            return messages.Reply(call_id, _done(self._store, operation))
+            return messages.Reply(call_id, self._done(self._store, operation, send))
         except Busy:
             return messages.Reply(call_id, Files(busy=True))
         except OSError as error:
@@ -95,35 +98,48 @@ class AdapterReceiver:
         except Exception as error:  # otherwise no later call would be answered
             log.exception("received adapters")
             found = ErrorValue.of(Aborted(f"internal error: {type(error).__name__}; the log of the replica has it"))
-        if self._store is not None and not isinstance(operation, Hold):
-            with contextlib.suppress(OSError):
-                self._store.abort(operation.version)
+        if not isinstance(operation, Hold) and self._senders.get(operation.version) == send:
+            self._abort(operation.version)
         return messages.Reply(call_id, error=found)
 
-    def _abort_all(self) -> None:
-        if self._store is not None:
-            self._store.abort_all()
+    def _done(self, store: AdapterStore, operation: FilesOperation, send: Callable[[bytes], object]) -> Files:
+        match operation:
+            case Offer(version=version):
+                path = store.find(operation)
+                if path is None and operation.receive:
+                    follows = store.begin(operation)
+                    self._senders[version] = send
+                    path = None if follows else self._finish(store, version)
+                return Files(path=path or "")
+            case Piece(version=version) | Finish(version=version) if self._senders.get(version) != send:
+                raise BadRequest("no content with this hash is being received from this front end")
+            case Piece():
+                store.write(operation.version, operation.name, operation.data)
+            case Finish():
+                return Files(path=self._finish(store, operation.version))
+            case Hold():
+                check_versions(operation.versions)
+                store.hold(operation.versions)
+        return Files()
+
+    def _finish(self, store: AdapterStore, version: str) -> str:
+        path = store.finish(version)
+        del self._senders[version]
+        return path
+
+    def _abort(self, version: str) -> None:
+        del self._senders[version]
+        with contextlib.suppress(OSError):
+            if self._store is not None:
+                self._store.abort(version)
+
+    def _abort_of(self, send: Callable[[bytes], object]) -> None:
+        for version in [version for version, sender in self._senders.items() if sender == send]:
+            self._abort(version)
 
     def _close_store(self) -> None:
         if self._store is not None:
             self._store.close()
-
-
-def _done(store: AdapterStore, operation: FilesOperation) -> Files:
-    match operation:
-        case Offer():
-            path = store.find(operation)
-            if path is None and operation.receive and not store.begin(operation):
-                path = store.finish(operation.version)
-            return Files(path=path or "")
-        case Piece():
-            store.write(operation.version, operation.name, operation.data)
-        case Finish():
-            return Files(path=store.finish(operation.version))
-        case Hold():
-            check_versions(operation.versions)
-            store.hold(operation.versions)
-    return Files()
 
 
 class Peer:

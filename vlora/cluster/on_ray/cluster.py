@@ -238,8 +238,13 @@ class RayCluster(RayReplicas):
             return await self.front_ends.call(await self._with_contents(operation))
         match operation:
             case op.Scale(number, wait_s):
-                return await self.scale(number, wait_s)
-        return await super().call(operation)
+                found = await self.scale(number, wait_s)
+            case _:
+                found = await super().call(operation)
+        if isinstance(operation, Change):  # the others have it before the caller hears of it
+            self.front_ends.publish()
+            await asyncio.sleep(0)
+        return found
 
     async def _with_contents(self, change: Change) -> Change:
         """A change for the owner, after the replicas have the files, which may be on this machine only."""
@@ -292,6 +297,8 @@ class RayCluster(RayReplicas):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self.front_ends.publish()
+        await asyncio.sleep(0)
         await self.front_ends.close()
         await super().close()
         if not self._closed:
@@ -305,13 +312,16 @@ class RayCluster(RayReplicas):
 
     async def _wait_joined(self, number: int, announce: Callable[[str], None], wait_s: float) -> None:
         names, waiting = set[str](), dict[str, str]()
-        ends_s: float | None = None  # once a replica has no room
+        ends_s: float | None = None  # once a replica has no room, or one of another front end's has joined
         assert self._starting is not None
         while not names or not names >= {*self._wanted_at_start(number)}:
             try:
                 async with asyncio.timeout_at(ends_s):
                     found = await self._starting.get()
             except TimeoutError:
+                if not waiting:
+                    announce(f"{len(names)} of {len(self.located)} replicas serve; the others are down")
+                    break
                 raise BadConfig(f"{next(iter(waiting.values()))}; nothing has changed for {wait_s:g} s") from None
             match found:
                 case Failed(error=error):
@@ -328,6 +338,8 @@ class RayCluster(RayReplicas):
                     ends_s = ends_s or self._loop.time() + wait_s
                 case name:
                     names.add(name)
+                    if self.front_ends.owner is not None:  # which may have replicas that are down
+                        ends_s = ends_s or self._loop.time() + wait_s
                     where = "" if self.ray.local is not None else f" on {self.located[name].at.host}"
                     announce(f"{name} serves ({len(names)} of {len(self._wanted_at_start(number))}){where}")
         self._starting = None
@@ -370,8 +382,11 @@ class RayCluster(RayReplicas):
         if state is None:
             return
         log.warning("this front end makes the changes of the service from now on")
-        for name in state.leaving:  # one of them that is still to leave its node is reported again
+        kept = {*replica_names(state.number)}
+        for name in state.leaving & kept:  # one of them that is still to leave its node is reported again
             self._mark_drained(name, False)
+        for name in self.located.keys() - kept:  # the driver ends it
+            self._begin(self._release(name))
         self._autoscaler.take_over(state.scaling)
         self._begin(self._adapters.lead())
 

@@ -164,9 +164,12 @@ class Lease:
     def is_followed(self) -> bool:
         return time.monotonic() - self._followed[1] < 3 * self.RENEW_S
 
-    def release(self) -> None:
-        if (found := self._get()) is not None and found[0].key == self._service.key:
-            store.delete(self._OWNER, namespace=self._namespace)
+    def release(self) -> bool:
+        """Returns whether this front end had the service."""
+        if (found := self._get()) is None or found[0].key != self._service.key:
+            return False
+        store.delete(self._OWNER, namespace=self._namespace)
+        return True
 
     def _get(self) -> tuple[Service, int, int] | None:
         value = store.get(self._OWNER, namespace=self._namespace)

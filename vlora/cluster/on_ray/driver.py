@@ -145,11 +145,9 @@ class Driver:
 
     def stop(self) -> None:
         """End the actors, unless another front end follows, which takes them over."""
-        if self._owns and self._lease is not None:
-            self._lease.release()
-            if not self._lease.is_followed:
-                self.end(own_actors())
-                self._request_nodes(0)
+        if self._owns and self._lease is not None and self._lease.release() and not self._lease.is_followed:
+            self.end(own_actors())
+            self._request_nodes(0)
 
     def scale(self, number: int) -> None:
         """Have the first replicas, and end the actors of others, once this front end owns the service."""
@@ -210,8 +208,11 @@ class Driver:
             began_s = time.monotonic()
             with contextlib.suppress(RayError, RuntimeError):  # Ray's head is away
                 self.look_at_nodes(time.time())
-                # Either it is back, and tells drivers no more of its actors, or another front end owns the service.
-                if time.monotonic() - began_s > _AWAY_S or lease.renew() is not None:
+                if time.monotonic() - began_s > _AWAY_S:  # it is back, and tells drivers no more of its actors
+                    os._exit(RENEWED)
+                if (other := lease.renew()) is not None:
+                    if other.key != self._settings.service.key:  # that front end owns the service
+                        self.say(Follows(other, msgspec.msgpack.decode(self._replica, type=ReplicaSettings).secret))
                     os._exit(RENEWED)
 
     def hold(self, name: str) -> None:

@@ -94,6 +94,7 @@ class FrontEnds:
         self.owner: Member | None = None
         self.state: ServiceState | None = None
         self._key = key
+        self._secret = b""  # of the owner
         self._health = health
         self._make_state = make_state
         self._on_state = on_state
@@ -131,8 +132,9 @@ class FrontEnds:
     def follow(self, service: Service, secret: bytes) -> None:
         """Have what another front end has, from now on."""
         address = Address(service.address, service.port)
-        if self.owner is not None and self.owner.address == address:
+        if self.owner is not None and (self.owner.address, self._secret) == (address, secret):
             return
+        self._secret = secret
         for line in tuple(self._lines):
             line.close()
         self._leave()
@@ -167,8 +169,7 @@ class FrontEnds:
         state, before = self._make_state(), self.state
         if before is None or state.without_times != before.without_times:
             self.state = msgspec.structs.replace(state, version=1 if before is None else before.version + 1)
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self._wake()
 
     async def close(self) -> None:
         if self._listener is not None:
@@ -186,6 +187,11 @@ class FrontEnds:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _wake(self) -> None:
+        """Let the calls that wait for a change look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _leave(self) -> None:
         owner, self.owner = self.owner, None
@@ -219,6 +225,7 @@ class FrontEnds:
 
     def _left(self, transport: MessageTransport, error: BaseException | None, address: str) -> None:
         self._lines.discard(transport)
+        self._wake()
         log.info("the front end at %s follows this one no more%s", address, "" if error is None else f": {error}")
 
     def _receive(self, transport: MessageTransport, data: bytes) -> None:
@@ -233,7 +240,7 @@ class FrontEnds:
     async def _answer(self, transport: MessageTransport, call_id: int, operation: Operation) -> None:
         value, failed = None, None
         try:
-            value = await self._result(operation)
+            value = await self._result(transport, operation)
         except VLoraError as error:
             failed = ErrorValue.of(error)
         except Exception as error:
@@ -243,7 +250,7 @@ class FrontEnds:
         if not transport.closed.done():
             transport.send(messages.encode(messages.Reply(call_id, value, failed)))
 
-    async def _result(self, operation: Operation) -> Any:
+    async def _result(self, transport: MessageTransport, operation: Operation) -> Any:
         if self.owner is not None:
             raise Aborted(f"{self.owner.name} makes the changes of this service now; try again")
         if not isinstance(operation, WatchService):
@@ -251,4 +258,6 @@ class FrontEnds:
         self.publish()
         while self.state is None or self.state.version == operation.version:
             await self._changed.wait()
+            if transport.closed.done() or self.owner is not None:
+                raise Aborted("this front end does not make the changes of the service any more; try again")
         return self.state

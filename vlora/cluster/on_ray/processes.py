@@ -22,9 +22,11 @@ from vlora.cluster.on_ray.reports import (
     DriverSettings,
     Event,
     Failed,
+    Follows,
     LocalReport,
     LocalSettings,
     Order,
+    Owns,
     Scale,
     Service,
 )
@@ -256,6 +258,9 @@ class RayProcesses:
                 event = await receive_value(driver.output, Event)
                 heard = True
                 refused = isinstance(event, Failed) and not event.name
+                if isinstance(event, Owns | Follows):  # the next driver may start replicas before it finds others
+                    replica = msgspec.structs.replace(self._settings.replica, secret=event.secret)
+                    self._settings = msgspec.structs.replace(self._settings, replica=replica)
                 self._on_event(event)
         except asyncio.IncompleteReadError:
             pass
