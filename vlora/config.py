@@ -11,7 +11,7 @@ import operator
 import os
 import re
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from vlora.errors import BadConfig
@@ -57,10 +57,9 @@ def types_of(config: type) -> dict[str, Any]:
     return typing.get_type_hints(config)
 
 
-def choices_of(config: type, field: dataclasses.Field[Any]) -> tuple[str, ...]:
-    """The values that a setting may have; empty if it has no choices."""
-    kind = types_of(config)[field.name]
-    return tuple(field.metadata.get("choices", typing.get_args(kind) if typing.get_origin(kind) is Literal else ()))
+def choices_of(kind: Any, metadata: Mapping[str, Any]) -> tuple[str, ...]:
+    """The values that a setting of a type may have; empty if it has no choices."""
+    return tuple(metadata.get("choices", typing.get_args(kind) if typing.get_origin(kind) is Literal else ()))
 
 
 _BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
@@ -81,7 +80,7 @@ def check_settings(config: Any, shown: Callable[[str], str] = str) -> None:
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if (choices := choices_of(type(config), field)) and value not in choices:
+        if (choices := choices_of(types_of(config.__class__)[field.name], field.metadata)) and value not in choices:
             raise BadConfig(f"{shown(field.name)} is {value!r}; choose one of {', '.join(choices)}")
         for bound, (holds, words) in _BOUNDS.items():
             if value is not None and (limit := field.metadata.get(bound)) is not None and not holds(value, limit):

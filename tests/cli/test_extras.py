@@ -167,7 +167,7 @@ def test_a_front_end_loads_its_tokenizer_and_image_processor_without_torch() -> 
     code = (
         "import sys\n"
         "import vlora.server.http.routes, vlora.server.http.server\n"
-        "from vlora.cli.settings import EMBEDDED, model_path\n"
+        "from vlora.cli.options import EMBEDDED, model_path\n"
         "from vlora.server.launch import _load_processor\n"
         "processor = _load_processor(model_path(EMBEDDED))\n"
         "print(processor.decode(processor.encode('what is shown ?').prompt_ids), 'torch' in sys.modules)\n"

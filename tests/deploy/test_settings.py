@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -29,7 +30,6 @@ from tests.server.api import running_api
 from vlora.cli import cli
 from vlora.cli.group import refuse_unknown
 from vlora.cli.options import long_flag
-from vlora.cli.settings import make_config
 from vlora.config import EngineConfig, ServerConfig, Token
 from vlora.logging_format import JSON_VARIABLE
 
@@ -89,8 +89,9 @@ def test_serve_accepts_the_environment(where: str, monkeypatch: pytest.MonkeyPat
             parameter = parameters[name.removeprefix("VLORA_SERVE_").lower()]
             assert parameter is not None and str(settings[parameter]) == value
     assert settings["log_json"] == (environment.get(JSON_VARIABLE) == "1")
-    make_config(EngineConfig, settings)
-    make_config(ServerConfig, settings, tokens=TOKENS)
+    for config, more in ((EngineConfig, {}), (ServerConfig, {"tokens": TOKENS})):
+        names = {field.name for field in dataclasses.fields(config)} & settings.keys()
+        config(**{name: settings[name] for name in names - more.keys() - {"serve_base"}}, **more)
 
 
 def test_named_variables_flags_and_commands_exist() -> None:

@@ -8,13 +8,11 @@ from typing import Any
 
 import click
 
-from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.interrupt import until_stopped
-from vlora.cli.options import log_level_option, token_file_option
+from vlora.cli.options import EMBEDDED, TOKEN_FILE, command, flag, log_level, model_path, settings_of
 from vlora.cli.progress import waiting
 from vlora.cli.serve import served_base, served_name
-from vlora.cli.settings import EMBEDDED, config_flags, model_path
 from vlora.config import EngineConfig, ServerConfig
 from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, configure
 from vlora.split.config import BaseConfig
@@ -31,32 +29,21 @@ def base() -> None:
     """
 
 
-@base.command("serve")
+@command(base, "serve", needs="serve")
 @click.argument("model", default=EMBEDDED)
-@config_flags(EngineConfig, only=("device", "dtype", "threads"))
-@click.option(
-    "--bind",
-    "addresses",
-    multiple=True,
-    default=[DEFAULT_BIND],
-    show_default=True,
-    metavar="ADDRESS",
-    help="HOST:PORT (port 0: any free one), or unix:PATH for shared memory on this machine; may be repeated.",
-)
-@token_file_option
-@config_flags(ServerConfig, only=("tls_cert", "tls_key"))
-@config_flags(BaseConfig)
-@log_level_option("a line per client")
-@needs("serve")
 def serve(
     model: str,
-    addresses: tuple[str, ...],
-    token_file: Path | None,
-    tls_cert: str | None,
-    tls_key: str | None,
-    threads: int | None,
-    log_level: str,
-    **settings: Any,
+    engine: dict[str, Any] = settings_of(EngineConfig, "device", "dtype", "threads"),
+    addresses: tuple[str, ...] = flag(
+        (DEFAULT_BIND,),
+        "HOST:PORT (port 0: any free one), or unix:PATH for shared memory on this machine; may be repeated.",
+        "--bind",
+        metavar="ADDRESS",
+    ),
+    token_file: Path | None = TOKEN_FILE,
+    tls: dict[str, Any] = settings_of(ServerConfig, "tls_cert", "tls_key"),
+    batching: dict[str, Any] = settings_of(BaseConfig),
+    log_level: str = log_level("a line per client"),
 ) -> None:
     """Serve the frozen linear layers of MODEL until interrupted.
 
@@ -72,9 +59,10 @@ def serve(
 
     os.environ |= {LEVEL_VARIABLE: log_level, JSON_VARIABLE: ""}
     configure(os.environ)
-    security = ServerConfig(tls_cert=tls_cert, tls_key=tls_key, tokens=read_tokens(token_file, os.environ))
+    security = ServerConfig(**tls, tokens=read_tokens(token_file, os.environ))
     served = served_base(addresses, served_name(model), security)
-    config = BaseConfig(model=model_path(model, "MODEL"), **settings)
+    threads = engine.pop("threads")
+    config = BaseConfig(model=model_path(model, "MODEL"), **engine, **batching)
     with waiting(f"loading {model}") as loaded, until_stopped() as stop:
         from vlora.engine.host_resources import default_threads
         from vlora.split.serving import serve_base

@@ -11,22 +11,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from vlora.cli.extras import needs, require
+from vlora.cli.extras import require
 from vlora.cli.group import cli
 from vlora.cli.interrupt import INTERRUPTED, stopping, until_stopped
-from vlora.cli.options import answer_options, check_given_once, print_json, server_options, wait_option
+from vlora.cli.options import (
+    ADAPTER,
+    ANSWER,
+    ANSWER_TOKENS,
+    FILE,
+    FOLDER,
+    HEAD,
+    WAIT,
+    check_given_once,
+    command,
+    flag,
+    given,
+    print_json,
+)
 from vlora.cli.progress import counting
 from vlora.errors import BadConfig, BadImage, BadRequest
 from vlora.run_folder import append, whole_lines, write_whole, writing
+from vlora.types.domain import Way
 
 if TYPE_CHECKING:
     from apps.image_query import PictureAnswer
     from apps.video_analytics import ChunkResult
     from apps.video_analytics.sink_plan import EventResult
     from vlora.client import Client
-    from vlora.types.domain import Way
 
 _PLAN_SUFFIXES = (".yaml", ".yml")
 _IN_THE_PLAN = dict(
@@ -34,51 +46,36 @@ _IN_THE_PLAN = dict(
 )
 
 
-@cli.command()
+@command(cli, needs="video")
 @click.argument("sources", nargs=-1, required=True)
-@click.option("-a", "--adapter", "adapters", multiple=True, help="Adapter of the heads and questions; may be repeated.")
-@click.option("--head", "heads", multiple=True, help="Task head that answers: HEAD or ADAPTER/HEAD; may be repeated.")
-@click.option(
-    "-q",
-    "--question",
-    "questions",
-    multiple=True,
-    help="Question about one frame of each clip, which every --adapter answers in words (default: the base model); may "
-    "be repeated.",
-)
-@click.option("--max-tokens", type=int, default=64, show_default=True, help="Maximum number of tokens of a text.")
-@click.option(
-    "--fps",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Frames per second of a clip; a clip has as many frames as its head reads. Default: one clip per second.",
-)
-@click.option(
-    "-o",
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for NAME.jsonl, NAME.csv and NAME.webm (with several heads NAME.HEAD.*, with several adapters "
-    "NAME.ADAPTER-HEAD.*); existing files are replaced.",
-)
-@click.option("--max-latency-s", type=float, help="Maximum latency of an answer. Default: no bound.")
-@click.option(
-    "--check", is_flag=True, help="Of a plan: validate it without a server, and print what it asks per second."
-)
-@wait_option
-@server_options
-@needs("video")
-@click.pass_context
 def stream(
-    context: click.Context,
     sources: tuple[str, ...],
-    adapters: tuple[str, ...],
-    heads: tuple[str, ...],
-    questions: tuple[str, ...],
-    max_tokens: int,
-    fps: float | None,
-    out: Path | None,
-    max_latency_s: float | None,
-    check: bool,
-    wait_s: float,
+    adapters: tuple[str, ...] = flag((), "Adapter of the heads and questions; may be repeated.", "-a", "--adapter"),
+    heads: tuple[str, ...] = flag((), "Task head that answers: HEAD or ADAPTER/HEAD; may be repeated.", "--head"),
+    questions: tuple[str, ...] = flag(
+        (),
+        "Question about one frame of each clip, which every --adapter answers in words (default: the base model); may "
+        "be repeated.",
+        "-q",
+        "--question",
+    ),
+    max_tokens: int = flag(64, "Maximum number of tokens of a text."),
+    fps: float | None = flag(
+        None,
+        "Frames per second of a clip; a clip has as many frames as its head reads. Default: one clip per second.",
+        above=0,
+    ),
+    out: Path | None = flag(
+        None,
+        "Folder for NAME.jsonl, NAME.csv and NAME.webm (with several heads NAME.HEAD.*, with several adapters "
+        "NAME.ADAPTER-HEAD.*); existing files are replaced.",
+        "-o",
+        type=FOLDER,
+    ),
+    max_latency_s: float | None = flag(None, "Maximum latency of an answer. Default: no bound."),
+    check: bool = flag(False, "Of a plan: validate it without a server, and print what it asks per second."),
+    wait_s: float = WAIT,
+    *,
     client: Client,
     as_json: bool,
 ) -> None:
@@ -100,7 +97,7 @@ def stream(
     progress and closes the files. A clip that fails is reported and the command continues; the exit code is then 1.
     """
     if any(map(is_plan, sources)):
-        stream_plan(context, sources, out, max_latency_s, check, wait_s, client, as_json)
+        _stream_plan(sources, out, max_latency_s, check, wait_s, client, as_json)
         return
     if check:
         raise BadRequest("--check is for a plan; give a .yaml file, or remove --check")
@@ -134,27 +131,23 @@ def stream(
         sys.exit(1)
 
 
-@cli.command()
+@command(cli)
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("-q", "--question", help="Question about each image. Default: that of the domain or the head.")
-@answer_options
-@click.option(
-    "-o",
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="File for the answers, as JSON lines; an existing file is replaced at the first answer.",
-)
-@click.option("--resume", is_flag=True, help="Keep the answers in --out to the same question; ask about the others.")
-@server_options
 def batch(
     images: tuple[Path, ...],
-    question: str | None,
-    adapter: str | None,
-    head: str | None,
-    answer: Way | None,
-    max_tokens: int,
-    out: Path | None,
-    resume: bool,
+    question: str | None = flag(None, "Question about each image. Default: that of the domain or the head.", "-q"),
+    adapter: str | None = ADAPTER,
+    head: str | None = HEAD,
+    answer: Way | None = ANSWER,
+    max_tokens: int = ANSWER_TOKENS,
+    out: Path | None = flag(
+        None,
+        "File for the answers, as JSON lines; an existing file is replaced at the first answer.",
+        "-o",
+        type=FILE,
+    ),
+    resume: bool = flag(False, "Keep the answers in --out to the same question; ask about the others."),
+    *,
     client: Client,
     as_json: bool,
 ) -> None:
@@ -287,8 +280,7 @@ def result_line(result: ChunkResult, *, source: bool, task: bool) -> str:
     return f"{name}{result.start_s:7.1f} s  {outcome}  {result.latency_s * 1e3:6.0f} ms"
 
 
-def stream_plan(
-    context: click.Context,
+def _stream_plan(
     sources: Sequence[str],
     out: Path | None,
     max_latency_s: float | None,
@@ -309,9 +301,8 @@ def stream_plan(
 
     if len(sources) > 1:
         raise BadRequest("a plan has its own cameras; give one plan and no other source")
-    for name, flag in _IN_THE_PLAN.items():
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise BadRequest(f"{flag} is for sources without a plan; write it into the plan")
+    for name in filter(given, _IN_THE_PLAN):
+        raise BadRequest(f"{_IN_THE_PLAN[name]} is for sources without a plan; write it into the plan")
     file = read_plan(sources[0])
     if check:
         check_sources(file)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.interrupt import ends_with
-from vlora.cli.options import json_option, print_json
+from vlora.cli.options import FOLDER, command, flag, model_path, print_json, settings_of
 from vlora.cli.progress import waiting
-from vlora.cli.settings import config_flags, make_config, model_path
 from vlora.config import EngineConfig
 from vlora.errors import BadConfig
 
@@ -24,26 +22,23 @@ if TYPE_CHECKING:
 _SIZES = ("max_context", "max_batch_size", "block_size", "arena_bytes", "switching")
 
 
-@cli.command()
+@command(cli, needs="serve")
 @click.argument("model")
-@click.option(
-    "--memory-gib",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Memory of the device, which need not be in this machine. Default: its free memory.",
-)
-@click.option(
-    "--adapters",
-    default=0,
-    type=click.IntRange(min=0),
-    help="Number of adapters to serve: shows how many are on the device at once, and the KV cache beside them.",
-)
-@click.option(
-    "--rank", default=16, show_default=True, type=click.IntRange(min=1), help="Rank of the adapters to count."
-)
-@config_flags(EngineConfig, only=("device", "dtype", "quantize", "quantize_head", *_SIZES))
-@json_option
-@needs("serve")
-def check(model: str, memory_gib: float | None, adapters: int, rank: int, as_json: bool, **settings: Any) -> None:
+def check(
+    model: str,
+    memory_gib: float | None = flag(
+        None, "Memory of the device, which need not be in this machine. Default: its free memory.", above=0
+    ),
+    adapters: int = flag(
+        0,
+        "Number of adapters to serve: shows how many are on the device at once, and the KV cache beside them.",
+        least=0,
+    ),
+    rank: int = flag(16, "Rank of the adapters to count.", least=1),
+    settings: dict[str, Any] = settings_of(EngineConfig, "device", "dtype", "quantize", "quantize_head", *_SIZES),
+    *,
+    as_json: bool,
+) -> None:
     """Show whether the checkpoint MODEL is served, its limits, and the memory and the adapters that fit.
 
     \b
@@ -57,7 +52,7 @@ def check(model: str, memory_gib: float | None, adapters: int, rank: int, as_jso
         from vlora.engine.model_check import check_model
 
     found = check_model(
-        make_config(EngineConfig, settings, model=model_path(model)),
+        EngineConfig(model=model_path(model), **settings),
         adapter_rank=rank,
         wanted_adapters=adapters,
         memory_bytes=None if memory_gib is None else int(memory_gib * 2**30),
@@ -117,30 +112,17 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**power:.1f} {'KMG'[power // 10 - 1]}iB"
 
 
-@cli.command("gpu-check")
-@click.option(
-    "--out",
-    required=True,
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder of the results, a JSON file for each stage.",
-)
-@click.option(
-    "--minutes",
-    type=click.FloatRange(min=0, min_open=True),
-    default=9.5,
-    show_default=True,
-    help="Time limit. Stages that do not fit are left for the next call.",
-)
-@click.option("--stages", help="Names of stages, separated by commas. Default: all.")
-@click.option(
-    "--device",
-    type=click.Choice(["cuda", "cpu"]),
-    default="cuda",
-    show_default=True,
-    help="cpu runs every stage with small shapes, to check the stages themselves.",
-)
-@json_option
-def gpu_check(out: Path, minutes: float, stages: str | None, device: str, as_json: bool) -> None:
+@command(cli, "gpu-check")
+def gpu_check(
+    out: Path = flag(None, "Folder of the results, a JSON file for each stage.", type=FOLDER, required=True),
+    minutes: float = flag(9.5, "Time limit. Stages that do not fit are left for the next call.", above=0),
+    stages: str | None = flag(None, "Names of stages, separated by commas. Default: all."),
+    device: Literal["cuda", "cpu"] = flag(
+        "cuda", "cpu runs every stage with small shapes, to check the stages themselves."
+    ),
+    *,
+    as_json: bool,
+) -> None:
     """Check and measure the engine on a GPU, in stages in order of value. Exit code 1 if a stage fails or misses a
     goal.
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-from collections.abc import Callable
-from typing import Any
 
 from vlora.errors import BadConfig
 
@@ -45,28 +42,6 @@ EXTRAS = {
 """For each extra, the distributions that it installs, with the module that each provides."""
 
 _NAMES_SHOWN = 3
-
-
-def needs(extra: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Restrict a command to installations with the packages of an extra.
-
-    Args:
-        extra: a key of `EXTRAS`.
-
-    Returns:
-        A decorator for the command's function, below its options. If a package is missing, the function raises
-        BadConfig before it does anything; the message contains the install command.
-    """
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(command)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            require(extra)
-            return command(*args, **kwargs)
-
-        return checked
-
-    return decorate
 
 
 def require(extra: str) -> None:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from vlora.cli.extras import needs
 from vlora.cli.group import cli
-from vlora.cli.options import server_option
+from vlora.cli.options import FILE, FOLDER, command, flag
 from vlora.errors import BadImage, VLoraError
 from vlora.operations import GetCameras, GetFrame
 
@@ -102,24 +101,23 @@ def _read(picture: str, folder: Path | None) -> bytes | Path:
     raise BadImage(f"{picture[:100]!r} is not a data URL, nor a file in the folder of --pictures")
 
 
-@cli.command()
-@click.option(
-    "-i",
-    "--index",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Index of `vlora index`, which the tool search_recordings searches. Default: no such tool.",
-)
-@click.option(
-    "--pictures",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder of pictures that ask_picture may read. Default: data URLs only.",
-)
-@click.option(
-    "--http-port", type=click.IntRange(1, 65535), help="Serve streamable HTTP on this port of 127.0.0.1, not stdio."
-)
-@server_option
-@needs("mcp")
-def mcp(index: Path | None, pictures: Path | None, http_port: int | None, client: Client) -> None:
+@command(cli, needs="mcp")
+def mcp(
+    index: Path | None = flag(
+        None,
+        "Index of `vlora index`, which the tool search_recordings searches. Default: no such tool.",
+        "-i",
+        type=FILE,
+    ),
+    pictures: Path | None = flag(
+        None, "Folder of pictures that ask_picture may read. Default: data URLs only.", type=FOLDER
+    ),
+    http_port: int | None = flag(
+        None, "Serve streamable HTTP on this port of 127.0.0.1, not stdio.", least=1, most=65535
+    ),
+    *,
+    client: Client,
+) -> None:
     """Offer a server to agents as tools of the Model Context Protocol, over stdio or HTTP.
 
     \b

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 import msgspec
-from click.core import ParameterSource
 
 from vlora import operations as op
-from vlora.cli.extras import needs
-from vlora.cli.group import cli
-from vlora.cli.options import long_flag, print_json, server_options, wait_option
+from vlora.cli.group import Group, cli
+from vlora.cli.options import WAIT, command, flag, given, long_flag, print_json
 from vlora.cli.progress import waiting
 from vlora.errors import BadRequest
 from vlora.types import AdapterStatus, EngineStats, TrainingStatus
@@ -46,10 +44,8 @@ def _show(found: Any, as_json: bool, none: str = "") -> None:
 # -- adapters ---------------------------------------------------------------------------------------------------------
 
 
-@cli.group(invoke_without_command=True)
-@server_options
-@click.pass_context
-def adapters(context: click.Context, client: Client, as_json: bool) -> None:
+@command(cli, cls=Group, invoke_without_command=True)
+def adapters(client: Client, as_json: bool) -> None:
     """List the adapters of a server with their domains and heads, or load, unload, pin and unpin one.
 
     \b
@@ -58,14 +54,13 @@ def adapters(context: click.Context, client: Client, as_json: bool) -> None:
 
     If the server requires tokens, changes require an admin token in VLORA_TOKEN.
     """
+    context = click.get_current_context()
     if context.invoked_subcommand is None:
         with client:
             _show(client.adapters(), as_json, "no adapters")
         return
     for option in context.command.params:
-        assert option.name is not None
-        if context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
-            assert isinstance(option, click.Option)
+        if isinstance(option, click.Option) and given(option.name or ""):
             raise click.UsageError(f"write --{long_flag(option)} after {context.invoked_subcommand!r}", context)
 
 
@@ -103,9 +98,8 @@ def train() -> None:
     """
 
 
-@train.command()
+@command(train)
 @click.argument("name")
-@server_options
 def versions(name: str, client: Client, as_json: bool) -> None:
     """List the versions of the learning adapter NAME, the newest first.
 
@@ -164,10 +158,8 @@ def _training(status: TrainingStatus) -> Iterator[str]:
 # -- the server, its replicas -----------------------------------------------------------------------------------------
 
 
-@cli.command()
-@wait_option
-@server_options
-def status(wait_s: float, client: Client, as_json: bool) -> None:
+@command(cli)
+def status(wait_s: float = WAIT, *, client: Client, as_json: bool) -> None:
     """Show a server's requests, modes, memory and adapters.
 
     \b
@@ -218,10 +210,13 @@ def cluster() -> None:
     """
 
 
-@cluster.command("status")
-@click.option("--adapters", "of_adapters", is_flag=True, help="Show where each adapter is, and why it cannot be used.")
-@server_options
-def cluster_status(client: Client, of_adapters: bool, as_json: bool) -> None:
+@command(cluster, "status")
+def cluster_status(
+    of_adapters: bool = flag(False, "Show where each adapter is, and why it cannot be used.", "--adapters"),
+    *,
+    client: Client,
+    as_json: bool,
+) -> None:
     """Show the replicas, their queue, and what happened to requests; or the adapters of each replica.
 
     \b
@@ -243,9 +238,8 @@ def _number_or_auto(value: str) -> int | Literal["auto"]:
     return "auto" if value == "auto" else int(value)
 
 
-@cluster.command()
+@command(cluster)
 @click.argument("number", type=_number_or_auto)
-@server_options
 def scale(number: int | Literal["auto"], client: Client, as_json: bool) -> None:
     """Have NUMBER replicas, at most --replicas LEAST:MOST of the server, or let the load decide.
 
@@ -313,10 +307,8 @@ def cameras() -> None:
     """
 
 
-@cameras.command("add")
+@command(cameras, "add", needs="plans")
 @click.argument("plan")
-@server_options
-@needs("plans")
 def add_cameras(plan: str, client: Client, as_json: bool) -> None:
     """Add or change the cameras of the file PLAN of `vlora stream`; paths are of the server's machine.
 
@@ -391,17 +383,16 @@ def _add(
         else:
             _show(found, as_json, none)
 
-    command = server_options(run)
-    for field in reversed(msgspec.structs.fields(operation)):
-        if field.name in options:
-            flag = field.type is bool or None
-            command = click.option(f"--{field.name}", is_flag=flag, help=options[field.name])(command)
-        elif field.required and field.name not in fixed:
-            command = click.argument(field.name)(command)
+    params: list[click.Parameter] = []
     if "upload" in options:
-        command = click.option("--upload", is_flag=True, help=options["upload"])(command)
+        params.append(click.Option(["--upload"], is_flag=True, help=options["upload"]))
+    for field in msgspec.structs.fields(operation):
+        if field.name in options:
+            params.append(click.Option([f"--{field.name}"], is_flag=field.type is bool, help=options[field.name]))
+        elif field.required and field.name not in fixed:
+            params.append(click.Argument([field.name]))
     text = text or inspect.cleandoc(operation.__doc__ or "")
-    group.command(name, help=f"{text}\n\n\b\n    vlora {group.name} {name} {example}")(command)
+    command(group, name, params=params, help=f"{text}\n\n\b\n    vlora {group.name} {name} {example}")(run)
 
 
 _add(adapters, "list", op.GetAdapters, "--json", none="no adapters")

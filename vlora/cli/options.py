@@ -1,24 +1,36 @@
-"""Options of several commands: headings in the help, flags as names, the server; and how a command prints."""
+"""Commands and their options: flags from parameters and from configurations, the server, and what commands print."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+from click.core import ParameterSource
 
-from vlora.config import ServerConfig
-from vlora.errors import BadRequest
+from vlora.cli.extras import require
+from vlora.config import ServerConfig, choices_of, setting, types_of
+from vlora.errors import BadConfig, BadRequest
 from vlora.logging_format import LEVEL_VARIABLE, LEVELS
 
 if TYPE_CHECKING:
-    from vlora.client import Answer, Client
+    from vlora.client import Client
 
+EMBEDDED = "embedded"
 RULES = ("placed", "punica", "where_it_is", "least_loaded", "round_robin")
 """Of `vlora.routing`, which takes long to import."""
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+FOLDER = click.Path(file_okay=False, path_type=Path)
+_OWN = "Options"  # heading of options that have no other
+
+# -- flags of parameters ----------------------------------------------------------------------------------------------
 
 
 class HeadedOption(click.Option):
@@ -27,9 +39,119 @@ class HeadedOption(click.Option):
         self.heading = heading
 
 
-def headed(heading: str, *names: str, **settings: Any) -> Any:
-    """As `click.option`, under a heading."""
-    return click.option(*names, cls=HeadedOption, heading=heading, **settings)
+class _Group(NamedTuple):
+    """The settings of a configuration that a command has; all if `only` is empty."""
+
+    config: type
+    only: tuple[str, ...]
+
+
+def flag(default: Any, text: str, *names: str, heading: str = _OWN, **more: Any) -> Any:
+    """An option, as the default of a command's parameter or of a dataclass's field; its type is the annotation's.
+
+    Args:
+        default: Of the option.
+        text: The help.
+        names: Flags, if they are not `--` and the parameter's name.
+        more: Bounds and choices as of `setting`; others are click's.
+    """
+    return setting(default, heading, text, names=names, **more)
+
+
+def settings_of(config: type, *only: str) -> Any:
+    """Options for the settings of a configuration, as the default of a parameter that receives their values by name."""
+    return _Group(config, only)
+
+
+def command(
+    group: click.Group,
+    name: str | None = None,
+    *,
+    needs: str | None = None,
+    params: Sequence[click.Parameter] = (),
+    **attributes: Any,
+) -> Any:
+    """A decorator that adds a command to a group, with options for the parameters that have a flag as default.
+
+    The parameter `client` receives a client of the server that further options name. `as_json` is the flag --json.
+
+    Args:
+        needs: The extra without whose packages the command raises BadConfig before it does anything.
+        params: Further ones, before the others.
+        attributes: As of `click.Group.command`.
+    """
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        parameters = inspect.signature(function).parameters
+        hints = typing.get_type_hints(function, localns={"Client": object})
+        groups = {each: set[str]() for each, its in parameters.items() if isinstance(its.default, _Group)}
+        options = [*params]
+        for each, its in parameters.items():
+            if each == "client":
+                options += [_option(flag, str, field) for flag, field in _SERVER.items()]
+            elif each == "as_json":
+                options.append(_option(each, bool, _JSON))
+            elif isinstance(its.default, _Group):
+                config, only = its.default
+                fields = [field for field in dataclasses.fields(config) if "heading" in field.metadata]
+                fields = [field for field in fields if not only or field.name in only]
+                groups[each] = {field.name for field in fields}
+                options += [_option(field.name, types_of(config)[field.name], field) for field in fields]
+            elif isinstance(its.default, dataclasses.Field):
+                options.append(_option(each, hints[each], its.default))
+
+        @functools.wraps(function)
+        def run(**values: Any) -> None:
+            if needs is not None:
+                require(needs)
+            for parameter, names in groups.items():
+                values[parameter] = {name: values.pop(name) for name in names}
+            if "client" in parameters:
+                values["client"] = client_of(*(values.pop(name) for name in _SERVER))
+            function(**values)
+
+        made: click.Command = group.command(name, params=options, **attributes)(run)
+        return made
+
+    return decorate
+
+
+def _option(name: str, hint: Any, field: dataclasses.Field[Any]) -> HeadedOption:
+    more = dict(field.metadata)
+    names: tuple[str, ...] | None = more.pop("names", None)  # None: of a configuration, which checks its bounds itself
+    bounds = {bound: more.pop(bound) for bound in ("least", "above", "most") if bound in more}
+    if type(None) in typing.get_args(hint):
+        hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
+    if multiple := typing.get_origin(hint) is tuple:
+        hint = typing.get_args(hint)[0]
+    kind = more.pop("type", click.Path(path_type=Path) if hint is Path else hint)
+    if choices := choices_of(hint, more):
+        kind = click.Choice(choices)
+    elif bounds and names is not None:
+        least, most = bounds.get("least", bounds.get("above")), bounds.get("most")
+        kind = (click.IntRange if hint is int else click.FloatRange)(least, most, min_open="above" in bounds)
+    more.pop("choices", None)
+    flags = [*(names or ()), *filter(None, [more.pop("short", None)])]
+    if not any(each.startswith("--") for each in flags):
+        flags.append(f"--{name.replace('_', '-')}")
+    if both := hint is bool and names is None:
+        flags[-1] += f"/--no-{flags[-1][2:]}"
+    return HeadedOption(
+        [name, *flags],
+        heading=more.pop("heading"),
+        help=more.pop("text"),
+        type=kind,
+        is_flag=hint is bool,
+        multiple=multiple,
+        default=field.default,
+        show_default=both or not (field.default in (None, ()) or field.default is False),
+        **more,
+    )
+
+
+def given(name: str) -> bool:
+    """Whether an option of the running command is on its command line."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def long_flag(option: click.Option) -> str:
@@ -43,8 +165,8 @@ def write_headed(context: click.Context, formatter: click.HelpFormatter, params:
     for param in params:
         record = param.get_help_record(context)
         if record is not None:
-            rows.setdefault(param.heading if isinstance(param, HeadedOption) else "Options", []).append(record)
-    for heading in sorted(rows, key="Options".__eq__):
+            rows.setdefault(param.heading if isinstance(param, HeadedOption) else _OWN, []).append(record)
+    for heading in sorted(rows, key=_OWN.__eq__):
         with formatter.section(heading):
             formatter.write_dl(rows[heading])
 
@@ -56,95 +178,44 @@ def check_given_once(flags: Mapping[str, Sequence[str]]) -> None:
             raise BadRequest(f"{flag} {repeated[0]!r} is given more than once; give it once")
 
 
-def server_option(command: Any) -> Any:
-    """Passes the command a `client` of the server that the flags name. The token comes from VLORA_TOKEN only: every
-    user of the machine can read a command line.
-    """
+# -- flags of several commands ----------------------------------------------------------------------------------------
 
-    @functools.wraps(command)
-    def with_client(*, server: str, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, **args: Any) -> Any:
-        return command(client=client_of(server, tls_ca, tls_cert, tls_key), **args)
 
-    for name, text in (
-        ("key", "Private key of --tls-cert"),
-        ("cert", "Client certificate to present to the server"),
-        ("ca", "CA of the server's certificate; enables TLS"),
-    ):
-        variable = f"VLORA_TLS_{name.upper()}"
-        with_client = click.option(f"--tls-{name}", envvar=variable, metavar="FILE", help=f"{text} (or {variable}).")(
-            with_client
-        )
-    return click.option(
+_JSON = flag(False, "Print JSON, one object per line.", "--json")
+# The token comes from VLORA_TOKEN only: every user of the machine can read a command line.
+_SERVER = {
+    "server": flag(
+        f"{ServerConfig.host}:{ServerConfig.rpyc_port}",
+        "Address of `vlora serve`, or several with commas (or VLORA_SERVER).",
         "-s",
-        "--server",
         envvar="VLORA_SERVER",
-        default=f"{ServerConfig.host}:{ServerConfig.rpyc_port}",
-        show_default=True,
         metavar="HOST:PORT",
-        help="Address of `vlora serve`, or several with commas (or VLORA_SERVER).",
-    )(with_client)
-
-
-def wait_option(command: Any) -> Any:
-    return click.option(
-        "--wait-s",
-        type=click.FloatRange(min=0),
-        default=0.0,
-        show_default=True,
-        help="How long to wait at startup for a server that is not ready yet.",
-    )(command)
-
-
-def answer_options(command: Any) -> Any:
-    """What answers, and how long."""
-    way = "Way to answer a domain's question. Default: the one that was more accurate on validation data."
-    asked = "Adapter or domain to ask, or several adapters: a+b, 0.7*a+0.3*b. Default: the base model."
-    for option in (
-        click.option("--max-tokens", type=int, default=128, show_default=True, help="Maximum number of answer tokens."),
-        click.option("--answer", type=click.Choice(["head", "words"]), help=way),
-        click.option("--head", help="Task head of the adapter to use, with its own question."),
-        click.option("-a", "--adapter", help=asked),
-    ):
-        command = option(command)
-    return command
-
-
-def how(answer: Answer) -> str:
-    """The way and the confidence of an answer about a domain, to print behind it; empty for other answers."""
-    if answer.domain is None:
-        return ""
-    by = "in words" if answer.result is None else f"head {answer.result.head}"
-    sure = "" if answer.confidence is None else f"  {answer.confidence:.1%}"
-    return f"{sure}  ({by})"
-
-
-def token_file_option(command: Any) -> Any:
-    return headed(
-        "Network",
-        "--token-file",
-        type=click.Path(path_type=Path),
-        help="Token file (YAML, see docs/api.md), in addition to VLORA_TOKEN and VLORA_ADMIN_TOKEN.",
-    )(command)
-
-
-def log_level_option(info: str) -> Any:
-    return headed(
-        "Log",
-        "--log-level",
-        type=click.Choice(LEVELS),
-        default="warning",
-        show_default=True,
-        envvar=LEVEL_VARIABLE,
-        help=f"Level of the log on stderr; info writes {info}.",
     )
+}
+for _name, _text in (
+    ("ca", "CA of the server's certificate; enables TLS"),
+    ("cert", "Client certificate to present to the server"),
+    ("key", "Private key of --tls-cert"),
+):
+    _variable = f"VLORA_TLS_{_name.upper()}"
+    _SERVER[f"tls_{_name}"] = flag(None, f"{_text} (or {_variable}).", envvar=_variable, metavar="FILE")
+
+WAIT = flag(0.0, "How long to wait at startup for a server that is not ready yet.", least=0)
+ADAPTER = flag(None, "Adapter or domain to ask, or several adapters: a+b, 0.7*a+0.3*b. Default: the base model.", "-a")
+HEAD = flag(None, "Task head of the adapter to use, with its own question.")
+ANSWER = flag(None, "Way to answer a domain's question. Default: the one that was more accurate on validation data.")
+ANSWER_TOKENS = flag(128, "Maximum number of answer tokens.")
+TOKEN_FILE = flag(
+    None,
+    "Token file (YAML, see docs/api.md), in addition to VLORA_TOKEN and VLORA_ADMIN_TOKEN.",
+    heading="Network",
+)
 
 
-def json_option(command: Any) -> Any:
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")(command)
-
-
-def server_options(command: Any) -> Any:
-    return server_option(json_option(command))
+def log_level(info: str) -> Any:
+    """info: what the level info writes."""
+    text = f"Level of the log on stderr; info writes {info}."
+    return flag("warning", text, heading="Log", choices=LEVELS, envvar=LEVEL_VARIABLE)
 
 
 def client_of(
@@ -158,6 +229,17 @@ def client_of(
     addresses_of(servers := server.split(","), flag)
     tls = client_context(tls_ca, tls_cert, tls_key)
     return Client(servers=servers, token=os.environ.get("VLORA_TOKEN") or None, tls=tls)
+
+
+def model_path(model: str, name: str = "--model") -> str:
+    """The folder of a model, or its hub name unchanged. Raises BadConfig for a folder that does not exist."""
+    if model != EMBEDDED:
+        if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
+            raise BadConfig(f"{name} is {model!r}; there is no such folder")
+        return os.path.expanduser(model)
+    from fusion.embedded import checkpoint_path
+
+    return str(checkpoint_path())
 
 
 def print_json(value: Any) -> None:

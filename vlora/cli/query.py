@@ -11,46 +11,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from vlora.cli.group import cli
-from vlora.cli.options import answer_options, how, print_json, server_options
+from vlora.cli.options import ADAPTER, ANSWER, ANSWER_TOKENS, HEAD, command, flag, given, print_json
 from vlora.cli.progress import waiting
 from vlora.errors import BadImage, BadRequest, TooLarge
+from vlora.types.domain import Way
 
 if TYPE_CHECKING:
-    from vlora.client import Client, HeadResult
-    from vlora.types.domain import Way
+    from vlora.client import Answer, Client, HeadResult
 
 _OF_TEXT = ("answer", "max_tokens", "temperature", "stop", "max_ttft_s", "question")  # that do not apply to heads
 
 
-@cli.command()
+@command(cli)
 @click.argument("images", nargs=-1, required=True, metavar="IMAGE... [QUESTION]")
-@click.option("-q", "--question", help="The question, if it is not the last argument.")
-@answer_options
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy decoding.")
-@click.option("--stop", multiple=True, help="End the answer before this text; may be repeated.")
-@click.option("--max-ttft-s", type=float, help="Maximum time to the first token. Default: no bound.")
-@click.option("--max-latency-s", type=float, help="Maximum latency of the whole answer. Default: no bound.")
-@click.option(
-    "--priority", type=int, default=0, show_default=True, help="From -10 to 10; a higher priority is scheduled first."
-)
-@server_options
-@click.pass_context
 def query(
-    context: click.Context,
     images: tuple[str, ...],
-    question: str | None,
-    adapter: str | None,
-    head: str | None,
-    answer: Way | None,
-    max_tokens: int,
-    temperature: float,
-    stop: tuple[str, ...],
-    max_ttft_s: float | None,
-    max_latency_s: float | None,
-    priority: int,
+    question: str | None = flag(None, "The question, if it is not the last argument.", "-q"),
+    adapter: str | None = ADAPTER,
+    head: str | None = HEAD,
+    answer: Way | None = ANSWER,
+    max_tokens: int = ANSWER_TOKENS,
+    temperature: float = flag(0.0, "0 is greedy decoding."),
+    stop: tuple[str, ...] = flag((), "End the answer before this text; may be repeated."),
+    max_ttft_s: float | None = flag(None, "Maximum time to the first token. Default: no bound."),
+    max_latency_s: float | None = flag(None, "Maximum latency of the whole answer. Default: no bound."),
+    priority: int = flag(0, "From -10 to 10; a higher priority is scheduled first."),
+    *,
     client: Client,
     as_json: bool,
 ) -> None:
@@ -69,7 +57,9 @@ def query(
     --stop are for words.
     """
     if head is not None:
-        _refuse_options_of_text(context)
+        for name in filter(given, _OF_TEXT):
+            option = f"--{name.replace('_', '-')}"
+            raise BadRequest(f"{option} has no effect on a task head's answer; leave out {option} or --head")
         if adapter is None:
             raise BadRequest(f"--head is {head!r}; also give its --adapter")
     elif question is None and len(images) > 1 and not _is_picture(images[-1]):
@@ -93,20 +83,22 @@ def query(
                 click.echo(piece, nl=False)
         begun()
         assert pieces.answer is not None
-        click.echo(how(pieces.answer))
+        click.echo(_how(pieces.answer))
         if pieces.answer.result is not None:
             _print_boxes(pieces.answer.result)
 
 
-def _refuse_options_of_text(context: click.Context) -> None:
-    for name in _OF_TEXT:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            flag = f"--{name.replace('_', '-')}"
-            raise BadRequest(f"{flag} has no effect on a task head's answer; leave out {flag} or --head")
-
-
 def _is_url(image: str) -> bool:
     return re.match(r"https?://", image, re.IGNORECASE) is not None
+
+
+def _how(answer: Answer) -> str:
+    """The way and the confidence of an answer about a domain, to print behind it; empty for other answers."""
+    if answer.domain is None:
+        return ""
+    by = "in words" if answer.result is None else f"head {answer.result.head}"
+    sure = "" if answer.confidence is None else f"  {answer.confidence:.1%}"
+    return f"{sure}  ({by})"
 
 
 def _is_picture(argument: str) -> bool:

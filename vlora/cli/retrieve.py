@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.interrupt import until_stopped
-from vlora.cli.options import check_given_once, print_json, server_options
+from vlora.cli.options import FILE, check_given_once, command, flag, print_json
 from vlora.cli.progress import counting, waiting
 from vlora.errors import BadRequest
 
@@ -29,44 +28,29 @@ if TYPE_CHECKING:
 _SETTINGS = ("adapters", "heads", "questions", "num_frames", "fps", "max_tokens", "max_side")
 
 
-@cli.command()
+@command(cli, needs="video")
 @click.argument("videos", nargs=-1, required=True)
-@click.option(
-    "-o",
-    "--out",
-    default="index.sqlite",
-    show_default=True,
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="The index file; an existing index is updated.",
-)
-@click.option("-a", "--adapter", "adapters", multiple=True, help="Adapter that describes the clips; may be repeated.")
-@click.option("--head", "heads", multiple=True, help="Task head that describes them: HEAD or ADAPTER/HEAD; repeatable.")
-@click.option(
-    "-q",
-    "--question",
-    "questions",
-    multiple=True,
-    help="Question that every --adapter (default: the base model) answers in words about each clip; repeatable. "
-    "Default, without --head: 'describe the image.', and all heads of the adapters.",
-)
-@click.option(
-    "--frames",
-    "num_frames",
-    type=click.IntRange(1, 64),
-    help="Frames of a clip. Default: as many as the heads read at most, or 1.",
-)
-@click.option(
-    "--fps", type=click.FloatRange(min=0, min_open=True), help="Frames per second. Default: one clip per second."
-)
-@click.option("--max-tokens", type=click.IntRange(min=1), default=48, show_default=True, help="Tokens of an answer.")
-@click.option(
-    "--max-side", type=click.IntRange(min=16), default=640, show_default=True, help="Pixels of a stored frame's side."
-)
-@server_options
-@click.pass_context
-@needs("video")
 def index(
-    context: click.Context, videos: tuple[str, ...], out: Path, client: Client, as_json: bool, **settings: Any
+    videos: tuple[str, ...],
+    out: Path = flag(Path("index.sqlite"), "The index file; an existing index is updated.", "-o", type=FILE),
+    adapters: tuple[str, ...] = flag((), "Adapter that describes the clips; may be repeated.", "-a", "--adapter"),
+    heads: tuple[str, ...] = flag((), "Task head that describes them: HEAD or ADAPTER/HEAD; repeatable.", "--head"),
+    questions: tuple[str, ...] = flag(
+        (),
+        "Question that every --adapter (default: the base model) answers in words about each clip; repeatable. "
+        "Default, without --head: 'describe the image.', and all heads of the adapters.",
+        "-q",
+        "--question",
+    ),
+    num_frames: int | None = flag(
+        None, "Frames of a clip. Default: as many as the heads read at most, or 1.", "--frames", least=1, most=64
+    ),
+    fps: float | None = flag(None, "Frames per second. Default: one clip per second.", above=0),
+    max_tokens: int = flag(48, "Tokens of an answer.", least=1),
+    max_side: int = flag(640, "Pixels of a stored frame's side.", least=16),
+    *,
+    client: Client,
+    as_json: bool,
 ) -> None:
     """Index videos, pictures, or folders of them, for `vlora retrieve`.
 
@@ -78,12 +62,13 @@ def index(
     changed files only, removes those that are gone, and continues after Ctrl-C. A file that cannot be read is reported,
     and the others are indexed; the exit code is then 1. If it is the only one given, the command ends with its error.
     """
-    if settings["fps"] is not None and not math.isfinite(settings["fps"]):
-        raise BadRequest(f"--fps is {settings['fps']}; it must be a number above 0")
-    check_given_once(
-        {"--head": settings["heads"], "--adapter": settings["adapters"], "--question": settings["questions"]}
-    )
-    named = [name for name in _SETTINGS if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    if fps is not None and not math.isfinite(fps):
+        raise BadRequest(f"--fps is {fps}; it must be a number above 0")
+    check_given_once({"--head": heads, "--adapter": adapters, "--question": questions})
+    values = adapters, heads, questions, num_frames, fps, max_tokens, max_side
+    settings = dict(zip(_SETTINGS, values, strict=True))
+    source_of = click.get_current_context().get_parameter_source
+    named = [name for name in _SETTINGS if source_of(name) is not ParameterSource.DEFAULT]
     with client, until_stopped() as stop, _open(client, out, settings, named) as opened:
         num_failed = _update(client, opened, videos, stop, as_json=as_json)
     if num_failed:
@@ -150,57 +135,33 @@ def _update(
     return counts.failed
 
 
-@cli.command()
+@command(cli, needs="video")
 @click.argument("query", required=False)
 @click.argument("videos", nargs=-1)
-@click.option("--like", type=click.Path(path_type=Path), help="Find clips like this picture, instead of QUERY.")
-@click.option(
-    "-i",
-    "--index",
-    "path",
-    default="index.sqlite",
-    show_default=True,
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="The index file.",
-)
-@click.option("-a", "--adapter", help="Adapter that ranks, or several: a+b. Default: the base model.")
-@click.option(
-    "-q",
-    "--question",
-    default="Is there {}?",
-    show_default=True,
-    help="Asked about each candidate; {} is the query. The probability of the answer yes counts in the score.",
-)
-@click.option(
-    "--frames",
-    "num_frames",
-    type=click.IntRange(1, 64),
-    help="Frames of a clip that the model reads. Default: as many as the adapter's heads read at most, or 1.",
-)
-@click.option(
-    "--candidates",
-    type=click.IntRange(min=1),
-    default=100,
-    show_default=True,
-    help="Clips that the model reads, selected by the words and heads' answers of the index.",
-)
-@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Results to print.")
-@click.option(
-    "--sheet", type=click.Path(dir_okay=False, path_type=Path), help="Contact sheet of the results to write, a PNG."
-)
-@server_options
-@needs("video")
 def retrieve(
     query: str | None,
     videos: tuple[str, ...],
-    like: Path | None,
-    path: Path,
-    adapter: str | None,
-    question: str,
-    num_frames: int | None,
-    candidates: int,
-    top: int,
-    sheet: Path | None,
+    like: Path | None = flag(None, "Find clips like this picture, instead of QUERY."),
+    path: Path = flag(Path("index.sqlite"), "The index file.", "-i", "--index", type=FILE),
+    adapter: str | None = flag(None, "Adapter that ranks, or several: a+b. Default: the base model.", "-a"),
+    question: str = flag(
+        "Is there {}?",
+        "Asked about each candidate; {} is the query. The probability of the answer yes counts in the score.",
+        "-q",
+    ),
+    num_frames: int | None = flag(
+        None,
+        "Frames of a clip that the model reads. Default: as many as the adapter's heads read at most, or 1.",
+        "--frames",
+        least=1,
+        most=64,
+    ),
+    candidates: int = flag(
+        100, "Clips that the model reads, selected by the words and heads' answers of the index.", least=1
+    ),
+    top: int = flag(10, "Results to print.", least=1),
+    sheet: Path | None = flag(None, "Contact sheet of the results to write, a PNG.", type=FILE),
+    *,
     client: Client,
     as_json: bool,
 ) -> None:
@@ -281,21 +242,22 @@ def _print_hits(hits: Sequence[Hit], as_json: bool) -> None:
         click.echo(f"{hit.rank:3}  {hit.score:.2f}  {name:<{width}}  {time:>9}  {hit.why()}".rstrip())
 
 
-@cli.command()
+@command(cli, needs="video")
 @click.argument("video")
-@click.option("-q", "--question", help="Question about each part. Default: what happens in it.")
-@click.option(
-    "--summary-question", help="Question about the notes of all parts. Default: a summary in a few sentences."
-)
-@click.option("-a", "--adapter", help="Adapter that answers about the parts. Default: the base model.")
-@click.option("--part-s", type=float, default=30.0, show_default=True, help="Length of a part, in seconds.")
-@click.option(
-    "--frames", "num_frames", type=click.IntRange(1, 256), default=8, show_default=True, help="Frames of a part."
-)
-@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of an answer.")
-@server_options
-@needs("video")
-def summarize(video: str, part_s: float, client: Client, as_json: bool, **options: Any) -> None:
+def summarize(
+    video: str,
+    question: str | None = flag(None, "Question about each part. Default: what happens in it.", "-q"),
+    summary_question: str | None = flag(
+        None, "Question about the notes of all parts. Default: a summary in a few sentences."
+    ),
+    adapter: str | None = flag(None, "Adapter that answers about the parts. Default: the base model.", "-a"),
+    part_s: float = flag(30.0, "Length of a part, in seconds."),
+    num_frames: int = flag(8, "Frames of a part.", "--frames", least=1, most=256),
+    max_tokens: int = flag(128, "Tokens of an answer.", least=1),
+    *,
+    client: Client,
+    as_json: bool,
+) -> None:
     """Describe a video part by part, with times, and then summarize these notes.
 
     \b
@@ -310,7 +272,9 @@ def summarize(video: str, part_s: float, client: Client, as_json: bool, **option
 
     if not 0.1 <= part_s < math.inf:
         raise BadRequest(f"--part-s is {part_s}; it must be a number, at least 0.1")
-    asked = {name: value for name, value in options.items() if value is not None}
+    asked: dict[str, Any] = {"adapter": adapter, "num_frames": num_frames, "max_tokens": max_tokens}
+    asked |= {"question": question} if question is not None else {}
+    asked |= {"summary_question": summary_question} if summary_question is not None else {}
     with client, until_stopped() as stop, waiting("asking"):
         for note in notes_of(client, video, part_s=part_s, stop=stop, **asked):
             if as_json:

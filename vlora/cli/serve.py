@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import click
 
 from vlora.adapter_files import CONFIG_FILE
-from vlora.cli.extras import needs, require
+from vlora.cli.extras import require
 from vlora.cli.group import cli
-from vlora.cli.options import RULES, headed, log_level_option, token_file_option
+from vlora.cli.options import EMBEDDED, RULES, TOKEN_FILE, command, flag, log_level, model_path, settings_of
 from vlora.cli.progress import waiting
-from vlora.cli.settings import EMBEDDED, config_flags, make_config, model_path
 from vlora.config import EngineConfig, ServedBase, ServerConfig, check_settings, setting
 from vlora.errors import BadAdapter, BadConfig
 from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, configure
@@ -84,45 +83,27 @@ class Replicas(NamedTuple):
     more: dict[str, Any]
 
 
-def take_replica_options(
-    settings: dict[str, Any],
-    environ: Mapping[str, str] = os.environ,
-    *,
-    learn: str | None = None,
-    serve_base: Sequence[str] = (),
-) -> Replicas:
-    """Remove the values of these options from all settings of the command, and return them, checked.
+def replicas_of(given: ReplicaOptions, one_engine: Mapping[str, str | None]) -> Replicas:
+    """Check the options. Several replicas use the Ray of RAY_ADDRESS, if it is set, as in a job of Ray.
 
     Args:
-        settings: By name.
-        environ: Several replicas use the Ray of RAY_ADDRESS, if it is set, as in a job of Ray.
-        learn: Plan of learning adapters, which are trained.
-        serve_base: Addresses at which the engine serves its weights.
+        one_engine: Values of the options that several engines cannot have, by a key of `_ONE_ENGINE`.
 
     Raises:
-        BadConfig: A number is below 1, over the limit, or none; several engines have a plan of trainings, as replicas
-            would train the same adapters in the same folder, or one address for their weights; Ray cannot be used,
-            which is not imported; or an option has no effect.
+        BadConfig: A number is below 1, over the limit, or none; several engines have an option for one; Ray cannot be
+            used, which is not imported; or an option has no effect.
     """
-    given = ReplicaOptions(**{field.name: settings.pop(field.name) for field in dataclasses.fields(ReplicaOptions)})
     check_settings(given, _flag)
     if (numbers := re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", given.replicas)) is None:
         raise BadConfig(f"--replicas is {given.replicas!r}; write a number, or LEAST:MOST to scale by load")
     number, most = int(numbers[1]), int(numbers[2] or numbers[1])
     if not 1 <= number <= most:
         raise BadConfig(f"--replicas is {given.replicas}; at least one engine serves, and LEAST:MOST is ascending")
-    address = given.ray or (environ.get("RAY_ADDRESS") if most > 1 else None)
+    address = given.ray or (os.environ.get("RAY_ADDRESS") if most > 1 else None)
     several = f"--ray {address}" if given.ray else str(most)
-    for option, plan in (("--train", settings.get("train")), ("--learn", learn)):
-        if plan is not None and (most > 1 or address):
-            raise BadConfig(
-                f"{option} {plan} needs --replicas 1 (now {several}): one engine trains; serve it separately"
-            )
-    if serve_base and (most > 1 or address):
-        raise BadConfig(
-            f"--serve-base {serve_base[0]} needs --replicas 1 (now {several}): one engine listens at an address; start "
-            "`vlora base serve` as well"
-        )
+    for option, value in one_engine.items():
+        if value is not None and (most > 1 or address):
+            raise BadConfig(f"{option} {value} needs --replicas 1 (now {several}): {_ONE_ENGINE[option]}")
     from vlora.cluster.adapter_sender import ShippingLimits
 
     shipping = ShippingLimits(int(given.shipped_adapter_gib * 2**30), int(given.shipped_gib * 2**30))
@@ -144,6 +125,11 @@ def take_replica_options(
     return Replicas(number, ray_options(given, address or None), more)
 
 
+_ONE_ENGINE = {  # replicas would train the same adapters in the same folder
+    "--train": "one engine trains; serve it separately",
+    "--learn": "one engine trains; serve it separately",
+    "--serve-base": "one engine listens at an address; start `vlora base serve` as well",
+}
 _ONLY_ON_RAY = {
     "routing_journal": "router",
     "ray_namespace": "actors",
@@ -213,71 +199,44 @@ def _runtime_env(text: str) -> dict[str, Any]:
     return found
 
 
-@cli.command()
-@headed(
-    "Model", "-m", "--model", default=EMBEDDED, show_default=True, help="Folder, hub name, or the model in the package."
-)
-@headed(
-    "Model",
-    "--served-model-name",
-    metavar="NAME",
-    help="The base model's name in requests. Default: the folder's name, or the hub name.",
-)
-@headed(
-    "Adapters",
-    "-a",
-    "--adapter",
-    "adapters",
-    multiple=True,
-    metavar="NAME=PATH",
-    help="Serve this adapter; may be repeated.",
-)
-@headed(
-    "Adapters",
-    "--adapters",
-    "folder",
-    type=click.Path(path_type=Path),
-    help="Serve every adapter folder in this folder.",
-)
-@config_flags(ReplicaOptions)
-@headed(
-    "Adapters",
-    "--adapter-state",
-    metavar="FOLDER",
-    help="Keep the adapters, as changed while it serves, in this folder for the next start; none: do not. Default: "
-    "a folder of the port and the model.",
-)
-@token_file_option
-@log_level_option("a line per request")
-@headed("Log", "--log-json", is_flag=True, envvar=JSON_VARIABLE, help="Write the log as JSON lines.")
-@config_flags(EngineConfig)
-@config_flags(ServerConfig)
-@headed(
-    "Training",
-    "--learn",
-    metavar="PLAN",
-    help="Plan file (YAML, see docs/training.md) of adapters that learn from corrections of their answers.",
-)
-@headed(
-    "Training",
-    "--serve-base",
-    multiple=True,
-    metavar="ADDRESS",
-    help="Serve the weights to clients of `vlora.split`, too, at HOST:PORT or unix:PATH; may be repeated.",
-)
-@needs("serve")
+@command(cli, needs="serve")
 def serve(
-    model: str,
-    served_model_name: str | None,
-    adapters: tuple[str, ...],
-    folder: Path | None,
-    learn: str | None,
-    serve_base: tuple[str, ...],
-    adapter_state: str | None,
-    token_file: Path | None,
-    log_level: str,
-    log_json: bool,
-    **settings: Any,
+    model: str = flag(EMBEDDED, "Folder, hub name, or the model in the package.", "-m", heading="Model"),
+    served_model_name: str | None = flag(
+        None,
+        "The base model's name in requests. Default: the folder's name, or the hub name.",
+        heading="Model",
+        metavar="NAME",
+    ),
+    adapters: tuple[str, ...] = flag(
+        (), "Serve this adapter; may be repeated.", "-a", "--adapter", heading="Adapters", metavar="NAME=PATH"
+    ),
+    folder: Path | None = flag(None, "Serve every adapter folder in this folder.", "--adapters", heading="Adapters"),
+    replica_settings: dict[str, Any] = settings_of(ReplicaOptions),
+    adapter_state: str | None = flag(
+        None,
+        "Keep the adapters, as changed while it serves, in this folder for the next start; none: do not. Default: a "
+        "folder of the port and the model.",
+        heading="Adapters",
+        metavar="FOLDER",
+    ),
+    token_file: Path | None = TOKEN_FILE,
+    log_level: str = log_level("a line per request"),
+    log_json: bool = flag(False, "Write the log as JSON lines.", heading="Log", envvar=JSON_VARIABLE),
+    engine_settings: dict[str, Any] = settings_of(EngineConfig),
+    server_settings: dict[str, Any] = settings_of(ServerConfig),
+    learn: str | None = flag(
+        None,
+        "Plan file (YAML, see docs/training.md) of adapters that learn from corrections of their answers.",
+        heading="Training",
+        metavar="PLAN",
+    ),
+    serve_base: tuple[str, ...] = flag(
+        (),
+        "Serve the weights to clients of `vlora.split`, too, at HOST:PORT or unix:PATH; may be repeated.",
+        heading="Training",
+        metavar="ADDRESS",
+    ),
 ) -> None:
     """Serve a model and its adapters until interrupted.
 
@@ -290,32 +249,32 @@ def serve(
 
     os.environ |= {LEVEL_VARIABLE: log_level, JSON_VARIABLE: "1" if log_json else ""}
     configure(os.environ)
-    replicas = take_replica_options(settings, learn=learn, serve_base=serve_base)
+    one_engine = {"--train": engine_settings["train"], "--learn": learn, "--serve-base": next(iter(serve_base), None)}
+    replicas = replicas_of(ReplicaOptions(**replica_settings), one_engine)
     named = named_adapters(adapters, folder)
     model_name = served_name(model) if served_model_name is None else served_model_name
     if not model_name.strip():
         raise BadConfig("the base model's name is empty; give a --served-model-name")
     if model_name in named:
         raise BadConfig(f"adapter {model_name!r} has the base model's name; rename it or give a --served-model-name")
-    if (trainings := settings.get("train")) is not None:
+    if (trainings := engine_settings["train"]) is not None:
         from vlora.training.plan import read_plan
 
-        settings["train"] = os.path.abspath(os.path.expanduser(trainings))
-        read_plan(settings["train"])  # an error is reported before the model loads
+        engine_settings["train"] = os.path.abspath(os.path.expanduser(trainings))
+        read_plan(engine_settings["train"])  # an error is reported before the model loads
     learning = None
     if learn is not None:
         from vlora.learning.plan import read_learning_plan
 
         learning = read_learning_plan(os.path.abspath(os.path.expanduser(learn)))
     all_tokens = functools.partial(read_tokens, token_file, os.environ)
-    server_config = make_config(ServerConfig, settings, tokens=all_tokens())
+    server_config = ServerConfig(**server_settings, tokens=all_tokens())
     if server_config.camera_hosts or server_config.camera_paths:
         require("plans")
     if server_config.tracing:
         require("tracing")
-    engine_config = make_config(
-        EngineConfig,
-        settings,
+    engine_config = EngineConfig(
+        **engine_settings,
         model=model_path(model),
         serve_base=served_base(tuple(map(_whole, serve_base)), model_name, server_config) if serve_base else None,
     )

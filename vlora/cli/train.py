@@ -9,51 +9,38 @@ import os
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
-from vlora.cli.extras import needs
 from vlora.cli.group import cli
 from vlora.cli.interrupt import ends_with
-from vlora.cli.options import client_of, json_option, print_json
+from vlora.cli.options import client_of, command, flag, print_json
 from vlora.cli.progress import waiting
-from vlora.config import EngineConfig, Quantize
+from vlora.config import EngineConfig
 from vlora.errors import BadConfig, BadPlan
 from vlora.run_folder import UNFINISHED, remove, writing
 
 
-@cli.command()
+@command(cli, needs="fuse")
 @click.argument("plan", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for adapters and report.")
-@click.option("--device", default=EngineConfig.device, show_default=True, help="Device to train on: cpu or cuda.")
-@click.option("--check", is_flag=True, help="Explain the plan and report all errors in it, without training.")
-@click.option("--dry-run", is_flag=True, help="Show which trainings in --out are reused, and how long others take.")
-@click.option("--resume", is_flag=True, help="Reuse the trainings in --out, of an interrupted run or another plan.")
-@click.option("--restart", is_flag=True, help="Train everything again; delete the results of an earlier run in --out.")
-@click.option("--oracle", is_flag=True, help="Also find the minimum number of adapters; requires many more trainings.")
-@click.option(
-    "--workers", default=1, type=click.IntRange(min=1), help="Number of parallel trainings, one CPU thread each."
-)
-@click.option(
-    "--serve-to",
-    metavar="HOST:PORT",
-    help="A server on this machine that serves --out: it takes the new adapters when the run ends, without losing a "
-    "request. Token and TLS come from the variables of `vlora adapters`.",
-)
-@json_option
-@needs("fuse")
 def fuse(
     plan: Path,
-    out: Path | None,
-    device: str,
-    check: bool,
-    dry_run: bool,
-    resume: bool,
-    restart: bool,
-    oracle: bool,
-    workers: int,
-    serve_to: str | None,
+    out: Path | None = flag(None, "Folder for adapters and report."),
+    device: str = flag(EngineConfig.device, "Device to train on: cpu or cuda."),
+    check: bool = flag(False, "Explain the plan and report all errors in it, without training."),
+    dry_run: bool = flag(False, "Show which trainings in --out are reused, and how long others take."),
+    resume: bool = flag(False, "Reuse the trainings in --out, of an interrupted run or another plan."),
+    restart: bool = flag(False, "Train everything again; delete the results of an earlier run in --out."),
+    oracle: bool = flag(False, "Also find the minimum number of adapters; requires many more trainings."),
+    workers: int = flag(1, "Number of parallel trainings, one CPU thread each.", least=1),
+    serve_to: str | None = flag(
+        None,
+        "A server on this machine that serves --out: it takes the new adapters when the run ends, without losing a "
+        "request. Token and TLS come from the variables of `vlora adapters`.",
+        metavar="HOST:PORT",
+    ),
+    *,
     as_json: bool,
 ) -> None:
     """Train adapters and task heads from a fusion plan: a file, or the name of one in the package.
@@ -155,26 +142,19 @@ def _remove_abandoned(out: Path) -> None:
             remove(left)
 
 
-@cli.command("convert-bd")
+@command(cli, "convert-bd", needs="fuse")
 @click.argument("adapter", type=click.Path(path_type=Path))
-@click.option(
-    "--blocks",
-    required=True,
-    type=click.IntRange(min=2),
-    help="Number of blocks: the number of ranks that will serve it.",
-)
-@click.option("--rank", type=click.IntRange(min=1), help="Rank of the result. Default: each layer's own.")
-@click.option("--model", "base", help="Base model. Default: the one that the adapter names.")
-@click.option(
-    "--data",
-    type=click.Path(path_type=Path),
-    help="Plan with the domains for distillation and evaluation: a file, or the name of one in the package.",
-)
-@click.option("--out", type=click.Path(path_type=Path), help="Output folder. Default: ADAPTER-bdN.")
-@json_option
-@needs("fuse")
 def convert_bd(
-    adapter: Path, blocks: int, rank: int | None, base: str | None, data: Path | None, out: Path | None, as_json: bool
+    adapter: Path,
+    blocks: int = flag(None, "Number of blocks: the number of ranks that will serve it.", least=2, required=True),
+    rank: int | None = flag(None, "Rank of the result. Default: each layer's own.", least=1),
+    base: str | None = flag(None, "Base model. Default: the one that the adapter names.", "--model"),
+    data: Path | None = flag(
+        None, "Plan with the domains for distillation and evaluation: a file, or the name of one in the package."
+    ),
+    out: Path | None = flag(None, "Output folder. Default: ADAPTER-bdN."),
+    *,
+    as_json: bool,
 ) -> None:
     """Convert an existing LoRA to block-diagonal form (BD-LoRA), which ranks serve without extra communication.
 
@@ -217,13 +197,15 @@ def convert_bd(
     click.echo(f"written to {out}")
 
 
-@cli.command("convert-lora")
+@command(cli, "convert-lora", needs="serve")
 @click.argument("adapter", type=click.Path(path_type=Path))
-@click.option("--rank", required=True, type=click.IntRange(min=1), help="Rank of the result.")
-@click.option("--out", type=click.Path(path_type=Path), help="Output folder. Default: ADAPTER-loraR.")
-@json_option
-@needs("serve")
-def convert_lora(adapter: Path, rank: int, out: Path | None, as_json: bool) -> None:
+def convert_lora(
+    adapter: Path,
+    rank: int = flag(None, "Rank of the result.", least=1, required=True),
+    out: Path | None = flag(None, "Output folder. Default: ADAPTER-loraR."),
+    *,
+    as_json: bool,
+) -> None:
     """Convert a LoHa or LoKr adapter of PEFT, which cannot be served, to a LoRA.
 
     \b
@@ -247,15 +229,14 @@ def convert_lora(adapter: Path, rank: int, out: Path | None, as_json: bool) -> N
     click.echo(f"written to {out}")
 
 
-@cli.command()
-@click.option("--out", default="demo", show_default=True, type=click.Path(path_type=Path), help="Output folder.")
-@click.option("--plan", default="demo", show_default=True, help="Fusion plan: a file, or one in the package by name.")
-@click.option(
-    "--full", is_flag=True, help="Eight domains instead of five: the plan demo-full. Takes three times as long."
-)
-@json_option
-@needs("demo")
-def demo(out: Path, plan: str, full: bool, as_json: bool) -> None:
+@command(cli, needs="demo")
+def demo(
+    out: Path = flag(Path("demo"), "Output folder."),
+    plan: str = flag("demo", "Fusion plan: a file, or one in the package by name."),
+    full: bool = flag(False, "Eight domains instead of five: the plan demo-full. Takes three times as long."),
+    *,
+    as_json: bool,
+) -> None:
     """Run the whole pipeline once: fuse, serve, query, stream, compare modes. Takes some minutes.
 
     \b
@@ -288,17 +269,16 @@ def model() -> None:
     """
 
 
-@model.command("eval")
-@click.option("--quick", is_flag=True, help="One seed and few pictures; figures are rough.")
-@click.option(
-    "--quantize",
-    type=click.Choice(["fp8", "int8", "int4"]),
-    help="Instead, compare the answers of weights in this format with those of the unquantized ones.",
-)
-@click.option("--quantize-head", is_flag=True, help="With --quantize: quantize the output head, too.")
-@json_option
-@needs("fuse")
-def model_eval(quick: bool, quantize: Quantize | None, quantize_head: bool, as_json: bool) -> None:
+@command(model, "eval", needs="fuse")
+def model_eval(
+    quick: bool = flag(False, "One seed and few pictures; figures are rough."),
+    quantize: Literal["fp8", "int8", "int4"] | None = flag(
+        None, "Instead, compare the answers of weights in this format with those of the unquantized ones."
+    ),
+    quantize_head: bool = flag(False, "With --quantize: quantize the output head, too."),
+    *,
+    as_json: bool,
+) -> None:
     """Measure every goal of the embedded model. The last line is JSON; with --json it is the only line. Exit code 1 if
     a goal is not met.
 

@@ -5,53 +5,30 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import click
 
-from vlora.cli.extras import needs
 from vlora.cli.group import cli
-from vlora.cli.options import json_option, print_json
+from vlora.cli.options import command, flag, model_path, print_json
 from vlora.cli.progress import waiting
-from vlora.cli.settings import model_path
 from vlora.errors import BadConfig
 
 
-@cli.command()
-@click.option(
-    "--model", help="Folder or hub name of the model to tune for. Default: the shapes of the tables in the package."
-)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option(
-    "--dtype",
-    "dtypes",
-    multiple=True,
-    type=click.Choice(["bfloat16", "float32", "float16"]),
-    default=["bfloat16", "float32"],
-    show_default=True,
-    help="May be repeated.",
-)
-@click.option("--minutes", type=click.FloatRange(min=0), help="Time limit. Default: 5 on a CPU, 30 on a GPU.")
-@click.option(
-    "--threads",
-    type=click.IntRange(min=1),
-    help="Threads to measure with on a CPU. Default: as `vlora serve`.",
-)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    help="The table's file. Default: in the user's data folder, where the engine reads it.",
-)
-@click.option("--check", is_flag=True, help="Only verify the numerical results of every row of the table.")
-@json_option
-@needs("serve")
+@command(cli, needs="serve")
 def tune(
-    model: str | None,
-    device: str,
-    dtypes: tuple[str, ...],
-    minutes: float | None,
-    threads: int | None,
-    out: Path | None,
-    check: bool,
+    model: str | None = flag(
+        None, "Folder or hub name of the model to tune for. Default: the shapes of the tables in the package."
+    ),
+    device: Literal["cpu", "cuda"] = flag("cpu", ""),
+    dtypes: tuple[str, ...] = flag(
+        ("bfloat16", "float32"), "May be repeated.", "--dtype", choices=("bfloat16", "float32", "float16")
+    ),
+    minutes: float | None = flag(None, "Time limit. Default: 5 on a CPU, 30 on a GPU.", least=0),
+    threads: int | None = flag(None, "Threads to measure with on a CPU. Default: as `vlora serve`.", least=1),
+    out: Path | None = flag(None, "The table's file. Default: in the user's data folder, where the engine reads it."),
+    check: bool = flag(False, "Only verify the numerical results of every row of the table."),
+    *,
     as_json: bool,
 ) -> None:
     """Find the fastest way to add LoRA deltas on this machine for each shape, and store the result in a table.
