@@ -10,6 +10,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -89,7 +90,8 @@ def test_serve_accepts_the_environment(where: str, monkeypatch: pytest.MonkeyPat
             parameter = parameters[name.removeprefix("VLORA_SERVE_").lower()]
             assert parameter is not None and str(settings[parameter]) == value
     assert settings["log_json"] == (environment.get(JSON_VARIABLE) == "1")
-    for config, more in ((EngineConfig, {}), (ServerConfig, {"tokens": TOKENS})):
+    made: dict[Any, dict[str, Any]] = {EngineConfig: {}, ServerConfig: {"tokens": TOKENS}}
+    for config, more in made.items():
         names = {field.name for field in dataclasses.fields(config)} & settings.keys()
         config(**{name: settings[name] for name in names - more.keys() - {"serve_base"}}, **more)
 
