@@ -1,17 +1,17 @@
-"""Homes of adapters by demand, the reactive plan beside the exact optimum, and when replicas are added and released."""
+"""Homes of adapters by demand, the reactive plan beside a lower bound, and when replicas are added and released."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping, Sequence, Set
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.example_counts import scaled
-from tests.routing.optimum import makespan, reactive_exact
-from vlora.routing import Group, MoveCosts, Need, Room, Router, proactive, reactive
+from vlora.routing import Group, MoveCosts, Need, Room, Router, Shift, proactive, reactive
 from vlora.routing.router import Advice
 from vlora.routing.scaling import (
     BUSY,
@@ -99,31 +99,42 @@ def crowd(num_replicas: int, num_adapters: int, num_requests: int) -> tuple[list
     return [Group(adapter, replica, count, 0.4) for (adapter, replica), count in counts.items()], resident
 
 
-@pytest.mark.parametrize(("num_replicas", "num_adapters", "num_requests"), [(3, 8, 60), (4, 16, 150)])
+def makespan(
+    groups: Sequence[Group], shifts: Sequence[Shift], resident: Mapping[str, Set[str]], costs: MoveCosts
+) -> float:
+    """Seconds until the last replica finishes, after these shifts."""
+    cost_s = {(group.adapter, group.replica): group.cost_s for group in groups}
+    ends: dict[str, float] = {}
+    for group in groups:
+        ends[group.replica] = ends.get(group.replica, 0.0) + group.number * group.cost_s
+    loaded: set[tuple[str, str]] = set()
+    for shift in shifts:
+        own_s = cost_s[shift.adapter, shift.source]
+        ends[shift.source] -= shift.number * own_s
+        ends[shift.target] = ends.get(shift.target, 0.0) + shift.number * (own_s + costs.again_s)
+        if shift.adapter is not None and shift.adapter not in resident.get(shift.target, ()):
+            loaded.add((shift.adapter, shift.target))
+    for _, name in loaded:
+        ends[name] += costs.load_s
+    return max(ends.values())
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "num_adapters", "num_requests"),
+    [(3, 8, 60), (4, 16, 150), (6, 20, 200), (8, 30, 400), (32, 128, 1000)],
+)
 def test_the_reactive_plan_is_close_to_the_optimum(num_replicas: int, num_adapters: int, num_requests: int) -> None:
+    """No plan ends before all replicas do at once, without costs of moves. Each request moves once at most."""
     groups, resident = crowd(num_replicas, num_adapters, num_requests)
-    room = slots(num_replicas, 40)
-    before = makespan(groups, [], resident, COSTS)
-    shifts = reactive(groups, resident, room, COSTS)
-    after = makespan(groups, shifts, resident, COSTS)
-    optimum = reactive_exact(groups, resident, room, COSTS)
-    assert makespan(groups, optimum.shifts, resident, COSTS) == pytest.approx(optimum.makespan_s)
-    assert optimum.makespan_s <= after * (1 + 1e-6) and after <= 1.05 * optimum.makespan_s
-    assert after < before
-    assert {(shift.adapter, shift.source) for shift in shifts} <= {(group.adapter, group.replica) for group in groups}
-
-
-def test_requests_of_many_replicas_move_once_each() -> None:
-    groups, resident = crowd(32, 128, 1000)
-    shifts = reactive(groups, resident, slots(32, 40), COSTS)
+    shifts = reactive(groups, resident, slots(num_replicas, 40), COSTS)
+    level_s = sum(group.number * group.cost_s for group in groups) / num_replicas
+    assert makespan(groups, [], resident, COSTS) > 1.2 * level_s
+    assert makespan(groups, shifts, resident, COSTS) < (1.06 if num_replicas < 32 else 1.1) * level_s
     there = {(group.adapter, group.replica): group.number for group in groups}
     moved: Counter[tuple[str | None, str]] = Counter()
     for shift in shifts:
         moved[shift.adapter, shift.source] += shift.number
     assert all(number <= there[key] for key, number in moved.items())
-    level_s = 1000 * 0.4 / 32
-    assert makespan(groups, [], resident, COSTS) > 3 * level_s
-    assert makespan(groups, shifts, resident, COSTS) < 1.1 * level_s
 
 
 def test_nothing_moves_without_a_gain_or_a_free_slot() -> None:
