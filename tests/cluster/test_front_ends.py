@@ -101,7 +101,7 @@ async def test_answers_of_the_other_one_go_on_with_the_content_with_which_they_b
     """Also where a replica dies after the first one has changed an adapter, and after the first one is gone."""
     async with cluster("ab") as here:
         await here.load("1")
-        here.cluster._adapters.linger_s = 5.0  # noqa: SLF001
+        here.cluster._adapters.former.linger_s = 5.0  # noqa: SLF001
         async with beside(here) as other:
             requests = [asked(f"r{number}", 300, adapter="x") for number in range(4)]
             answers = [asyncio.create_task(outputs_of(other, request)) for request in requests]
@@ -138,8 +138,9 @@ async def test_the_other_one_makes_the_changes_after_the_first_one(cluster: Make
                 assert other.where("r") == "a"
                 check(asked("r", adapter="x"), await answer, V1)
             await here.cluster.close()
-            await other._adapters.lead()  # noqa: SLF001
-            assert not any(home.mirrors or home.failures for home in homes.values())
+            other._adapters.lead()  # noqa: SLF001
+            await asyncio.sleep(0.5)
+            assert not any(home.failures for home in homes.values())
             assert (await other.load_adapter("x", here.paths["2"])).version == V2
             await asyncio.sleep(1.0)
             assert here.contents() == {V2}
@@ -155,7 +156,7 @@ async def test_former_contents_are_kept_for_the_other_one_after_each_change(clus
     async with cluster("a") as here:
         await here.load("1")
         adapters = here.cluster._adapters  # noqa: SLF001
-        adapters.linger_s = 5.0
+        adapters.former.linger_s = 5.0
         await here.load("2")
         await asyncio.sleep(4.0)
         await here.load("3")

@@ -70,6 +70,8 @@ def _adapter(adapter: AdapterStatus) -> Iterator[str]:
         merge = f"cannot be served: {adapter.error}" if adapter.error else "read at first use"
     pinned = "  pinned" if adapter.pinned else ""
     yield f"{adapter.name}  rank {adapter.rank}  {adapter.num_bytes / 2**20:.1f} MiB  {merge}{pinned}"
+    if adapter.loaded and adapter.error:
+        yield f"  not everywhere: {adapter.error}"
     for warning in adapter.warnings:
         yield f"  warning: {warning}"
     for domain in adapter.domains:

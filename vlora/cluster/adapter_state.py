@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,16 +50,16 @@ class DesiredAdapter(msgspec.Struct, frozen=True):
 
 
 class Goal(NamedTuple):
-    """What the replicas should be like now, and what is being changed.
+    """What the replicas should be like now.
 
     Attributes:
         kept: Contents by name to keep when others replace them.
-        busy: Names that an operator's change is at.
+        leads: This front end makes the changes. Otherwise it only says which former contents it needs.
     """
 
     adapters: Mapping[str, DesiredAdapter]
     kept: Mapping[str, Collection[str]]
-    busy: Set[str]
+    leads: bool
 
 
 class _Stored(msgspec.Struct, forbid_unknown_fields=True):
@@ -268,10 +268,17 @@ class Failure:
         bars: Whether it gets no requests of the adapter because of it.
         due_s: The time of the next attempt, in the loop's clock.
         pause_s: The time between two attempts.
+        is_coming: The adapter's files are not there yet, and are being sent.
+        has_arrived: They were sent, and the adapter was not tried again yet.
     """
+
+    is_coming = has_arrived = False
 
     def __init__(self, error: ErrorValue, before: Failure | None, *, bars: bool) -> None:
         self.error = error
         self.bars = bars
         self.pause_s: float = FIRST_PAUSE_S if before is None else min(LONGEST_PAUSE_S, 2 * before.pause_s)
         self.due_s = asyncio.get_running_loop().time() + self.pause_s
+
+    def is_due(self, now_s: float) -> bool:
+        return self.due_s <= now_s and not self.is_coming

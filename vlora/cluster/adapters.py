@@ -1,7 +1,7 @@
-"""Adapters on all replicas: an operator's change is made everywhere or nowhere, replica after replica.
+"""Adapters on all replicas: a table of desired adapters, which each replica follows by itself.
 
-The desired state (`adapter_state.py`) is the truth. Each replica follows it by itself (`replica_adapters.py`), so one
-that joins, or that fails an adapter, delays no other.
+A change is tried on one replica, whose refusal the caller gets, then written to the table (`adapter_state.py`). Each
+replica's loop (`replica_adapters.py`) then makes it there, as after a start, a lost connection or a takeover.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from typing import TypeVar
+
+import msgspec
 
 from vlora.cluster.adapter_sender import AdapterSender, ReplicaFiles
 from vlora.cluster.adapter_state import FLUSH_S, AdapterFailure, AdapterState, DesiredAdapter, Goal
 from vlora.cluster.former_contents import FormerContents, RefusedCompositions, parts_of
-from vlora.cluster.replica_adapters import ReplicaAdapters
-from vlora.cluster.summary import merged_status, merged_statuses
+from vlora.cluster.replica_adapters import ANSWER_S, ReplicaAdapters
+from vlora.cluster.summary import merged_statuses
 from vlora.engine.ipc.client import EngineClient
 from vlora.errors import Aborted, BadRequest, EngineDead, UnknownAdapter, VLoraError, listed
 from vlora.types import AdapterStatus, ErrorValue
@@ -33,8 +35,6 @@ class ReplicatedAdapters:
     Attributes:
         former: Contents that unfinished answers may need.
         homes: The replicas that serve, by name.
-        linger_s: How long replicas keep former contents after a change, until other front ends have asked for those
-            that they need.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class ReplicatedAdapters:
         """Begin without replicas. Call in a running event loop.
 
         Args:
+            unfinished: The ids and adapters of the unfinished requests.
             on_usable: Called with a replica, an adapter or composition, and whether it can be used there from now on.
             on_lack: Called with a replica, an adapter, a content hash, and whether the replica lacks that content.
             on_drain: Called with the name and content of an adapter that is unloaded once its requests have ended.
@@ -57,7 +58,6 @@ class ReplicatedAdapters:
         """
         self.state = state
         self.homes: dict[str, ReplicaAdapters] = {}
-        self.linger_s = 0.0
         self._mirrored: Mapping[str, Mapping[str, AdapterFailure]] | None = None  # by replica; None: not `follow`
         self.former = FormerContents(unfinished, self._content_ended)
         self._tell_usable = on_usable
@@ -66,7 +66,8 @@ class ReplicatedAdapters:
         self._sender = sender
         self._compositions = RefusedCompositions(on_usable)
         self._changing = asyncio.Lock()
-        self._busy: set[str] = set()  # names that a change is at
+        self._busy: set[str] = set()  # names of a change that is not written yet
+        self._moved = asyncio.Event()  # a replica has done something
         self._loop = asyncio.get_running_loop()
 
     def __contains__(self, adapter: object) -> bool:
@@ -75,24 +76,14 @@ class ReplicatedAdapters:
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
-    async def join(self, name: str, engine: EngineClient, before: ReplicaAdapters | None = None) -> None:
-        """Synchronize a new replica with the desired state; note what it cannot serve. Raises EngineDead.
-
-        before: in its place, unless it is gone by then.
-        """
+    async def join(self, name: str, engine: EngineClient) -> None:
+        """Synchronize a new replica with the desired state; note what it cannot serve. Raises EngineDead."""
         await self._adopt_own()
         files = None if self._sender is None else ReplicaFiles(self._sender, engine)
-        while True:
-            mirrors = self._mirrored is not None
-            home = ReplicaAdapters(name, engine, self._goal, self._usable, files, mirrors=mirrors)
-            await home.read()
-            while not (mirrors or home.is_settled):
-                await home.sync()
-            if mirrors == (self._mirrored is not None):
-                break
-        if self.homes.get(name) is not before:
-            return
-        # Nothing was awaited since: a change that ends later finds this replica.
+        home = ReplicaAdapters(name, engine, self._goal, self._usable, self._applied, files)
+        while not home.is_settled:
+            await home.sync()
+        # Nothing was awaited since: a change that is written later wakes this replica.
         self.leave(name)
         self.homes[name] = home
         if self._mirrored is not None:
@@ -101,38 +92,33 @@ class ReplicatedAdapters:
 
     def joined(self, name: str) -> None:
         """The router knows a replica from now on: say what it cannot serve."""
-        for adapter, failure in self.homes[name].failures.items():
-            if failure.bars:
-                self._tell_usable(name, adapter, False)
+        home = self.homes[name]
+        for adapter in filter(home.bars, home.failures):
+            self._tell_usable(name, adapter, False)
         for adapter, version in self.former:
-            self._on_lack(name, adapter, version, not self.homes[name].has_content(adapter, version))
+            self._on_lack(name, adapter, version, not home.has_content(adapter, version))
 
     def leave(self, name: str) -> None:
         """A replica is gone. Unknown names are ignored."""
         home = self.homes.pop(name, None)
         if home is not None:
             home.close()
+            self._replica_moved()
         self._compositions.forget(name)
 
     def seen(self, replica: str, contents: Mapping[str, str]) -> None:
-        home = self.homes.get(replica)
         for name, version in contents.items():
-            wanted = self.state.adapters.get(name)
-            if home is None or home.mirrors or wanted is None or wanted.version == version or name in self._busy:
-                continue
-            applied = home.applied(name)
-            if (name, version) in self.former or applied is None or applied.path != wanted.path:
-                continue
-            if wanted.version:
-                home.verify(name)
-            else:
-                self._adopt(name, version)
+            if (other := self._other_content(replica, name, version)) is not None:
+                if other.version:
+                    self.homes[replica].verify(name)
+                else:
+                    self._set_content(name, version)
 
-    def began(self, name: str, version: str) -> None:
-        """An answer began with this content of an adapter or a composition."""
-        wanted = self.state.adapters.get(name)
-        if wanted and not wanted.version and name not in self._busy and (name, version) not in self.former:
-            self._adopt(name, version)
+    def began(self, replica: str, name: str, version: str) -> None:
+        """An answer began on a replica with this content of an adapter or a composition."""
+        other = self._other_content(replica, name, version)
+        if other is not None and not other.version:
+            self._set_content(name, version)
 
     def refused(self, replica: str, adapter: str, error: ErrorValue) -> None:
         self._usable(replica, adapter, False)
@@ -145,8 +131,7 @@ class ReplicatedAdapters:
         """Why no replica can serve an adapter or composition; None if one can, or if it is not known."""
         causes = []
         for _, home in sorted(self.homes.items()):
-            failures = [home.failures[name] for name in parts_of(adapter) if name in home.failures]
-            errors = [failure.error for failure in failures if failure.bars]
+            errors = [home.failures[name].error for name in parts_of(adapter) if home.bars(name)]
             if adapter is not None and (refused := self._compositions.cause(home.name, adapter)) is not None:
                 errors.append(refused)
             if not errors:
@@ -182,92 +167,71 @@ class ReplicatedAdapters:
         await self._send(wanted.values())
         return wanted
 
-    async def lead(self) -> None:
+    def lead(self) -> None:
         """Make the changes from now on, in place of another front end."""
-        if self._mirrored is not None:
-            self._mirrored = None
-            await asyncio.gather(*map(self._lead, self.homes.values()))
-
-    async def _lead(self, home: ReplicaAdapters) -> None:
-        home.mirror({})
-        while self.homes.get(home.name) is home:
-            try:
-                await self.join(home.name, home.client, home)
-            except EngineDead:
-                return  # it is synchronized when it joins again
-            except VLoraError as error:
-                log.warning("the adapters of replica %r cannot be read: %s; retrying", home.name, error)
-                await asyncio.sleep(FLUSH_S)
+        self._mirrored = None
+        self._wake()
 
     # -- changes by operators -----------------------------------------------------------------------------------------
 
     async def register(self, paths: Mapping[str, str], versions: Mapping[str, str]) -> None:
-        """Register folders on all replicas, all or none. Raises as `EngineInterface.register_adapters`.
+        """Register folders. Raises as `EngineInterface.register_adapters`.
 
         versions: By name, the contents of those that another front end has sent to the replicas.
         """
         wanted = {name: await self._wanted(path, versions.get(name, "")) for name, path in paths.items()}
         await self._send(wanted.values())
-        async with self._change(*paths) as homes:
+        async with self._change(*paths):
             for name in paths.keys() & self.state.adapters.keys():
                 if former := self.state.adapters[name].version:
                     self.former.begin(name, former)
-            await self._on_all(homes, lambda home: home.register(wanted))
-            await self.state.commit(wanted)
+            async with self._first(paths, lambda home: home.register(wanted)):
+                await self.state.commit(wanted)
 
     async def load(self, name: str, path: str, version: str) -> AdapterStatus:
-        """Load a folder on all replicas. Raises as `EngineInterface.load_adapter`. version: as in `register`.
+        """Load a folder. Raises as `EngineInterface.load_adapter`. version: as in `register`.
 
         Requests continue with the content that they began with, wherever they are.
         """
-        own = await self._wanted(path, version)
-        await self._send([own])
-        async with self._change(name) as homes:
+        wanted = await self._wanted(path, version)
+        await self._send([wanted])
+        async with self._change(name):
             if name in self.state and self.state.adapters[name].pinned:
                 raise BadRequest(f"adapter {name!r} is pinned; unpin it before loading other content under its name")
             former = await self._read_content(name)
             if former is not None:
                 self.former.begin(name, former)
-            found: list[AdapterStatus] = []
-            for home in homes:
-                version = found[0].version if found else own.version
-                status = await self._on(home, home.load(name, DesiredAdapter(own.path, version)))
-                if status is None:
-                    continue
-                if not found and former not in (None, status.version):
-                    self._lack_elsewhere(name, status.version, home.name)
-                found.append(status)
-                self._on_lack(home.name, name, status.version, False)
-            if not found:
-                raise _no_replica()
-            await self.state.commit({name: DesiredAdapter(own.path, found[0].version)})
-            self.former.drop(name, found[0].version)
-        return merged_status(found)
+            async with self._first([name], lambda home: home.load(name, wanted)) as status:
+                if former not in (None, status.version):
+                    self._lack_elsewhere(name, status.version)
+                await self.state.commit({name: DesiredAdapter(wanted.path, status.version)})
+            for home in self.homes.values():
+                home.to_read(name)
+        return self._with_problem(status)
 
     async def unload(self, name: str, drain: bool) -> None:
-        """Unload an adapter from all replicas. Raises UnknownAdapter."""
-        async with self._change(name) as homes:
+        """Unload an adapter. Raises UnknownAdapter."""
+        async with self._change(name):
             self._check_known(name)
             former = await self._read_content(name) if drain else None
             await self.state.commit({name: None})
             if former is not None:
                 self.former.begin(name, former)
                 self._on_drain(name, former)
-            for home in homes:
-                await self._on(home, home.unload(name, drain=drain))
+            for home in () if drain else self.homes.values():
+                home.to_cancel(name)
 
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
-        """Pin an adapter on all replicas that can serve it, or unpin it. Raises as `EngineInterface.pin_adapter`."""
-        async with self._change(name) as homes:
+        """Pin an adapter, or unpin it. Raises as `EngineInterface.pin_adapter`."""
+        async with self._change(name):
             self._check_known(name)
             if (cause := self.cause_of(name)) is not None:
                 raise cause
-            usable = [home for home in homes if name not in home.failures or not home.failures[name].bars]
-            found = await self._on_all(usable, lambda home: home.pin(name, pinned))
-            wanted = self.state.adapters[name]
-            version = wanted.version or found[0].version
-            await self.state.commit({name: DesiredAdapter(wanted.path, version, pinned)})
-        return merged_status(found)
+            async with self._first([name], lambda home: home.pin(name, pinned)) as status:
+                wanted = self.state.adapters[name]
+                version = wanted.version or status.version
+                await self.state.commit({name: DesiredAdapter(wanted.path, version, pinned)})
+        return self._with_problem(status)
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
@@ -300,37 +264,48 @@ class ReplicatedAdapters:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def _change(self, *names: str) -> AsyncIterator[list[ReplicaAdapters]]:
-        """Make one change at a time. If it fails, restore the desired state on the replicas."""
+    async def _change(self, *names: str) -> AsyncIterator[None]:
+        """Make one change at a time; then wait until each replica has followed or failed, while others are made."""
         async with self._changing:
-            homes = [self.homes[name] for name in sorted(self.homes)]
-            if not homes:
+            if not self.homes:
                 raise _no_replica()
-            self._busy |= {*names}
+            self._busy = {*names}
             try:
-                yield homes
-            except BaseException:
-                self._busy -= {*names}
-                await asyncio.gather(*map(self._restore, homes))
-                for name in names:
-                    if name in self.state:
-                        self.former.drop(name, self.state.adapters[name].version)
-                raise
+                yield
             finally:
-                self._busy -= {*names}
-                if self.linger_s:
-                    self._loop.call_later(self.linger_s, self._end_changes, tuple(self.former))
-                else:
-                    self._end_changes(self.former)
+                self._busy = set()
                 self._wake(names)
-                for home in homes:
-                    self._compositions.allow(home.name, names)
+                for replica in self.homes:
+                    self._compositions.allow(replica, names)
+                self._replica_moved()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                while not all(home.is_done(name) for home in self.homes.values() for name in names):
+                    await self._moved.wait()
 
-    def _end_changes(self, contents: Iterable[tuple[str, str]]) -> None:
-        """Former contents are kept from now on only until the requests that began with them have ended."""
-        for name, version in contents:
-            if name not in self._busy:
-                self.former.end(name, version)
+    @contextlib.asynccontextmanager
+    async def _first(self, names: Collection[str], call: Callable[[ReplicaAdapters], Awaitable[T]]) -> AsyncIterator[T]:
+        """Try a change of adapters on one replica, whose loop waits for the block. Raises its error.
+
+        It is the first one by name that is not gone, if possible of those that can serve these adapters.
+        """
+        for home in sorted(self.homes.values(), key=lambda home: (any(map(home.bars, names)), home.name)):
+            async with home.calling:
+                try:
+                    found = await call(home)
+                except EngineDead:
+                    continue
+                except VLoraError as error:
+                    raise _of_replica(home.name, ErrorValue.of(error)) from error
+                yield found
+                return
+        raise _no_replica()
+
+    def _with_problem(self, status: AdapterStatus) -> AdapterStatus:
+        """The status of the first replica, with the cause if another one has not followed."""
+        problems = ((name, home.problem(status.name)) for name, home in sorted(self.homes.items()))
+        found = next((f"replica {name!r}: {problem}" for name, problem in problems if problem), status.error)
+        return msgspec.structs.replace(status, error=found)
 
     async def _wanted(self, path: str, version: str = "") -> DesiredAdapter:
         """A folder, with the content that it has at the front end if files are sent. Raises BadAdapter.
@@ -342,14 +317,24 @@ class ReplicatedAdapters:
         return DesiredAdapter(path, version if content is None else content.version)
 
     async def _send(self, adapters: Collection[DesiredAdapter]) -> None:
-        """Send the files of a change before it begins: that may take long, and no other change waits for it."""
-        homes = [] if self._sender is None else [self.homes[name] for name in sorted(self.homes)]
-        try:
-            if homes:
-                await self._on_all(homes, lambda home: home.send(adapters))
-        except BaseException:
+        """Send the files of a change before it begins: that may take long, and no other change waits for it.
+
+        Raises the first error if no replica has them; what has failed is tried again by each replica's loop.
+        """
+
+        async def send(home: ReplicaAdapters) -> VLoraError | None:
+            try:
+                for wanted in adapters:
+                    await home.send(wanted)
+            except VLoraError as error:
+                return _of_replica(home.name, ErrorValue.of(error))
+            return None
+
+        homes = [self.homes[name] for name in sorted(self.homes)] if self._sender is not None else []
+        errors = [error for error in await asyncio.gather(*map(send, homes)) if error is not None]
+        if errors and len(errors) == len(homes):
             self._wake()  # files that have arrived are not in use
-            raise
+            raise errors[0]
 
     async def _adopt_own(self) -> None:
         """Where files are sent, the content of the front end counts if none has been read so far."""
@@ -361,43 +346,11 @@ class ReplicatedAdapters:
             except VLoraError as error:
                 log.warning("adapter %r: %s", name, error)
                 continue
-            if own.version and self.state.adapters.get(name) == wanted and name not in self._busy:
-                self._adopt(name, own.version)
+            if own.version and self.state.adapters.get(name) == wanted and self._mirrored is None:
+                self._set_content(name, own.version)
 
     def _goal(self) -> Goal:
-        return Goal(self.state.adapters, self.former.kept, self._busy)
-
-    async def _restore(self, home: ReplicaAdapters) -> None:
-        try:
-            await home.sync()
-        except EngineDead:
-            pass  # it is synchronized when it joins again
-        except VLoraError as error:
-            log.warning("the adapters of replica %r could not be restored: %s", home.name, error)
-
-    async def _on(self, home: ReplicaAdapters, call: Coroutine[Any, Any, T]) -> T | None:
-        """The result of a replica; None if it is gone. Raises its error, with its name."""
-        try:
-            return await call
-        except EngineDead:
-            return None
-        except VLoraError as error:
-            raise _of_replica(home.name, ErrorValue.of(error)) from error
-
-    async def _on_all(
-        self, homes: Sequence[ReplicaAdapters], call: Callable[[ReplicaAdapters], Coroutine[Any, Any, T]]
-    ) -> list[T]:
-        """The results of replicas at once, without those that are gone. Raises the first error once all have ended."""
-        results = await asyncio.gather(*(self._on(home, call(home)) for home in homes), return_exceptions=True)
-        found = []
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-            if result is not None:
-                found.append(result)
-        if not found:
-            raise _no_replica()
-        return found
+        return Goal(self.state.adapters, self.former.kept, leads=self._mirrored is None)
 
     async def _read_content(self, name: str) -> str | None:
         """The hash of an adapter's present content; None if no replica has read it."""
@@ -407,13 +360,35 @@ class ReplicatedAdapters:
         statuses = [status for own in (await self.by_replica()).values() for status in own if status.name == name]
         return next((status.version for status in statuses if status.version), None)
 
-    def _lack_elsewhere(self, name: str, version: str, first: str) -> None:
-        """The first replica has a new content: answers that begin with it do not go on where it is not loaded yet."""
+    def _lack_elsewhere(self, name: str, version: str) -> None:
+        """One replica has a new content: answers that begin with it do not go on where it is not loaded yet."""
         if (name, version) in self.former:
             return  # it is not new: the replicas have kept it
         self.former.begin(name, version, kept=False)
-        for replica in self.homes.keys() - {first}:
-            self._on_lack(replica, name, version, True)
+        for replica, home in self.homes.items():
+            self._on_lack(replica, name, version, not home.has_content(name, version))
+
+    def _applied(self, home: ReplicaAdapters, name: str) -> None:
+        if self.homes.get(home.name) is home:
+            if (applied := home.applied(name)) is not None and applied.version:
+                self._on_lack(home.name, name, applied.version, False)
+            self._replica_moved()
+
+    def _replica_moved(self) -> None:
+        """A replica has done something: end what was kept for changes that all have followed."""
+        self._moved.set()
+        self._moved = asyncio.Event()
+        for name, version in self.former if self._mirrored is None else ():
+            if name in self._busy:
+                continue
+            if self._is_desired(name, version):
+                if all(home.is_done(name) for home in self.homes.values()):
+                    self.former.drop(name, version)
+            elif not any(home.has_applied(name, version) for home in self.homes.values()):
+                self.former.end(name, version)  # no further answer begins with it
+
+    def _is_desired(self, name: str, version: str) -> bool:
+        return name in self.state and self.state.adapters[name].version == version
 
     def _content_ended(self, name: str, version: str) -> None:
         for replica in self.homes:
@@ -425,10 +400,18 @@ class ReplicatedAdapters:
         if usable:
             self._compositions.allow(replica, {adapter})
 
-    def _adopt(self, name: str, version: str) -> None:
+    def _other_content(self, replica: str, name: str, version: str) -> DesiredAdapter | None:
+        """The desired adapter, if a replica has its folder, but another content than is known; None otherwise."""
+        home, wanted = self.homes.get(replica), self.state.adapters.get(name)
+        if home is None or wanted is None or self._mirrored is not None or (name, version) in self.former:
+            return None
+        applied = home.applied(name)
+        if applied is None or applied.path != wanted.path or version in (applied.version, wanted.version):
+            return None
+        return wanted
+
+    def _set_content(self, name: str, version: str) -> None:
         """The first content that is read is the desired one."""
-        if self._mirrored is not None:
-            return
         self.state.adopt(name, version)
         self._loop.call_later(FLUSH_S, self._wake)  # the replicas check the content that was adopted
 

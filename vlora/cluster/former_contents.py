@@ -26,7 +26,11 @@ class _Former:
 
 
 class FormerContents:
-    """The former contents that unfinished requests may need, by adapter and hash."""
+    """The former contents that unfinished requests may need, by adapter and hash.
+
+    Attributes:
+        linger_s: How long they are kept at least, until other front ends have asked for those that they need.
+    """
 
     def __init__(
         self, unfinished: Callable[[], Iterable[tuple[str, str | None]]], on_end: Callable[[str, str], None]
@@ -39,6 +43,7 @@ class FormerContents:
         """
         self._unfinished = unfinished
         self._on_end = on_end
+        self.linger_s = 0.0
         self._contents: dict[_Content, _Former] = {}  # the oldest first
 
     def __contains__(self, content: object) -> bool:
@@ -64,13 +69,19 @@ class FormerContents:
             self.drop(*content)
 
     def end(self, name: str, version: str) -> None:
-        """The change, if one is under way, is complete: the content is kept until the present requests have ended."""
+        """No further request begins with the content, if a change is under way: it is kept for the present ones."""
         former = self._contents.get((name, version))
-        if former is None or not former.changing:
-            return
-        former.changing = False
-        former.users = {request_id for request_id, adapter in self._unfinished() if name in parts_of(adapter)}
-        self._end_unused([(name, version)])
+        if former is not None and former.changing:
+            if self.linger_s:
+                asyncio.get_running_loop().call_later(self.linger_s, self._end, name, version, former)
+            else:
+                self._end(name, version, former)
+
+    def _end(self, name: str, version: str, former: _Former) -> None:
+        if self._contents.get((name, version)) is former and former.changing:
+            former.changing = False
+            former.users = {request_id for request_id, adapter in self._unfinished() if name in parts_of(adapter)}
+            self._end_unused([(name, version)])
 
     def drop(self, name: str, version: str) -> None:
         """The content is the present one again, or is not kept any more."""

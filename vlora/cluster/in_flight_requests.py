@@ -413,7 +413,7 @@ class InFlightRequests:
             return
         if self._router.where(in_flight.request.request_id) is not None:
             self._router.began(in_flight.request.request_id, version)
-        self._adapters.began(adapter, version)
+        self._adapters.began(name, adapter, version)
 
     def _forget_lacking(self, in_flight: InFlightRequest) -> None:
         """Replicas that lacked a content get its requests again once none is left that they have refused."""

@@ -1,4 +1,4 @@
-"""The adapters of one replica: synchronizes them with the desired state, and notes why some cannot be served."""
+"""The loop that makes one replica as the desired state says, and why it cannot serve some adapters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 from vlora.cluster.adapter_sender import ReplicaFiles
@@ -26,12 +26,12 @@ BATCH = 64  # adapters in one call: the engine reads their headers between two s
 
 
 class ReplicaAdapters:
-    """One replica from its connection's opening to its end. Calls are made one after another.
+    """One replica from its connection's opening to its end.
 
     Attributes:
+        calling: Held during each call about adapters, so that a change waits for one of them at most.
+        failures: Why it is not as desired with some adapters.
         files: Sends files that the replica's machine lacks; None: they have to be there.
-        coming: Adapters that have failed because their files are not there yet, and are being sent.
-        mirrors: Another front end makes the changes; this one only says which former contents it needs.
     """
 
     def __init__(
@@ -40,136 +40,136 @@ class ReplicaAdapters:
         client: EngineClient,
         goal: Callable[[], Goal],
         on_usable: Callable[[str, str, bool], None],
+        on_applied: Callable[[ReplicaAdapters, str], None],
         files: ReplicaFiles | None = None,
-        *,
-        mirrors: bool = False,
     ) -> None:
         """Call nothing yet.
 
         Args:
             goal: Returns the present goal. It may change while a call waits for the ones before it.
             on_usable: Called with the replica, an adapter, and whether requests of the adapter may be sent there.
+            on_applied: Called with this and an adapter that the replica has now, has no more, or cannot have.
         """
         self.name = name
-        self.mirrors = mirrors
-        self._goal = goal
-        self.client = client
+        self._client = client
+        self.files = files
+        self.calling = asyncio.Lock()
         self.failures: dict[str, Failure] = {}
+        self._goal = goal
         self._on_usable = on_usable
+        self._on_applied = on_applied
         self._applied: dict[str, DesiredAdapter] = {}
-        self._unverified: set[str] = set()  # read in full to compare the content
+        self._is_known = False  # what the replica has: its engine may have served another front end
+        self._to_read: set[str] = set()  # in full, to compare the content; otherwise a header suffices
+        self._to_cancel: set[str] = set()  # with their requests, once they are unloaded
         self._kept: Mapping[str, Collection[str]] | None = None  # another front end may have asked for some
         self._held: Mapping[str, Collection[str]] = {}  # of these, those that it had when it was asked
-        self._calling = asyncio.Lock()
-        self._num_changes = 0  # by operators: under way, or waiting for the call before
-        self._changed = asyncio.Event()
-        self._following: asyncio.Task[None] | None = None
-        self.files = files
-        self.coming: set[str] = set()
-        self._arrived: set[str] = set()  # adapters with files that were sent, and not registered yet
-        self._to_send = asyncio.Event()
-        self._sending: asyncio.Task[None] | None = None
+        self._changed, self._to_send = asyncio.Event(), asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
 
-    # -- changes by an operator; errors are raised --------------------------------------------------------------------
+    # -- a change that this replica tries first, while `calling` is held; errors are raised ----------------------------
 
-    async def send(self, adapters: Iterable[DesiredAdapter]) -> list[str]:
-        """The folders of adapters on the replica's machine, after their files were sent if they were missing."""
-        if self.files is None:
-            return [wanted.path for wanted in adapters]
-        return [await self.files.send(wanted) if wanted.version else wanted.path for wanted in adapters]
-
-    async def register(self, adapters: Mapping[str, DesiredAdapter]) -> bool:
-        async with self._change():
-            await self._keep()
-            paths = await self.send(adapters.values())
-            await self._register(adapters, dict(zip(adapters, paths, strict=True)))
-            await self._hold()
-            return True
+    async def register(self, adapters: Mapping[str, DesiredAdapter]) -> None:
+        await self._keep(self._goal())
+        paths = [await self.send(wanted) for wanted in adapters.values()]
+        await self._register(adapters, dict(zip(adapters, paths, strict=True)))
 
     async def load(self, name: str, wanted: DesiredAdapter) -> AdapterStatus:
-        async with self._change():
-            await self._keep()
-            [path] = await self.send([wanted])
-            try:
-                status = await self._answer(self.client.load_adapter(name, path, wanted.version))
-            except Aborted as error:
-                self.fail(name, ErrorValue.of(error))  # it may still take effect
-                raise
-            self._apply({name: DesiredAdapter(wanted.path, status.version)})
-            await self._hold()
-            return status
-
-    async def unload(self, name: str, *, drain: bool) -> None:
-        async with self._change():
-            await self._keep()
-            await self._unload(name, drain=drain)
-            await self._hold()
+        await self._keep(self._goal())
+        path = await self.send(wanted)
+        try:
+            status = await self._answer(self._client.load_adapter(name, path, wanted.version))
+        except Aborted as error:
+            self.fail(name, ErrorValue.of(error))  # it may still take effect
+            raise
+        self._apply({name: DesiredAdapter(wanted.path, status.version)})
+        return status
 
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
-        async with self._change():
-            return await self._pin(name, pinned)
+        status = await self._answer(self._client.pin_adapter(name, pinned))
+        if (applied := self._applied.get(name)) is not None:
+            self._applied[name] = DesiredAdapter(applied.path, applied.version, pinned)
+            self._on_applied(self, name)
+        return status
+
+    async def send(self, wanted: DesiredAdapter) -> str:
+        """The folder of an adapter on the replica's machine, after its files were sent if they were missing."""
+        return wanted.path if self.files is None or not wanted.version else await self.files.send(wanted)
 
     # -- the desired state --------------------------------------------------------------------------------------------
 
-    async def read(self) -> None:
-        """Read which adapters the replica has: its engine may have served another front end."""
-        for status in await self.statuses():
-            # The folder is not known, so each is compared with the desired one.
-            self._applied[status.name] = DesiredAdapter("", status.version, status.pinned)
-
     async def statuses(self) -> tuple[AdapterStatus, ...]:
         """The statuses of all adapters that the replica has. Raises Aborted if it does not answer soon."""
-        return await self._answer(self.client.adapters(), STATUS_S)
+        return await self._answer(self._client.adapters(), STATUS_S)
 
     @property
     def is_settled(self) -> bool:
-        """Whether each adapter is as desired, or has failed and is tried again later."""
-        desired = self._goal().adapters
+        """Whether nothing is to be done now. One that another front end changes is always settled."""
+        desired, _, leads = self._goal()
         different = {name for name, wanted in desired.items() if self._applied.get(name) != wanted}
-        return different <= self.failures.keys() and self._applied.keys() <= desired.keys()
+        as_desired = different <= self.failures.keys() and self._applied.keys() <= desired.keys()
+        return not leads or (self._is_known and as_desired)
+
+    def is_done(self, name: str) -> bool:
+        """Whether an adapter is as desired, or has failed and is tried again later."""
+        failure = self.failures.get(name)
+        if failure is not None and not failure.is_coming and failure.due_s > asyncio.get_running_loop().time():
+            return True
+        return self._applied.get(name) == self._goal().adapters.get(name)
+
+    def problem(self, name: str) -> str:
+        """Why an adapter is not as desired; empty if it is."""
+        if (failure := self.failures.get(name)) is not None:
+            return failure.error.message
+        return "" if self.is_done(name) else "it has not answered yet"
 
     async def sync(self) -> None:
         """Do what is to be done now. An adapter that fails is noted, and tried again after a pause.
 
-        Before `follow` no change includes this replica, so it does not leave the adapters of a change alone.
-
         Raises:
             EngineDead: The replica is gone.
         """
-        async with self._calling:
-            await self._keep()
-            if self.mirrors:
+        goal = self._goal()
+        desired = dict(goal.adapters)
+        async with self.calling:
+            await self._keep(goal)
+            if not goal.leads:
+                self._is_known = False
                 return await self._hold()
-            for name in (self._applied.keys() | self.failures.keys()) - self._goal().adapters.keys():
+            if not self._is_known:
+                await self._read()
+        for name in (self._applied.keys() | self.failures.keys()) - desired.keys():
+            async with self.calling:
                 if self._is_still(name, None):
-                    await self._unload(name, drain=True)
-            desired = self._goal().adapters
-            due = {name: desired[name] for name in self._due(desired) if self._is_still(name, desired[name])}
-            self._forget_settled(due.keys() | self._goal().busy)
-            changed = {name: wanted for name, wanted in due.items() if self._has_other_content(name, wanted)}
-            for name, wanted in changed.items():
-                if self._is_pinned(name) and self._is_still(name, wanted):
-                    await self._try(name, self._pin(name, False), bars=False)  # a pinned one cannot be replaced
-            plain = [name for name in changed if name not in self._unverified and self._is_unread(name)]
-            for first in range(0, len(plain), BATCH):
-                await self._try_register({name: changed[name] for name in plain[first : first + BATCH]})
-            for name in changed.keys() - plain:
-                if self._num_changes:  # it would wait for all of them, each of which may take `ANSWER_S`
-                    self.wake()
-                    return
-                if self._is_still(name, due[name]):
-                    await self._try(name, self._verify(name, due[name]))
-            for name, wanted in due.items():
-                if self._is_pinned(name) not in (None, wanted.pinned) and self._is_still(name, wanted):
-                    await self._try(name, self._pin(name, wanted.pinned), bars=False)
-            if self.is_settled:
+                    await self._unload(name)
+        due = self._due(desired)
+        self._forget_settled(due)
+        changed = [name for name in due if self._has_other_content(name, desired[name])]
+        for name in changed:
+            if self._is_pinned(name):  # it cannot be replaced
+                await self._try(name, desired[name], lambda name: self.pin(name, False), bars=False)
+        plain = [name for name in changed if name not in self._to_read and self._is_unread(name)]
+        for first in range(0, len(plain), BATCH):
+            async with self.calling:
+                await self._try_register({name: desired[name] for name in plain[first : first + BATCH]})
+        for name in sorted(set(changed).difference(plain), key=lambda name: (name in self.failures, name)):
+            if self._tasks and self._changed.is_set():
+                return  # what has changed comes before further ones that have failed
+            await self._try(name, desired[name], self._load)
+        for name in due:
+            if self._is_pinned(name) not in (None, desired[name].pinned):
+                await self._try(name, desired[name], lambda name: self.pin(name, desired[name].pinned), bars=False)
+        if self.is_settled:
+            async with self.calling:
                 await self._hold()
 
     def follow(self) -> None:
         """From now on, `sync` after each `wake`, and when a failed adapter is due, until `close`."""
-        self._following = asyncio.create_task(self._follow(), name=f"vlora-adapters-{self.name}")
+        self.wake()
+        self._tasks.append(asyncio.create_task(self._follow(), name=f"vlora-adapters-{self.name}"))
         if self.files is not None:
-            self._sending = asyncio.create_task(self._send_files(self.files), name=f"vlora-files-{self.name}")
+            sending = self._send_files(self.files)
+            self._tasks.append(asyncio.create_task(sending, name=f"vlora-files-{self.name}"))
 
     def wake(self, changed: Iterable[str] = ()) -> None:
         """The desired state has changed. changed: adapters that are tried again at once if they have failed."""
@@ -178,9 +178,17 @@ class ReplicaAdapters:
                 failure.due_s = asyncio.get_running_loop().time()
         self._changed.set()
 
+    def to_read(self, name: str) -> None:
+        """When the replica gets an adapter's content, its files are to be read at once."""
+        self._to_read.add(name)
+
+    def to_cancel(self, name: str) -> None:
+        """When an adapter is unloaded, its requests end."""
+        self._to_cancel.add(name)
+
     def verify(self, name: str) -> None:
         """The replica may have other content than it should: read the adapter's folder again."""
-        self._unverified.add(name)
+        self._to_read.add(name)
         self._applied.pop(name, None)
         self.wake()
 
@@ -190,46 +198,47 @@ class ReplicaAdapters:
         if before is None or before.error != error:
             log.warning("replica %r cannot serve adapter %r: %s", self.name, name, error.message)
         self.failures[name] = Failure(error, before, bars=bars)
-        self.coming.discard(name)
-        self._arrived.discard(name)
         if bars:
             self._applied.pop(name, None)
         self._on_usable(self.name, name, not bars)
+        self._on_applied(self, name)
         self.wake()
 
     def mirror(self, failures: Mapping[str, AdapterFailure]) -> None:
         """Have the failures that another front end, which makes the changes, has found."""
-        self.mirrors = True
         for name in self.failures.keys() - failures.keys():
             self._forget_failure(name)
         for name, found in failures.items():
             failure = self.failures[name] = Failure(found.error, None, bars=found.bars)
-            failure.due_s = math.inf
-            (self.coming.add if found.coming else self.coming.discard)(name)
+            failure.due_s, failure.is_coming = math.inf, found.coming
             self._on_usable(self.name, name, not found.bars)
 
     def mirrored(self) -> dict[str, AdapterFailure]:
         """What `mirror` has elsewhere."""
-        found = self.failures.items()
-        return {name: AdapterFailure(each.error, each.bars, name in self.coming) for name, each in found}
+        return {name: AdapterFailure(each.error, each.bars, each.is_coming) for name, each in self.failures.items()}
 
     @property
     def num_failed(self) -> int:
-        return sum(failure.bars for name, failure in self.failures.items() if name not in self.coming)
+        return sum(failure.bars and not failure.is_coming for failure in self.failures.values())
 
     def applied(self, name: str) -> DesiredAdapter | None:
         """An adapter as the replica was last asked to have it; None if it does not, or if that has failed."""
         return self._applied.get(name)
 
+    def has_applied(self, name: str, version: str) -> bool:
+        return name in self._applied and self._applied[name].version == version
+
     def has_content(self, name: str, version: str) -> bool:
         """Whether the replica has a content of an adapter, the present one or one that it keeps."""
-        applied = self._applied.get(name)
-        return (applied is not None and applied.version == version) or version in self._held.get(name, ())
+        return self.has_applied(name, version) or version in self._held.get(name, ())
+
+    def bars(self, name: str) -> bool:
+        return name in self.failures and self.failures[name].bars
 
     def awaits_files(self, names: Collection[str]) -> bool:
         """Whether the replica can serve these adapters as soon as it has files that are being sent."""
-        barred = {name for name in names if name in self.failures and self.failures[name].bars}
-        return bool(barred) and barred <= self.coming | self._arrived
+        barring = [self.failures[name] for name in names if self.bars(name)]
+        return bool(barring) and all(failure.is_coming or failure.has_arrived for failure in barring)
 
     def progress(self, name: str) -> str:
         """How far the files of an adapter are that are being sent."""
@@ -238,52 +247,45 @@ class ReplicaAdapters:
         return progress.get(wanted.version if wanted else "", "its files are to be sent")
 
     def close(self) -> None:
-        for task in (self._following, self._sending):
-            if task is not None:
-                task.cancel()
+        for task in self._tasks:
+            task.cancel()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _due(self, desired: Mapping[str, DesiredAdapter]) -> list[str]:
         now = asyncio.get_running_loop().time()
         different = [name for name, wanted in desired.items() if self._applied.get(name) != wanted]
-        ready = [name for name in different if name not in self.coming]
-        return [name for name in ready if name not in self.failures or self.failures[name].due_s <= now]
+        failures = self.failures
+        return [name for name in different if name not in failures or failures[name].is_due(now)]
 
     def _is_unread(self, name: str) -> bool:
         """Whether an adapter has not failed before; only then its header suffices to try it."""
-        return name not in self.failures or name in self._arrived
+        return name not in self.failures or self.failures[name].has_arrived
 
     def _has_other_content(self, name: str, wanted: DesiredAdapter) -> bool:
         applied = self._applied.get(name)
         return applied is None or (applied.path, applied.version) != (wanted.path, wanted.version)
 
     def _is_still(self, name: str, wanted: DesiredAdapter | None) -> bool:
-        """Whether an adapter is still to be so. A change may have come between, also one that this replica has made."""
-        goal = self._goal()
-        return goal.adapters.get(name) == wanted and (self._following is None or name not in goal.busy)
-
-    def _is_content(self, name: str, version: str) -> bool:
-        wanted = self._goal().adapters.get(name)
-        return wanted is not None and wanted.version == version
+        """Whether an adapter is still to be so: a change may have come between."""
+        return self._goal().adapters.get(name) == wanted
 
     def _is_pinned(self, name: str) -> bool | None:
         """Whether an adapter was pinned; None if it has no content."""
         applied = self._applied.get(name)
         return None if applied is None else applied.pinned
 
-    def _forget_settled(self, due: Set[str]) -> None:
+    def _forget_settled(self, due: Collection[str]) -> None:
         """Forget failures that nothing is left to be done about, as of a pin that is not desired any more."""
         now = asyncio.get_running_loop().time()
-        for name, failure in tuple(self.failures.items()):
-            if failure.due_s <= now and name not in due and name not in self.coming:
+        for name in [name for name, failure in self.failures.items() if failure.is_due(now)]:
+            if name not in due:
                 self._forget_failure(name)
 
     async def _follow(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            ready = [failure.due_s for name, failure in self.failures.items() if name not in self.coming]
-            due_s = min(ready, default=None)
+            due_s = min((each.due_s for each in self.failures.values() if not each.is_coming), default=None)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(due_s):
                     await self._changed.wait()
@@ -297,7 +299,7 @@ class ReplicaAdapters:
                 await asyncio.sleep(FIRST_PAUSE_S)
                 self.wake()
             if due_s is not None and due_s <= loop.time():
-                await asyncio.sleep(_LEAST_S)  # also if an adapter that is due is busy
+                await asyncio.sleep(_LEAST_S)
 
     async def _answer(self, call: Coroutine[Any, Any, T], limit_s: float = ANSWER_S) -> T:
         """A replica's answer. Raises Aborted after a time: its files may be on a disk that does not answer."""
@@ -307,33 +309,34 @@ class ReplicaAdapters:
         except TimeoutError as error:
             raise Aborted(f"it did not answer within {limit_s:g} s; its disk may hang") from error
 
-    @contextlib.asynccontextmanager
-    async def _change(self) -> AsyncIterator[None]:
-        """Make an operator's change after the call that is under way."""
-        self._num_changes += 1
-        try:
-            async with self._calling:
-                yield
-        finally:
-            self._num_changes -= 1
+    async def _read(self) -> None:
+        """Read which adapters the replica has, and forget what another front end said of it."""
+        statuses = await self.statuses()
+        # The folders are not known, so each adapter is compared with the desired one.
+        self._applied = {each.name: DesiredAdapter("", each.version, each.pinned) for each in statuses}
+        for name in tuple(self.failures):
+            self._forget_failure(name)
+        self._is_known = True
 
-    async def _keep(self) -> None:
-        kept = self._goal().kept
-        if kept != self._kept:
-            self._held = await self._answer(self.client.keep_adapters(kept))
-            self._kept = kept
+    async def _keep(self, goal: Goal) -> None:
+        if goal.kept != self._kept:
+            self._held = await self._answer(self._client.keep_adapters(goal.kept))
+            self._kept = goal.kept
 
     async def _register(self, adapters: Mapping[str, DesiredAdapter], paths: Mapping[str, str]) -> None:
         """paths: On the replica's machine."""
         versions = {name: wanted.version for name, wanted in adapters.items() if wanted.version}
         pinned = {name: self._applied[name].pinned for name in adapters if name in self._applied}
-        await self._answer(self.client.register_adapters(paths, versions))
+        await self._answer(self._client.register_adapters(paths, versions))
         self._apply(
             {name: DesiredAdapter(each.path, each.version, pinned.get(name, False)) for name, each in adapters.items()}
         )
 
     async def _try_register(self, adapters: Mapping[str, DesiredAdapter]) -> None:
-        paths = await self._find({name: wanted for name, wanted in adapters.items() if self._is_still(name, wanted)})
+        paths = {}
+        for name, wanted in adapters.items():
+            if self._is_still(name, wanted) and (path := await self._find(name, wanted)) is not None:
+                paths[name] = path
         adapters = {name: adapters[name] for name in paths if self._is_still(name, adapters[name])}
         if not adapters:
             return
@@ -349,59 +352,56 @@ class ReplicaAdapters:
                 [name] = adapters
                 self.fail(name, ErrorValue.of(error))
 
-    async def _verify(self, name: str, wanted: DesiredAdapter) -> None:
-        paths = await self._find({name: wanted})
-        if name in paths and self._is_still(name, wanted):
-            status = await self._answer(self.client.load_adapter(name, paths[name], wanted.version))
+    async def _load(self, name: str) -> None:
+        wanted = self._goal().adapters[name]
+        if (path := await self._find(name, wanted)) is not None and self._is_still(name, wanted):
+            status = await self._answer(self._client.load_adapter(name, path, wanted.version))
             self._apply({name: DesiredAdapter(wanted.path, wanted.version, status.pinned)})
 
-    async def _find(self, adapters: Mapping[str, DesiredAdapter]) -> dict[str, str]:
-        """The folders of adapters on the replica's machine. Those that are not there are noted, or will be sent."""
-        found = {}
-        for name, wanted in adapters.items():
-            if self.files is None or not wanted.version:
-                found[name] = wanted.path
-                continue
-            try:
-                path = await self.files.find(wanted)
-            except EngineDead:
-                raise
-            except VLoraError as error:
-                self.fail(name, ErrorValue.of(error))
-                continue
-            if path is None:
-                self._await_files(name)
-            else:
-                found[name] = path
-        return found
-
-    def _await_files(self, name: str) -> None:
-        if name not in self.failures:
-            error = OverCapacity("its files are being sent there; try again later")
+    async def _find(self, name: str, wanted: DesiredAdapter) -> str | None:
+        """The folder of an adapter on the replica's machine; None if it is not there. That is noted, or it is sent."""
+        if self.files is None or not wanted.version:
+            return wanted.path
+        try:
+            path = await self.files.find(wanted)
+        except EngineDead:
+            raise
+        except VLoraError as error:
             self.fail(name, ErrorValue.of(error))
-        self.coming.add(name)
-        self._to_send.set()
+            return None
+        if path is None:
+            if name not in self.failures:
+                self.fail(name, ErrorValue.of(OverCapacity("its files are being sent there; try again later")))
+            self.failures[name].is_coming = True
+            self._to_send.set()
+        return path
 
     async def _send_files(self, files: ReplicaFiles) -> None:
         """Send what is missing, one adapter after the other. Calls about adapters go on meanwhile."""
         while True:
             await self._to_send.wait()
             self._to_send.clear()
-            for name in sorted(self.coming):
+            for name in sorted(name for name, failure in self.failures.items() if failure.is_coming):
                 wanted = self._goal().adapters.get(name)
                 is_wanted = functools.partial(self._is_content, name, "" if wanted is None else wanted.version)
+                has_arrived = False
                 try:
-                    if wanted is not None and wanted.version and self._is_still(name, wanted):
+                    if wanted is not None and wanted.version:
                         await files.send(wanted, is_wanted)
-                        self._arrived.add(name)
+                        has_arrived = True
                 except EngineDead:
                     return
                 except VLoraError as error:
                     if is_wanted():
                         self.fail(name, ErrorValue.of(error))
                         continue
-                self.coming.discard(name)
+                if (failure := self.failures.get(name)) is not None:
+                    failure.is_coming, failure.has_arrived = False, has_arrived
                 self.wake([name])
+
+    def _is_content(self, name: str, version: str) -> bool:
+        wanted = self._goal().adapters.get(name)
+        return wanted is not None and wanted.version == version
 
     async def _hold(self) -> None:
         if self.files is not None:
@@ -415,35 +415,42 @@ class ReplicaAdapters:
             except VLoraError as error:  # it is sent again; nothing but room depends on it
                 log.warning("replica %r: %s", self.name, error)
 
-    async def _unload(self, name: str, *, drain: bool) -> None:
-        self._forget_failure(name)
-        self._unverified.discard(name)
+    async def _unload(self, name: str) -> None:
         with contextlib.suppress(UnknownAdapter):
-            await self._answer(self.client.unload_adapter(name, drain))
+            await self._answer(self._client.unload_adapter(name, name not in self._to_cancel))
         self._applied.pop(name, None)
+        await self._hold()  # its files may go before the next change
+        self._forget(name)
 
-    async def _pin(self, name: str, pinned: bool) -> AdapterStatus:
-        status = await self._answer(self.client.pin_adapter(name, pinned))
-        if (applied := self._applied.get(name)) is not None:
-            self._applied[name] = DesiredAdapter(applied.path, applied.version, pinned)
-        return status
-
-    async def _try(self, name: str, call: Coroutine[object, object, object], *, bars: bool = True) -> None:
-        try:
-            await call
-        except EngineDead:
-            raise
-        except VLoraError as error:
-            self.fail(name, ErrorValue.of(error), bars=bars)
+    async def _try(
+        self,
+        name: str,
+        wanted: DesiredAdapter,
+        call: Callable[[str], Coroutine[object, object, object]],
+        *,
+        bars: bool = True,
+    ) -> None:
+        async with self.calling:
+            if self._is_still(name, wanted):
+                try:
+                    await call(name)
+                except EngineDead:
+                    raise
+                except VLoraError as error:
+                    self.fail(name, ErrorValue.of(error), bars=bars)
 
     def _apply(self, adapters: Mapping[str, DesiredAdapter]) -> None:
         self._applied |= adapters
         for name in adapters:
-            self._unverified.discard(name)
-            self._forget_failure(name)
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        """An adapter is as it was desired."""
+        self._to_read.discard(name)
+        self._to_cancel.discard(name)
+        self._forget_failure(name)
+        self._on_applied(self, name)
 
     def _forget_failure(self, name: str) -> None:
-        self.coming.discard(name)
-        self._arrived.discard(name)
         if self.failures.pop(name, None) is not None:
             self._on_usable(self.name, name, True)

@@ -96,7 +96,7 @@ def _unknown(adapter: str, replica: str, cause: str) -> AdapterPlace:
 def _place(adapter: str, home: ReplicaAdapters, status: AdapterStatus | None) -> AdapterPlace:
     failure = home.failures.get(adapter)
     cause = "" if failure is None else failure.error.message
-    if adapter in home.coming:
+    if failure is not None and failure.is_coming:
         state, cause = PENDING, home.progress(adapter)
     elif failure is not None and failure.bars:
         state = FAILED

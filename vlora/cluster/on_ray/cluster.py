@@ -388,7 +388,7 @@ class RayCluster(RayReplicas):
         for name in self.located.keys() - kept:  # the driver ends it
             self._begin(self._release(name))
         self._autoscaler.take_over(state.scaling)
-        self._begin(self._adapters.lead())
+        self._adapters.lead()
 
     def _make_state(self) -> ServiceState:
         return ServiceState(
@@ -432,7 +432,7 @@ class RayCluster(RayReplicas):
 
     def _tick(self) -> None:
         super()._tick()
-        self._adapters.linger_s = LINGER_S if self.front_ends.num_followers else 0.0
+        self._adapters.former.linger_s = LINGER_S if self.front_ends.num_followers else 0.0
         self.front_ends.publish()
 
     def _joined(self, member: Member) -> None:
