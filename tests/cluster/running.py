@@ -26,6 +26,7 @@ from vlora.cluster.replica import ReplicaSettings
 from vlora.config import EngineConfig
 from vlora.routing import Router
 from vlora.types import Request, RequestOutput, SamplingParams, seed_of
+from vlora.types.replicas import SERVING
 from vlora.wire.address import Address
 from vlora.wire.framing import pack_value
 
@@ -171,8 +172,11 @@ async def outputs_of(
     return found
 
 
+NAMES = ("replica-0", "replica-1")
+
+
 class InThread:
-    """A cluster on Ray with its event loop in a thread."""
+    """A cluster of two replicas on Ray, with its event loop in a thread."""
 
     cluster: Any
 
@@ -187,6 +191,22 @@ class InThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.begin(coroutine).result(PATIENCE_S)
+
+    def pids(self) -> dict[str, tuple[int, int, int]]:
+        """Of each replica's actor, process and engine."""
+        found = {name: each.at for name, each in self.cluster.located.items()}
+        return {name: (at.pid, at.replica_pid, at.engine_pid) for name, at in found.items()}
+
+    def states(self) -> list[str]:
+        return [replica.state for replica in self.cluster.status().replicas]
+
+    def serves(self) -> bool:
+        return self.states() == [SERVING] * len(NAMES)
+
+    def where(self, request_id: str) -> str:
+        name: str | None = self.cluster.where(request_id)
+        assert name is not None
+        return name
 
     def answer_all(self, then: Callable[[], object] = lambda: None) -> list[int]:
         """See `answer_mixed`."""

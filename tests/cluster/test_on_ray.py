@@ -6,7 +6,6 @@ One Ray serves all tests of the file; the usual tier kills one engine on it, and
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib.util
 import os
 import shutil
@@ -15,28 +14,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.cluster.running import SLEEPING, InThread, asked, check, outputs_of
+from tests.cluster.running import NAMES, SLEEPING, InThread, asked, check, outputs_of
 from tests.cluster.sleeping_engine import COMMAND
 from tests.processes import PATIENCE_S, is_alive, until
 from vlora.cluster.members import Health
 from vlora.cluster.on_ray.cluster import RayCluster
-from vlora.errors import BadRequest, EngineDead
-from vlora.types import RequestOutput
-from vlora.types.replicas import DRAINING, SERVING
+from vlora.errors import EngineDead
+from vlora.types.replicas import SERVING
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
 
-NAMES = ("replica-0", "replica-1")
 UVLOOP = """
 import asyncio, os
 def new_event_loop():
@@ -79,10 +75,6 @@ class Here(InThread):
             )
         )
 
-    def pids(self) -> dict[str, tuple[int, int, int]]:
-        found = {name: each.at for name, each in self.cluster.located.items()}
-        return {name: (at.pid, at.replica_pid, at.engine_pid) for name, at in found.items()}
-
     def processes(self) -> list[psutil.Process]:
         """All that belong to the server, without itself."""
         driver = self.cluster.ray.driver
@@ -91,22 +83,11 @@ class Here(InThread):
         roots = [psutil.Process(pid) for pid in (self.cluster.ray.local.process.pid, driver.pid)]
         return [*roots, *(each for root in roots for each in root.children(recursive=True))]
 
-    def serves(self) -> bool:
-        return self.states() == [SERVING] * len(NAMES)
-
-    def states(self) -> list[str]:
-        return [replica.state for replica in self.cluster.status().replicas]
-
     def used(self) -> set[str]:
         """The replicas that answer mixed requests."""
         found: set[str] = set()
         assert set(self.answer_all(lambda: found.update(map(self.where, ("r0", "r1", "long"))))) == {0}
         return found
-
-    def where(self, request_id: str) -> str:
-        name = self.cluster.where(request_id)
-        assert name is not None
-        return name
 
 
 @pytest.fixture(scope="module")
@@ -177,20 +158,13 @@ def test_other_drivers_need_the_token(here: Here) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("what", ["driver", "control service"])
-def test_replicas_serve_on_when_a_part_of_ray_is_killed(here: Here, what: str) -> None:
-    pids, driver = here.pids(), here.cluster.ray.driver
-    assert driver is not None
+def test_replicas_serve_on_when_the_control_service_is_killed(here: Here) -> None:
+    """`test_user_ray` kills the driver."""
+    pids = here.pids()
     [control] = [each for each in here.processes() if each.name() == "gcs_server"]
 
-    def kill() -> None:
-        os.kill(driver.pid if what == "driver" else control.pid, signal.SIGKILL)
-
-    assert set(here.answer_all(kill)) == {0}
-    if what == "driver":
-        until(lambda: here.cluster.ray.driver not in (None, driver))
-    else:
-        until(lambda: any(each.name() == "gcs_server" and each != control for each in here.processes()))
+    assert set(here.answer_all(control.kill)) == {0}
+    until(lambda: any(each.name() == "gcs_server" and each != control for each in here.processes()))
     time.sleep(3)
     assert here.pids() == pids and here.serves() and set(here.answer_all()) == {0}
     # What ends afterwards is started again.
@@ -199,22 +173,14 @@ def test_replicas_serve_on_when_a_part_of_ray_is_killed(here: Here, what: str) -
     assert here.pids()[NAMES[1]] == pids[NAMES[1]]
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "engine killed",
-        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("replica killed", "actor killed", "hangs")),
-    ],
-)
-def test_a_lost_replica_loses_no_request_and_comes_back(here: Here, how: str) -> None:
+def test_a_lost_replica_loses_no_request_and_comes_back(here: Here) -> None:
+    """`test_user_ray` has the other ends."""
     before, pids = here.cluster.status(), here.pids()
     lost: list[str] = []
 
     def lose() -> None:
         lost.append(here.where("r0"))
-        actor, replica, engine = pids[lost[0]]
-        pid = {"replica killed": replica, "actor killed": actor}.get(how, engine)
-        os.kill(pid, signal.SIGSTOP if how == "hangs" else signal.SIGKILL)
+        os.kill(pids[lost[0]][2], signal.SIGKILL)
 
     assert set(here.answer_all(lose)) == {0, 1}
     until(lambda: here.serves() and here.pids() != pids)
@@ -223,66 +189,6 @@ def test_a_lost_replica_loses_no_request_and_comes_back(here: Here, how: str) ->
     after = here.cluster.status()
     assert after.num_deaths == before.num_deaths + 1 and after.num_resubmitted > before.num_resubmitted
     assert set(here.answer_all()) == {0}
-
-
-@pytest.mark.exhaustive
-def test_a_drained_replica_stays_drained_after_a_restart(here: Here) -> None:
-    name, other = NAMES
-    former = here.pids()[name]
-    assert here.run(here.cluster.drain(name))
-    os.kill(former[2], signal.SIGKILL)
-    until(lambda: here.pids()[name] != former and here.states() == [DRAINING, SERVING])
-    assert here.used() == {other}
-    here.cluster.resume(name)
-    assert here.serves()
-
-
-@pytest.mark.exhaustive
-def test_a_replica_is_added_and_released_under_answers(here: Here) -> None:
-    """The number holds also for a driver that starts after it was changed."""
-    pids, before = here.pids(), here.cluster.status()
-    adding = here.begin(here.cluster.scale(3, 30.0))
-    assert set(here.answer_all()) == {0} and adding.result(30)
-    assert here.states() == [SERVING] * 3
-    driver = here.cluster.ray.driver
-    assert driver is not None
-    os.kill(driver.pid, signal.SIGKILL)
-    until(lambda: here.cluster.ray.driver not in (None, driver))
-    added = here.pids()["replica-2"]
-    releasing: list[Future[bool]] = []
-    scaling = functools.partial(here.cluster.scale, 2, 30.0)
-    assert set(here.answer_all(lambda: releasing.append(here.begin(scaling())))) == {0}
-    assert releasing[0].result(30)
-    until(lambda: not any(map(is_alive, added)))
-    assert here.pids() == pids and here.serves()
-    assert here.cluster.status().num_deaths == before.num_deaths
-    for number in (0, 4):
-        with pytest.raises(BadRequest, match=f"^the number of replicas is {number}; it must be between 1 and 3, see"):
-            here.run(here.cluster.scale(number, 1.0))
-
-
-@pytest.mark.exhaustive
-def test_replicas_follow_the_load_until_an_operator_sets_their_number(here: Here) -> None:
-    pids, before = here.pids(), here.cluster.status()
-    requests = [asked(f"busy{number}", 500) for number in range(24)]
-
-    async def answer() -> list[list[RequestOutput]]:
-        return await asyncio.gather(*(outputs_of(here.cluster, request) for request in requests))
-
-    assert here.run(here.cluster.scale("auto", 0.0))
-    answering = here.begin(answer())
-    until(lambda: here.states() == [SERVING] * 3)
-    scaling = here.cluster.status().scaling
-    assert scaling is not None and scaling.automatic and scaling.decision.startswith("3 instead of 2: ")
-    for request, outputs in zip(requests, answering.result(60), strict=True):
-        check(request, outputs)
-    until(lambda: here.serves() and here.pids() == pids)
-    scaling = here.cluster.status().scaling
-    assert scaling is not None and scaling.decision.startswith("2 instead of 3: the others had room for all requests")
-    assert here.cluster.status().num_deaths == before.num_deaths
-    assert here.run(here.cluster.scale(2, 5.0))
-    scaling = here.cluster.status().scaling
-    assert scaling is not None and not scaling.automatic and scaling.decision == "2 as before: set by an operator"
 
 
 @pytest.mark.exhaustive

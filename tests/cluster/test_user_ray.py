@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import os
 import signal
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,7 @@ import pytest
 
 from tests import embedded_cases
 from tests.cluster import paced_engine
-from tests.cluster.running import SLEEPING, InThread, asked, check, outputs_of
+from tests.cluster.running import NAMES, SLEEPING, InThread, asked, check, outputs_of
 from tests.cluster.sleeping_engine import COMMAND
 from tests.cluster.test_real_engine import check as check_real
 from tests.cluster.test_shipping import write
@@ -47,7 +49,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
 
-NAMES = ("replica-0", "replica-1")
 PORTABLE, PACED = ("", *COMMAND[1:]), ("", *paced_engine.COMMAND[1:])
 VALUE_OF_USER = "of the user"
 
@@ -61,20 +62,6 @@ class Here(InThread):
         self.ray = ray
         self.lines: list[str] = options.pop("lines", [])
         super().__init__(lambda: started(ray, announce=self.lines.append, **options))
-
-    def pids(self) -> dict[str, tuple[int, int, int]]:
-        return {
-            name: (found.at.pid, found.at.replica_pid, found.at.engine_pid)
-            for name, found in self.cluster.located.items()
-        }
-
-    def serves(self) -> bool:
-        return [each.state for each in self.cluster.status().replicas] == [SERVING] * len(NAMES)
-
-    def where(self, request_id: str) -> str:
-        name = self.cluster.where(request_id)
-        assert name is not None
-        return name
 
 
 async def started(ray: UserRay, number: int = 2, **settings: Any) -> RayCluster:
@@ -168,15 +155,30 @@ print(ray.get(actor.pid.remote()))
 
 
 def test_a_replica_is_added_and_released(here: Here, ray: UserRay) -> None:
-    """An actor of the user in the same namespace, even of such a name, is left alone."""
+    """The number holds also for a driver that starts after it was changed, and an operator's drain holds.
+
+    An actor of the user in the same namespace, even of such a name, is left alone.
+    """
     command = [sys.executable, "-c", FOREIGN, ray.address]
     foreign = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.split()[-1])
-    pids = here.pids()
-    assert here.run(here.cluster.scale(3, 30.0))
+    pids, before = here.pids(), here.cluster.status()
+    adding = here.begin(here.cluster.scale(3, 30.0))
+    assert set(here.answer_all()) == {0} and adding.result(30)
+    driver = here.cluster.ray.driver
+    assert driver is not None and here.states() == [SERVING] * 3
+    os.kill(driver.pid, signal.SIGKILL)
+    until(lambda: here.cluster.ray.driver not in (None, driver))
     added = here.pids()["replica-2"]
-    assert here.run(here.cluster.scale(2, 30.0))
+    assert here.run(here.cluster.drain("replica-2"))
+    os.kill(added[2], signal.SIGKILL)
+    until(lambda: here.pids()["replica-2"] != added and here.states() == [SERVING, SERVING, DRAINING])
+    added = here.pids()["replica-2"]
+    releasing: list[Future[bool]] = []
+    scaling = functools.partial(here.cluster.scale, 2, 30.0)
+    assert set(here.answer_all(lambda: releasing.append(here.begin(scaling())))) == {0} and releasing[0].result(30)
     until(lambda: not any(map(is_alive, added)))
     assert here.pids() == pids and here.serves() and set(here.answer_all()) == {0} and is_alive(foreign)
+    assert here.cluster.status().num_deaths == before.num_deaths + 1
 
 
 def test_answers_of_real_engines_are_those_of_one(ray: UserRay, tmp_path: Path) -> None:

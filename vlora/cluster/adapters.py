@@ -1,7 +1,7 @@
 """Adapters on all replicas: a table of desired adapters, which each replica follows by itself.
 
-A change is tried on one replica, whose refusal the caller gets, then written to the table (`adapter_state.py`). Each
-replica's loop (`replica_adapters.py`) then makes it there, as after a start, a lost connection or a takeover.
+A change is tried on one replica, which may refuse it, then written to the table (`adapter_state.py`). Each replica's
+loop (`replica_adapters.py`) then makes it there, as after a start, a lost connection or a takeover.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from vlora.cluster.adapter_sender import AdapterSender, ReplicaFiles
 from vlora.cluster.adapter_state import FLUSH_S, AdapterFailure, AdapterState, DesiredAdapter, Goal
-from vlora.cluster.former_contents import FormerContents, RefusedCompositions, parts_of
+from vlora.cluster.former_contents import FormerContents, parts_of
 from vlora.cluster.replica_adapters import ANSWER_S, ReplicaAdapters
 from vlora.cluster.summary import merged_statuses
 from vlora.engine.ipc.client import EngineClient
@@ -60,11 +60,10 @@ class ReplicatedAdapters:
         self.homes: dict[str, ReplicaAdapters] = {}
         self._mirrored: Mapping[str, Mapping[str, AdapterFailure]] | None = None  # by replica; None: not `follow`
         self.former = FormerContents(unfinished, self._content_ended)
-        self._tell_usable = on_usable
+        self._on_usable = on_usable
         self._on_lack = on_lack
         self._on_drain = on_drain
         self._sender = sender
-        self._compositions = RefusedCompositions(on_usable)
         self._changing = asyncio.Lock()
         self._busy: set[str] = set()  # names of a change that is not written yet
         self._moved = asyncio.Event()  # a replica has done something
@@ -80,7 +79,7 @@ class ReplicatedAdapters:
         """Synchronize a new replica with the desired state; note what it cannot serve. Raises EngineDead."""
         await self._adopt_own()
         files = None if self._sender is None else ReplicaFiles(self._sender, engine)
-        home = ReplicaAdapters(name, engine, self._goal, self._usable, self._applied, files)
+        home = ReplicaAdapters(name, engine, self._goal, self._on_usable, self._applied, files)
         while not home.is_settled:
             await home.sync()
         # Nothing was awaited since: a change that is written later wakes this replica.
@@ -94,7 +93,7 @@ class ReplicatedAdapters:
         """The router knows a replica from now on: say what it cannot serve."""
         home = self.homes[name]
         for adapter in filter(home.bars, home.failures):
-            self._tell_usable(name, adapter, False)
+            self._on_usable(name, adapter, False)
         for adapter, version in self.former:
             self._on_lack(name, adapter, version, not home.has_content(adapter, version))
 
@@ -104,7 +103,6 @@ class ReplicatedAdapters:
         if home is not None:
             home.close()
             self._replica_moved()
-        self._compositions.forget(name)
 
     def seen(self, replica: str, contents: Mapping[str, str]) -> None:
         for name, version in contents.items():
@@ -121,19 +119,15 @@ class ReplicatedAdapters:
             self._set_content(name, version)
 
     def refused(self, replica: str, adapter: str, error: ErrorValue) -> None:
-        self._usable(replica, adapter, False)
-        if adapter in self.state and replica in self.homes and self._mirrored is None:
+        """A replica cannot load the adapter or composition of a request."""
+        if replica in self.homes:
             self.homes[replica].fail(adapter, error)
-        else:
-            self._compositions.add(replica, adapter, error)
 
     def cause_of(self, adapter: str | None) -> VLoraError | None:
         """Why no replica can serve an adapter or composition; None if one can, or if it is not known."""
         causes = []
         for _, home in sorted(self.homes.items()):
-            errors = [home.failures[name].error for name in parts_of(adapter) if home.bars(name)]
-            if adapter is not None and (refused := self._compositions.cause(home.name, adapter)) is not None:
-                errors.append(refused)
+            errors = [home.failures[name].error for name in (*parts_of(adapter), adapter or "") if home.bars(name)]
             if not errors:
                 return None
             causes.append((home.name, errors[0]))
@@ -206,7 +200,7 @@ class ReplicatedAdapters:
                     self._lack_elsewhere(name, status.version)
                 await self.state.commit({name: DesiredAdapter(wanted.path, status.version)})
             for home in self.homes.values():
-                home.to_read(name)
+                home.to_read.add(name)
         return self._with_problem(status)
 
     async def unload(self, name: str, drain: bool) -> None:
@@ -219,7 +213,7 @@ class ReplicatedAdapters:
                 self.former.begin(name, former)
                 self._on_drain(name, former)
             for home in () if drain else self.homes.values():
-                home.to_cancel(name)
+                home.to_cancel.add(name)
 
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
         """Pin an adapter, or unpin it. Raises as `EngineInterface.pin_adapter`."""
@@ -275,8 +269,6 @@ class ReplicatedAdapters:
             finally:
                 self._busy = set()
                 self._wake(names)
-                for replica in self.homes:
-                    self._compositions.allow(replica, names)
                 self._replica_moved()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ANSWER_S):
@@ -394,11 +386,6 @@ class ReplicatedAdapters:
         for replica in self.homes:
             self._on_lack(replica, name, version, False)
         self._wake()  # it need not be kept any more
-
-    def _usable(self, replica: str, adapter: str, usable: bool) -> None:
-        self._tell_usable(replica, adapter, usable)
-        if usable:
-            self._compositions.allow(replica, {adapter})
 
     def _other_content(self, replica: str, name: str, version: str) -> DesiredAdapter | None:
         """The desired adapter, if a replica has its folder, but another content than is known; None otherwise."""

@@ -1,14 +1,12 @@
-"""What requests need beside the desired adapters: contents that adapters had before, which replicas keep while answers
-that began with them are not complete, and compositions, which replicas may refuse.
-"""
+"""Contents that adapters had before, which replicas keep while answers that began with them are not complete."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from vlora.errors import BadRequest
-from vlora.types import ErrorValue, composed_of
+from vlora.types import composed_of
 
 MAX_FORMER = 4
 """Former contents of one adapter. Answers with earlier ones end where they are; elsewhere they cannot continue."""
@@ -100,48 +98,6 @@ class FormerContents:
             if not former.users and not former.changing:
                 del self._contents[content]
                 self._on_end(*content)
-
-
-MAX_COMPOSITIONS = 256  # refused ones of a replica that are remembered
-RETRY_S = 60.0
-
-
-class RefusedCompositions:
-    """Compositions that replicas have refused, which are tried again after a time."""
-
-    def __init__(self, on_usable: Callable[[str, str, bool], None]) -> None:
-        """on_usable: called with a replica, a composition, and whether it can be used there from now on."""
-        self._on_usable = on_usable
-        self._refused: dict[str, dict[str, ErrorValue]] = {}  # by replica, the oldest first
-        self._timer: asyncio.TimerHandle | None = None
-
-    def cause(self, replica: str, composition: str) -> ErrorValue | None:
-        return self._refused.get(replica, {}).get(composition)
-
-    def add(self, replica: str, composition: str, error: ErrorValue) -> None:
-        refused = self._refused.setdefault(replica, {})
-        refused[composition] = error
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._retry)
-        if len(refused) > MAX_COMPOSITIONS:  # there may be any number, since weights are free
-            oldest = next(iter(refused))
-            del refused[oldest]
-            self._on_usable(replica, oldest, True)
-
-    def allow(self, replica: str, parts: Collection[str] | None = None) -> None:
-        """Let a replica try them again. parts: only those with one of these adapters."""
-        refused = self._refused.get(replica, {})
-        for composition in [each for each in refused if parts is None or not {*parts}.isdisjoint(parts_of(each))]:
-            del refused[composition]
-            self._on_usable(replica, composition, True)
-
-    def forget(self, replica: str) -> None:
-        self._refused.pop(replica, None)
-
-    def _retry(self) -> None:
-        self._timer = None
-        for replica in tuple(self._refused):
-            self.allow(replica)
 
 
 def parts_of(adapter: str | None) -> tuple[str, ...]:

@@ -12,16 +12,17 @@ from typing import Any, TypeVar
 
 from vlora.cluster.adapter_sender import ReplicaFiles
 from vlora.cluster.adapter_state import FIRST_PAUSE_S, AdapterFailure, DesiredAdapter, Failure, Goal
+from vlora.cluster.former_contents import parts_of
 from vlora.engine.ipc.client import EngineClient
 from vlora.errors import Aborted, EngineDead, OverCapacity, UnknownAdapter, VLoraError
-from vlora.types import AdapterStatus, ErrorValue
+from vlora.types import AdapterStatus, ErrorValue, is_composed
 
 log = logging.getLogger("vlora.cluster")
 
 T = TypeVar("T")
 
 ANSWER_S, STATUS_S = 300.0, 10.0  # of one call: the read of an adapter may take long
-_LEAST_S = 0.1  # between two rounds of retries
+RETRY_S, MAX_COMPOSITIONS = 60.0, 256  # refused compositions that are remembered, and for how long
 BATCH = 64  # adapters in one call: the engine reads their headers between two steps
 
 
@@ -30,7 +31,9 @@ class ReplicaAdapters:
 
     Attributes:
         calling: Held during each call about adapters, so that a change waits for one of them at most.
-        failures: Why it is not as desired with some adapters.
+        failures: Why it is not as desired with some adapters, and compositions that it has refused.
+        to_read: Adapters with files to be read when their content comes there; otherwise a header suffices.
+        to_cancel: Adapters with requests to end when they are unloaded.
         files: Sends files that the replica's machine lacks; None: they have to be there.
     """
 
@@ -55,13 +58,13 @@ class ReplicaAdapters:
         self.files = files
         self.calling = asyncio.Lock()
         self.failures: dict[str, Failure] = {}
+        self.to_read: set[str] = set()
+        self.to_cancel: set[str] = set()
         self._goal = goal
         self._on_usable = on_usable
         self._on_applied = on_applied
         self._applied: dict[str, DesiredAdapter] = {}
         self._is_known = False  # what the replica has: its engine may have served another front end
-        self._to_read: set[str] = set()  # in full, to compare the content; otherwise a header suffices
-        self._to_cancel: set[str] = set()  # with their requests, once they are unloaded
         self._kept: Mapping[str, Collection[str]] | None = None  # another front end may have asked for some
         self._held: Mapping[str, Collection[str]] = {}  # of these, those that it had when it was asked
         self._changed, self._to_send = asyncio.Event(), asyncio.Event()
@@ -124,31 +127,30 @@ class ReplicaAdapters:
         return "" if self.is_done(name) else "it has not answered yet"
 
     async def sync(self) -> None:
-        """Do what is to be done now. An adapter that fails is noted, and tried again after a pause.
-
-        Raises:
-            EngineDead: The replica is gone.
-        """
+        """Do what is to be done now; note what fails, and try it again after a pause. Raises EngineDead."""
         goal = self._goal()
         desired = dict(goal.adapters)
         async with self.calling:
             await self._keep(goal)
             if not goal.leads:
                 self._is_known = False
+                self._forget_settled(())
                 return await self._hold()
             if not self._is_known:
                 await self._read()
-        for name in (self._applied.keys() | self.failures.keys()) - desired.keys():
+        known = self._applied.keys() | {name for name in self.failures if not is_composed(name)}
+        for name in known - desired.keys():
             async with self.calling:
                 if self._is_still(name, None):
                     await self._unload(name)
         due = self._due(desired)
         self._forget_settled(due)
-        changed = [name for name in due if self._has_other_content(name, desired[name])]
+        contents = {name: (each.path, each.version) for name, each in self._applied.items()}
+        changed = [name for name in due if contents.get(name) != (desired[name].path, desired[name].version)]
         for name in changed:
             if self._is_pinned(name):  # it cannot be replaced
                 await self._try(name, desired[name], lambda name: self.pin(name, False), bars=False)
-        plain = [name for name in changed if name not in self._to_read and self._is_unread(name)]
+        plain = [name for name in changed if name not in self.to_read and self._is_unread(name)]
         for first in range(0, len(plain), BATCH):
             async with self.calling:
                 await self._try_register({name: desired[name] for name in plain[first : first + BATCH]})
@@ -168,36 +170,33 @@ class ReplicaAdapters:
         self.wake()
         self._tasks.append(asyncio.create_task(self._follow(), name=f"vlora-adapters-{self.name}"))
         if self.files is not None:
-            sending = self._send_files(self.files)
-            self._tasks.append(asyncio.create_task(sending, name=f"vlora-files-{self.name}"))
+            self._tasks.append(asyncio.create_task(self._send_files(self.files), name=f"vlora-files-{self.name}"))
 
     def wake(self, changed: Iterable[str] = ()) -> None:
-        """The desired state has changed. changed: adapters that are tried again at once if they have failed."""
-        for name in changed:
-            if (failure := self.failures.get(name)) is not None:
-                failure.due_s = asyncio.get_running_loop().time()
+        """The desired state has changed. changed: adapters that are tried again at once, with their compositions."""
+        names = {*changed}
+        for name in [name for name in self.failures if not names.isdisjoint((name, *parts_of(name)))]:
+            self.failures[name].due_s = asyncio.get_running_loop().time()
         self._changed.set()
-
-    def to_read(self, name: str) -> None:
-        """When the replica gets an adapter's content, its files are to be read at once."""
-        self._to_read.add(name)
-
-    def to_cancel(self, name: str) -> None:
-        """When an adapter is unloaded, its requests end."""
-        self._to_cancel.add(name)
 
     def verify(self, name: str) -> None:
         """The replica may have other content than it should: read the adapter's folder again."""
-        self._to_read.add(name)
+        self.to_read.add(name)
         self._applied.pop(name, None)
         self.wake()
 
     def fail(self, name: str, error: ErrorValue, *, bars: bool = True) -> None:
         """Note that an adapter cannot be served there. It is tried again after a pause, each time a longer one."""
         before = self.failures.get(name)
-        if before is None or before.error != error:
-            log.warning("replica %r cannot serve adapter %r: %s", self.name, name, error.message)
-        self.failures[name] = Failure(error, before, bars=bars)
+        failure = self.failures[name] = Failure(error, before, bars=bars)
+        if self._goal().leads and name in self._goal().adapters:
+            if before is None or before.error != error:
+                log.warning("replica %r cannot serve adapter %r: %s", self.name, name, error.message)
+        else:
+            failure.due_s += RETRY_S - failure.pause_s
+            composed = [each for each in self.failures if each not in self._goal().adapters]
+            for oldest in composed[:-MAX_COMPOSITIONS]:  # there may be any number, since weights are free
+                self._forget_failure(oldest)
         if bars:
             self._applied.pop(name, None)
         self._on_usable(self.name, name, not bars)
@@ -206,7 +205,7 @@ class ReplicaAdapters:
 
     def mirror(self, failures: Mapping[str, AdapterFailure]) -> None:
         """Have the failures that another front end, which makes the changes, has found."""
-        for name in self.failures.keys() - failures.keys():
+        for name in [name for name, each in self.failures.items() if math.isinf(each.due_s) and name not in failures]:
             self._forget_failure(name)
         for name, found in failures.items():
             failure = self.failures[name] = Failure(found.error, None, bars=found.bars)
@@ -219,7 +218,8 @@ class ReplicaAdapters:
 
     @property
     def num_failed(self) -> int:
-        return sum(failure.bars and not failure.is_coming for failure in self.failures.values())
+        own = [failure for name, failure in self.failures.items() if name in self._goal().adapters]
+        return sum(failure.bars and not failure.is_coming for failure in own)
 
     def applied(self, name: str) -> DesiredAdapter | None:
         """An adapter as the replica was last asked to have it; None if it does not, or if that has failed."""
@@ -262,10 +262,6 @@ class ReplicaAdapters:
         """Whether an adapter has not failed before; only then its header suffices to try it."""
         return name not in self.failures or self.failures[name].has_arrived
 
-    def _has_other_content(self, name: str, wanted: DesiredAdapter) -> bool:
-        applied = self._applied.get(name)
-        return applied is None or (applied.path, applied.version) != (wanted.path, wanted.version)
-
     def _is_still(self, name: str, wanted: DesiredAdapter | None) -> bool:
         """Whether an adapter is still to be so: a change may have come between."""
         return self._goal().adapters.get(name) == wanted
@@ -278,12 +274,10 @@ class ReplicaAdapters:
     def _forget_settled(self, due: Collection[str]) -> None:
         """Forget failures that nothing is left to be done about, as of a pin that is not desired any more."""
         now = asyncio.get_running_loop().time()
-        for name in [name for name, failure in self.failures.items() if failure.is_due(now)]:
-            if name not in due:
-                self._forget_failure(name)
+        for name in [name for name, each in self.failures.items() if each.is_due(now) and name not in due]:
+            self._forget_failure(name)
 
     async def _follow(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             due_s = min((each.due_s for each in self.failures.values() if not each.is_coming), default=None)
             with contextlib.suppress(TimeoutError):
@@ -298,8 +292,6 @@ class ReplicaAdapters:
                 log.warning("the adapters of replica %r cannot be changed: %s; retrying", self.name, error)
                 await asyncio.sleep(FIRST_PAUSE_S)
                 self.wake()
-            if due_s is not None and due_s <= loop.time():
-                await asyncio.sleep(_LEAST_S)
 
     async def _answer(self, call: Coroutine[Any, Any, T], limit_s: float = ANSWER_S) -> T:
         """A replica's answer. Raises Aborted after a time: its files may be on a disk that does not answer."""
@@ -417,7 +409,7 @@ class ReplicaAdapters:
 
     async def _unload(self, name: str) -> None:
         with contextlib.suppress(UnknownAdapter):
-            await self._answer(self._client.unload_adapter(name, name not in self._to_cancel))
+            await self._answer(self._client.unload_adapter(name, name not in self.to_cancel))
         self._applied.pop(name, None)
         await self._hold()  # its files may go before the next change
         self._forget(name)
@@ -446,11 +438,13 @@ class ReplicaAdapters:
 
     def _forget(self, name: str) -> None:
         """An adapter is as it was desired."""
-        self._to_read.discard(name)
-        self._to_cancel.discard(name)
+        self.to_read.discard(name)
+        self.to_cancel.discard(name)
         self._forget_failure(name)
         self._on_applied(self, name)
 
     def _forget_failure(self, name: str) -> None:
-        if self.failures.pop(name, None) is not None:
-            self._on_usable(self.name, name, True)
+        """Let requests be sent there again, also those of compositions with an adapter."""
+        for each in [each for each in self.failures if each == name or (is_composed(each) and name in parts_of(each))]:
+            del self.failures[each]
+            self._on_usable(self.name, each, True)
