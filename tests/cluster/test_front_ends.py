@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster.in_process import V1, V2, Here, Maker, at, virtual
 from tests.cluster.running import QUICK, SECRET, asked, check, joined, outputs_of, real
-from tests.cluster.test_scaling import busy, states, two_of_three
+from tests.cluster.test_scaling import busy, on_ray, states
 from tests.processes import PATIENCE_S
 from vlora.cluster.adapter_state import AdapterFailure, DesiredAdapter
 from vlora.cluster.cluster import Cluster
@@ -180,7 +180,7 @@ def where(*places: int) -> dict[str, Located]:
 
 @virtual
 async def test_one_that_starts_does_not_wait_for_ever_for_replicas_that_are_down(cluster: Maker) -> None:
-    async with two_of_three(cluster) as found:
+    async with on_ray(cluster) as found:
         found.front_ends.owner, found.ray.local, found.located = SimpleNamespace(close=ends), None, where(0, 1, 2)
         lines: list[str] = []
         began_s = asyncio.get_running_loop().time()
@@ -191,7 +191,7 @@ async def test_one_that_starts_does_not_wait_for_ever_for_replicas_that_are_down
 
 @virtual
 async def test_replicas_that_drain_to_end_do_so_after_the_one_that_makes_the_changes_is_gone(cluster: Maker) -> None:
-    async with two_of_three(cluster) as found, busy(found):
+    async with on_ray(cluster) as found, busy(found):
         found.front_ends.owner, found.located = SimpleNamespace(close=ends), where(0, 1)
         gone = frozenset({"replica-1"})
         state = msgspec.structs.replace(found._make_state(), number=1, drained=gone, leaving=gone)  # noqa: SLF001
@@ -205,7 +205,7 @@ async def test_replicas_that_drain_to_end_do_so_after_the_one_that_makes_the_cha
 
 @virtual
 async def test_the_others_have_a_change_before_its_caller(cluster: Maker) -> None:
-    async with two_of_three(cluster) as found:
+    async with on_ray(cluster) as found:
         front_ends, sent = found.front_ends, list[bool]()
         watching: asyncio.Task[Any]
         line: Any = SimpleNamespace(
