@@ -348,6 +348,18 @@ def test_of_several_front_ends_each_has_a_share_of_a_replica_whatever_the_others
 # -- moves ------------------------------------------------------------------------------------------------------------
 
 
+def test_the_newest_request_is_evicted_and_does_not_return_there() -> None:
+    router = routed("punica", "ab", Room(4, 10))
+    older, newer = need(blocks=5), need(blocks=4)
+    assert send(router, older) == send(router, newer) == "b"
+    router.grew(older.request_id, 7)
+    assert router.replicas["b"].free_blocks == -1
+    eviction = router.evict("b")
+    assert eviction is not None and eviction.need == newer._replace(returned=True)
+    assert eviction.placed == [(eviction.need, "a")]
+    assert router.evict("b") is None, "the last request remains"
+
+
 def test_consolidation_moves_all_requests_of_a_replica_or_none() -> None:
     router = routed("punica", "ab", Room(4, 10))
     needs = [need(blocks=blocks) for blocks in (4, 4, 4, 4)]

@@ -93,15 +93,24 @@ class Life:
             self.take(request_id)
         self.note(self.router.ended(request_id))
 
-    def grow(self) -> None:
-        """An answer outgrows its replica, where it ends; earlier reports do not include its growth."""
+    def grow_and_evict(self) -> None:
+        """An answer outgrows its replica, so the newest request there makes room."""
         name = self.draws.choice(list(self.router.replicas))
         replica = self.router.replicas[name]
-        if not replica.holds:
+        if len(replica.holds) < 2:
+            assert self.router.evict(name) is None
             return
-        grower = self.draws.choice(list(replica.holds.values()))
-        self.router.grew(grower.request_id, grower.blocks + replica.free_blocks + 1)
-        assert replica.free_blocks < 0
+        newest = max(replica.holds.values(), key=lambda need: need.arrival)
+        grower = next(need for need in replica.holds.values() if need is not newest)
+        self.router.grew(grower.request_id, grower.blocks + replica.free_blocks + newest.blocks)
+        assert replica.free_blocks < 0 or newest.blocks == 0
+        eviction = self.router.evict(name)
+        assert eviction is not None and eviction.need.request_id == newest.request_id
+        self.take(newest.request_id)
+        self.alive[newest.request_id] = eviction.need
+        self.note(eviction.placed)
+        assert self.where.get(newest.request_id) != name
+        # It ends, since its size exceeds the room; earlier reports do not include its growth.
         self.reports.pop(name, None)
         del self.alive[grower.request_id]
         self.take(grower.request_id)
@@ -167,7 +176,7 @@ class Life:
         elif what < 0.96:
             self.router.replan()
         else:
-            self.grow()
+            self.grow_and_evict()
 
     def check(self) -> None:
         router = self.router

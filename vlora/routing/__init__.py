@@ -8,13 +8,14 @@ Reading order: `replica_load.py` (one replica as the router knows it), `router.p
 from vlora.routing.journal import RecordedRouter, Replayed, replay_calls, replay_file
 from vlora.routing.placement import Group, MoveCosts, Shift, proactive, reactive
 from vlora.routing.replica_load import Need, ReplicaLoad, Report, Room
-from vlora.routing.router import Advice, Move, Placed, Recalled, Refusal, Refused, Router
+from vlora.routing.router import Advice, Eviction, Move, Placed, Recalled, Refusal, Refused, Router
 from vlora.routing.rules import RULES, Rule
 from vlora.routing.scaling import ScalingPolicy, ScalingSettings
 
 __all__ = [
     "RULES",
     "Advice",
+    "Eviction",
     "Group",
     "Move",
     "MoveCosts",

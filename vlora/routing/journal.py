@@ -27,6 +27,7 @@ _CALLS: dict[str, Any] = {
     "ended": tuple[str],
     "grew": tuple[str, int],
     "refuse": tuple[float, float],
+    "evict": tuple[str],
     "consolidate": tuple[int],
     "recall": tuple[int],
     "rebalance": tuple[float, MoveCosts, int],

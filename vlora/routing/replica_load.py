@@ -21,7 +21,7 @@ class Need(NamedTuple):
         priority, tenant: as of a request.
         answer_by: latest time of its first answer, on the caller's clock; None without a deadline, and after the first
             answer.
-        returned: it was on a replica before: moved, or its replica has ended.
+        returned: it was on a replica before: moved, evicted, or its replica has ended.
         prefix: keys of its first KV blocks (`TokenChain`), in order, computed with the adapter's content hash.
         version: the content hash of the adapter with which its answer began; None before its first token.
     """

@@ -44,6 +44,13 @@ class Move(NamedTuple):
     target: str
 
 
+class Eviction(NamedTuple):
+    """A request to cancel on its replica, and the requests to send now; if it is not among them, it waits."""
+
+    need: Need
+    placed: list[Placed]
+
+
 class Recalled(NamedTuple):
     """The outcome of `Router.recall`: requests to cancel on their replicas, which wait now, and requests to send."""
 
@@ -247,6 +254,24 @@ class Router:
         return Refused(refused, placed + (self._place_waiting() if refused or placed else []))
 
     # -- moves --------------------------------------------------------------------------------------------------------
+
+    def evict(self, name: str) -> Eviction | None:
+        """A replica is out of KV memory: its newest request goes elsewhere or waits (Punica section 5.3).
+
+        None if it has no second request.
+        """
+        replica = self.replicas[name]
+        if len(replica.holds) < 2:
+            return None
+        need = max(replica.holds.values(), key=lambda each: each.arrival)
+        was_draining = replica.draining
+        self._fleet.set_draining(replica, True)  # not back to where it was
+        placed = self.ended(need.request_id)
+        need = need._replace(returned=True)
+        placed += self.submit(need)
+        self._fleet.set_draining(replica, was_draining)
+        self._blocked = None
+        return Eviction(need, placed)
 
     def consolidate(self, most: int = 32) -> list[Move]:
         """Move requests so that a replica becomes idle: first of those that drain, as far as there is room.
