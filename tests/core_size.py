@@ -48,7 +48,7 @@ BUDGETS = (
     Budget("vlora/client", 1_900, 900),
     Budget("vlora/server", 10_010, 4_900),
     Budget("vlora/engine vlora/parallel", 6_660, 4_900),
-    Budget("vlora/orchestrator vlora/routing", 5_460, 4_000),
+    Budget("vlora/orchestrator vlora/routing", 5_490, 4_000),
     Budget("vlora/memory vlora/lora vlora/models", 12_060, 8_300),
     Budget("vlora/cluster", 7_020, 3_700),
     Budget("vlora/wire", 920, 1_000),
