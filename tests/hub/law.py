@@ -29,7 +29,7 @@ from vlora.models.processing import InputProcessor
 from vlora.models.vision.images import Clip
 from vlora.server.http.chat_request import ChatRequest, conversation_of
 from vlora.server.http.tools import as_messages
-from vlora.server.prompts import Messages, with_pictures
+from vlora.server.prompts import Conversation, with_pictures
 from vlora.types import Mode, Request, SamplingParams
 from vlora.types.video import Video
 
@@ -115,7 +115,9 @@ class Served:
             messages, tools = as_messages(messages, tools), []
         if not self.processor.takes_videos:  # as `PromptEncoder`
             videos = [Video(one.frames, one.times) for one in visuals if isinstance(one, Clip)]
-            messages = [dict(each) for each in cast(Messages, with_pictures(messages, videos))]
+            messages = [
+                dict(each) for each in cast(Conversation, with_pictures(Conversation(messages), videos)).messages
+            ]
             visuals = [each for one in visuals for each in (one.frames if isinstance(one, Clip) else [one])]
         try:
             text = self.processor.template(messages, tools) if tools else self.processor.template(messages)

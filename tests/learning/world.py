@@ -27,7 +27,7 @@ from vlora.models.hf_model import HFModel
 from vlora.models.loading import load_model
 from vlora.models.processing import InputProcessor
 from vlora.server.frontend import FrontEnd
-from vlora.server.prompts import TextRequest
+from vlora.server.prompts import Level, TextRequest
 from vlora.training.adapter import LoraSettings
 from vlora.training.trainer import PackedTrainer
 from vlora.types import SamplingParams
@@ -130,7 +130,7 @@ class Serving:
     ) -> Answer:
         images = () if image is None else [image]
         sampling = SamplingParams(max_tokens=3)
-        asked = TextRequest(text, images, adapter=adapter, tenant=tenant, sampling=sampling, whole=True)
+        asked = TextRequest(text, images, adapter, sampling, Level(tenant=tenant), whole=True)
         *_, (_, answer) = [part async for part in self.front.generate(asked)]
         assert isinstance(answer, Answer)
         return answer

@@ -21,8 +21,7 @@ from vlora.client.values import FrameAnswer, FrameResult, HeadResult, StreamOpti
 from vlora.config import ServerConfig, Token
 from vlora.engine.snapshot import EngineSnapshot
 from vlora.errors import EngineDead
-from vlora.server.console.files import CONSOLE_FILES
-from vlora.server.console.routes import SnapshotFeed
+from vlora.server.console.routes import CONSOLE_FILES, SnapshotFeed
 from vlora.server.images import RawImage
 from vlora.server.security.limits import ByteBudget, ByteCharge
 from vlora.server.streams.frame_stream import draw

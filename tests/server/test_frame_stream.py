@@ -19,7 +19,7 @@ from vlora.config import ServerConfig, Token
 from vlora.errors import BadImage, BadRequest, OverCapacity, StepFailed, UnknownHead, UnknownStream
 from vlora.server.detokenizer import Piece
 from vlora.server.metrics import Metrics
-from vlora.server.prompts import SharedImages, TextRequest
+from vlora.server.prompts import Level, SharedImages, TextRequest
 from vlora.server.security.limits import ByteBudget, ByteCharge
 from vlora.server.streams.frame_stream import MAX_UNACKNOWLEDGED, StreamSession
 from vlora.server.streams.registry import StreamRegistry
@@ -52,14 +52,12 @@ class Head:
         self.num_read = self.cancelled = 0
         self._gates: dict[bytes, asyncio.Event] = {}
 
-    async def ask_head(
-        self, images: Any, adapter: str, head: str, *, max_latency_s: float | None = None, **_: Any
-    ) -> HeadResult:
+    async def ask_head(self, images: Any, adapter: str, head: str, level: Level) -> HeadResult:
         if head == "unknown":
             raise UnknownHead("no such head")
         (image,) = await images.processed(self._read)
         self.requested.append(image)
-        self.bounds.append(max_latency_s)
+        self.bounds.append(level.max_latency_s)
         gate = self._gates[image] = asyncio.Event()
         try:
             if not self.at_once:

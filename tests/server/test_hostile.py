@@ -43,7 +43,6 @@ from vlora.errors import BadConfig, BadRequest, Unauthorized, VLoraError, error_
 from vlora.server.http import server as http_server
 from vlora.server.rpyc import protocol
 from vlora.server.rpyc import server as rpyc_server
-from vlora.server.rpyc import service as rpyc_service
 from vlora.server.rpyc.protocol import MAX_READS, BoundedChannel
 from vlora.server.security import limits as connection_limits
 from vlora.server.security.limits import ByteBudget, ByteCharge
@@ -520,7 +519,7 @@ BEGUN = [
 
 @pytest.mark.parametrize("tokens", [(), TOKENS], ids=["no tokens", "tokens"])
 def test_silent_callers_have_a_time_limit(tokens: tuple[Token, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((http_server, "HEADER_S"), (http_server, "BODY_S"), (rpyc_service, "AUTHENTICATE_S")):
+    for module, name in ((http_server, "HEADER_S"), (http_server, "BODY_S"), (rpyc_server, "AUTHENTICATE_S")):
         monkeypatch.setattr(module, name, 0.3)
     monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 1)
     with running_api(tokens=tokens) as api, api._replace(token=USER).client() as known:

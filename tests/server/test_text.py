@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from vlora.client.values import StreamPart, open_reply
 from vlora.models.processing import InputProcessor
 from vlora.models.qwen_vl.tokenizer import build
 from vlora.server.detokenizer import AnswerText, Detokenizer, Piece, StopFilter
@@ -236,23 +237,16 @@ async def test_items_of_one_stream_stay_in_order_and_an_error_or_an_early_close_
     assert streams.open == 0
 
 
-class PlainReply(StreamedReply):
-    """Replies with the text itself."""
-
-    def encode(self, text: str) -> str:
-        return text
-
-
 def test_no_text_is_lost_between_two_threads() -> None:
     words = [f"{number} " for number in range(5_000)]
-    reply = PlainReply()
+    reply = StreamedReply()
     replies: ReplyQueue = queue.SimpleQueue()
     written: list[str] = []
 
     def write() -> None:
         while replies.get() is not None:
-            if (text := reply.take()) is not None:
-                written.append(text)
+            if (part := reply.take()) is not None:
+                written.append(open_reply(part, StreamPart).text)
 
     writer = threading.Thread(target=write)
     writer.start()

@@ -15,7 +15,7 @@ from vlora.client.values import Answer
 from vlora.engine.operations import Train
 from vlora.errors import error_from_code
 from vlora.operations import CancelTraining, ListTrainings
-from vlora.server.prompts import TextRequest
+from vlora.server.prompts import Level, TextRequest
 from vlora.server.security.public_errors import to_vlora_error
 from vlora.types import SamplingParams
 
@@ -58,13 +58,14 @@ class Wire:
 
 class InProcess(Wire):
     def ask(self, prompt: Any, images: Sequence[bytes] = (), *, stream: bool = False, **fields: Any) -> Answered:
-        options = {name: fields.pop(name) for name in (*LEVELS, "adapter", "answer") if name in fields}
+        options = {name: fields.pop(name) for name in ("adapter", "answer") if name in fields}
+        level = Level(**{name: fields.pop(name) for name in LEVELS if name in fields})
         if isinstance(fields.get("stop"), str):
             fields["stop"] = (fields["stop"],)
 
         async def parts() -> list[Any]:
             sampling = SamplingParams(**fields)
-            asked = TextRequest(prompt, images, sampling=sampling, whole=not stream, **options)
+            asked = TextRequest(prompt, images, sampling=sampling, level=level, whole=not stream, **options)
             return [part async for _, part in self.api.front_end.generate(asked)]
 
         *pieces, answer = self._run(parts())
@@ -72,7 +73,7 @@ class InProcess(Wire):
         return Answered.of(answer)
 
     def heads(self, images: Sequence[bytes], pairs: Sequence[tuple[str, str]], **levels: Any) -> list[tuple[str, str]]:
-        return _outcomes(self._run(self.api.front_end.ask_heads(images, pairs, **levels)))
+        return _outcomes(self._run(self.api.front_end.ask_heads(images, pairs, Level(**levels))))
 
     def do(self, name: str, *args: Any, **options: Any) -> Any:
         catalog, engine = self.api.front_end.adapters, self.api.front_end.engine

@@ -46,7 +46,14 @@ class CancellableCall(Operation, frozen=True, kw_only=True):
     traceparent: str = ""
 
 
-class Generate(CancellableCall, frozen=True, kw_only=True):
+class LevelledCall(CancellableCall, frozen=True, kw_only=True):
+    """With a service level, as in `vlora.types.Request`."""
+
+    max_latency_s: float | None = None
+    priority: int = 0
+
+
+class Generate(LevelledCall, frozen=True, kw_only=True):
     """Its answer is a value, or a stream of `StreamPart`s, of which the last has the answer."""
 
     result = Answer
@@ -54,31 +61,25 @@ class Generate(CancellableCall, frozen=True, kw_only=True):
     images: Visuals = ()
     adapter: str | None = None
     sampling: SamplingParams = SamplingParams()
-    max_latency_s: float | None = None
     max_ttft_s: float | None = None
-    priority: int = 0
     answer: Way | None = None
 
 
-class AskHead(CancellableCall, frozen=True, kw_only=True):
+class AskHead(LevelledCall, frozen=True, kw_only=True):
     """head: None for the domain's, or the adapter's only one."""
 
     result = HeadResult
     images: Images
     adapter: str
     head: str | None = None
-    max_latency_s: float | None = None
-    priority: int = 0
 
 
-class AskHeads(CancellableCall, frozen=True, kw_only=True):
+class AskHeads(LevelledCall, frozen=True, kw_only=True):
     """heads: pairs of an adapter and a head."""
 
     result = tuple[HeadOutcome, ...]
     images: Images
     heads: Annotated[tuple[tuple[str, str | None], ...], msgspec.Meta(max_length=MAX_ITEMS)]
-    max_latency_s: float | None = None
-    priority: int = 0
 
 
 class Embed(CancellableCall, frozen=True, kw_only=True):

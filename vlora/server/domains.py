@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from vlora.errors import BadRequest, listed
-from vlora.server.prompts import SharedImages, TextRequest, text_of_question
+from vlora.server.prompts import TextRequest, as_prompt, text_of_question, visuals_of
 from vlora.types import AdapterStatus, HeadSummary, SamplingParams, is_composed
 from vlora.types.domain import DomainSummary, Way
 from vlora.types.video import Video, VideoFile
@@ -58,7 +58,8 @@ def answering(target: Target | None, asked: TextRequest) -> Answering:
 
     Raises BadRequest if the request chooses a head, and none can serve it.
     """
-    question, way = text_of_question(asked.prompt), asked.answer
+    visuals = visuals_of(asked.images)
+    question, way = text_of_question(as_prompt(asked.prompt, visuals)), asked.answer
     domain = None if target is None else target.domain
     if target is not None and domain is None and not target.composed:
         domain = _asked_about(target.statuses[0], question, len(asked.images), way)
@@ -106,7 +107,7 @@ def _problems(
         yield f"domain {domain.name!r} has no head"
     else:
         (num_frames,) = (head.num_frames for head in target.statuses[0].heads if head.name == domain.head)
-        visuals = asked.images.images if isinstance(asked.images, SharedImages) else asked.images
+        visuals = visuals_of(asked.images)
         if len(visuals) != num_frames or any(isinstance(visual, Video | VideoFile) for visual in visuals):
             yield f"head {domain.head!r} reads {num_frames} image{'s' * (num_frames != 1)} per request"
     if question is None:

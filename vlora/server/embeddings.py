@@ -12,7 +12,7 @@ from vlora.client.values import Answer
 from vlora.errors import BadRequest
 from vlora.server.execution import interleave
 from vlora.server.frontend import FrontEnd
-from vlora.server.prompts import Conversation, PlainText, TextRequest, Visual
+from vlora.server.prompts import Conversation, Level, PlainText, TextRequest, Visual, as_prompt
 from vlora.types import MAX_LOGPROBS, SamplingParams, Timings
 from vlora.types.video import Video, VideoFile
 
@@ -33,16 +33,21 @@ async def for_each(front_end: FrontEnd, call: Callable[[Any], Awaitable[Any]], i
 
 
 async def score(
-    front_end: FrontEnd, parts: Sequence[dict[str, str]], visuals: Sequence[Visual], question: str, **options: Any
+    front_end: FrontEnd,
+    parts: Sequence[dict[str, str]],
+    visuals: Sequence[Visual],
+    question: str,
+    adapter: str | None,
+    level: Level,
 ) -> tuple[float, Timings]:
     """VQAScore (https://arxiv.org/abs/2404.01291, section 3): P("yes") as the answer to a question about a document.
 
-    parts, visuals: the document as content of a user's turn. options: of `TextRequest`.
+    parts, visuals: the document as content of a user's turn.
     """
     if parts and parts[-1]["type"] == "text":
         parts, question = parts[:-1], f"{parts[-1]['text']}\n{question}"
     turn = {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
-    asked = TextRequest([turn], visuals, sampling=_FIRST_TOKEN, whole=True, answer="words", **options)
+    asked = TextRequest([turn], visuals, adapter, _FIRST_TOKEN, level, whole=True, answer="words")
     *_, (_, answer) = [part async for part in front_end.generate(asked)]
     assert isinstance(answer, Answer), "an answer is the last part"
     return yes_probability(answer), answer.timings
@@ -67,9 +72,10 @@ async def perform_input_call(front_end: FrontEnd, call: InputCall, tenant: str |
     if isinstance(call, Detokenize):
         return detokenize(front_end, call.tokens)
     if isinstance(call, Tokenize):
-        prompt = call.text if call.chat or call.images else PlainText(call.text)
+        chat = call.chat or call.images
+        prompt = as_prompt(call.text, call.images) if chat else PlainText(call.text)
         return await front_end.tokenize(prompt, call.images, tenant)
-    options: dict[str, Any] = {"adapter": call.adapter, "tenant": tenant}
+    level = Level(tenant=tenant)
 
     async def value(document: str | Sequence[Visual]) -> tuple[float, ...] | float:
         """Its embedding or score."""
@@ -77,9 +83,9 @@ async def perform_input_call(front_end: FrontEnd, call: InputCall, tenant: str |
         parts = [{"type": "video" if isinstance(one, Video | VideoFile) else "image"} for one in visuals]
         if isinstance(call, GetScores):
             parts = parts if text is None else [{"type": "text", "text": text}]
-            return (await score(front_end, parts, visuals, call.question, **options))[0]
+            return (await score(front_end, parts, visuals, call.question, call.adapter, level))[0]
         turn = Conversation([{"role": "user", "content": parts}], begins_answer=False)
         prompt = turn if text is None else PlainText(text)
-        return (await front_end.embed(prompt, visuals, pooling=call.pooling, **options))[0].values
+        return (await front_end.embed(prompt, visuals, call.adapter, level, call.pooling))[0].values
 
     return await for_each(front_end, value, call.documents)

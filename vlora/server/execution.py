@@ -8,7 +8,7 @@ import dataclasses
 import math
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 
@@ -19,7 +19,7 @@ from vlora.models.vision.images import Region
 from vlora.server.active_requests import RequestClock
 from vlora.server.detokenizer import AnswerText, Piece
 from vlora.server.metrics import Metrics
-from vlora.server.prompts import Images, PromptEncoder
+from vlora.server.prompts import Images, Level, PromptEncoder
 from vlora.server.security.limits import Quotas
 from vlora.server.security.public_errors import named
 from vlora.types import FoundBox, HeadAnswer, HeadSummary, Request, RequestOutput, Timings
@@ -51,14 +51,9 @@ class Execution:
         head: HeadSummary,
         clock: RequestClock,
         request_id: str,
-        *,
-        tenant: str | None,
-        **levels: Any,
+        level: Level,
     ) -> HeadResult:
-        """Run one pass through a head, with the question it was trained on. Raises the request's error.
-
-        levels: the service level, as fields of `Request`.
-        """
+        """Run one pass through a head, with the question it was trained on. Raises the request's error."""
         if len(images) != head.num_frames:
             raise BadRequest(
                 f"head {head.name!r} of adapter {adapter!r} reads {head.num_frames} "
@@ -71,8 +66,7 @@ class Execution:
             vision=encoded.vision,
             adapter=adapter,
             head=head.name,
-            tenant=tenant,
-            **levels,
+            **level._asdict(),
         )
         answer, timings = await self.in_one_pass(request, clock)
         return HeadResult(

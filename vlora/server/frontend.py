@@ -32,18 +32,21 @@ from vlora.server.domains import Target, answering
 from vlora.server.execution import Execution, as_answer, interleave
 from vlora.server.metrics import Families, Metrics, camera_families, cluster_families
 from vlora.server.prompts import (
+    NO_LEVEL,
+    Conversation,
     Image,
     Images,
-    PlainText,
+    Level,
     Prompt,
     PromptEncoder,
-    PromptTokens,
     SharedImages,
     TextRequest,
+    as_prompt,
     check_text,
     has_question,
     is_empty,
     missing_question,
+    visuals_of,
     with_question,
 )
 from vlora.server.received_adapters import ReceivedAdapters
@@ -53,6 +56,7 @@ from vlora.server.streams.cameras import Cameras
 from vlora.server.streams.registry import StreamRegistry
 from vlora.types import EngineStats, ErrorValue, HeadAnswer, Request, SamplingParams, Timings
 from vlora.types.composition import BASE
+from vlora.types.request import Pooling
 
 if TYPE_CHECKING:
     from vlora.learning.learning import Learning
@@ -142,15 +146,12 @@ class FrontEnd:
             OverCapacity, DeadlineMissed, DeadlineUnreachable, StepFailed, EngineDead: As in `vlora.errors`.
         """
         request_id = request_id or uuid.uuid4().hex
-        prompt, images, sampling, tenant = asked.prompt, asked.images, asked.sampling, asked.tenant
-        operation = "text_completion" if isinstance(prompt, PlainText | PromptTokens) else "chat"
-        with self._requests.admit(tenant, operation, asked.num_choices) as clock:
+        images, sampling = asked.images, asked.sampling
+        prompt = as_prompt(asked.prompt, visuals_of(images))
+        asked = asked._replace(prompt=prompt)
+        operation = "chat" if isinstance(prompt, Conversation) else "text_completion"
+        with self._requests.admit(asked.level.tenant, operation, asked.num_choices) as clock:
             check_text(prompt, sampling, self.config)
-            levels: dict[str, Any] = {
-                "max_latency_s": asked.max_latency_s,
-                "max_ttft_s": asked.max_ttft_s,
-                "priority": asked.priority,
-            }
             while True:
                 target = None if asked.adapter is None else await self.adapters.resolve(asked.adapter)
                 adapter = None if target is None else target.adapter
@@ -159,9 +160,7 @@ class FrontEnd:
                 if head is not None:
                     assert asked.adapter is not None and domain is not None
                     try:
-                        result = await self._by_head(
-                            images, asked.adapter, head.name, clock, request_id, tenant, **levels
-                        )
+                        result = await self._by_head(images, asked.adapter, head.name, clock, request_id, asked.level)
                     except UnknownHead:
                         if answering(await self.adapters.resolve(asked.adapter), asked) == (domain, head):
                             raise
@@ -186,10 +185,9 @@ class FrontEnd:
                     vision=encoded.vision,
                     adapter=adapter,
                     sampling=msgspec.structs.replace(sampling, seed=_seed_of_choice(sampling.seed, choice)),
-                    tenant=tenant,
                     # Stop strings require a check after each token.
                     whole=asked.whole and not sampling.stop,
-                    **levels,
+                    **asked.level._asdict(),
                 )
                 for choice in range(asked.num_choices)
             ]
@@ -198,7 +196,7 @@ class FrontEnd:
                 async for choice, part in parts:
                     if kept is not None and isinstance(part, Answer):
                         assert self._collector is not None
-                        self._collector.keep(kept, images, part, tenant, sampling)
+                        self._collector.keep(kept, images, part, asked.level.tenant, sampling)
                     yield choice, part
 
     async def ask_head(
@@ -206,10 +204,7 @@ class FrontEnd:
         images: Images,
         adapter: str,
         head: str | None = None,
-        *,
-        max_latency_s: float | None = None,
-        priority: int = 0,
-        tenant: str | None = None,
+        level: Level = NO_LEVEL,
     ) -> HeadResult:
         """Run one pass through a task head, with the question it was trained on.
 
@@ -219,18 +214,14 @@ class FrontEnd:
             UnknownAdapter, UnknownHead: There is no such adapter or head.
             BadRequest: The number of images differs from the head's; other errors as in `generate`.
         """
-        with self._requests.admit(tenant, "head") as clock:
-            levels = {"max_latency_s": max_latency_s, "priority": priority}
-            return await self._by_head(images, adapter, head, clock, uuid.uuid4().hex, tenant, **levels)
+        with self._requests.admit(level.tenant, "head") as clock:
+            return await self._by_head(images, adapter, head, clock, uuid.uuid4().hex, level)
 
     async def ask_heads(
         self,
         images: Sequence[Image],
         heads: Sequence[tuple[str, str | None]],
-        *,
-        max_latency_s: float | None = None,
-        priority: int = 0,
-        tenant: str | None = None,
+        level: Level = NO_LEVEL,
     ) -> tuple[HeadOutcome, ...]:
         """As `ask_head`, for several pairs of an adapter and a head at once. Each counts as an active request.
 
@@ -245,9 +236,7 @@ class FrontEnd:
 
         async def outcome(adapter: str, head: str | None) -> HeadOutcome:
             try:
-                answer = await self.ask_head(
-                    shared, adapter, head, max_latency_s=max_latency_s, priority=priority, tenant=tenant
-                )
+                answer = await self.ask_head(shared, adapter, head, level)
             except Exception as error:
                 return HeadOutcome(error=ErrorValue.of(to_vlora_error(error)))
             return HeadOutcome(answer=answer)
@@ -255,17 +244,17 @@ class FrontEnd:
         return tuple(await asyncio.gather(*(outcome(*pair) for pair in heads)))
 
     async def embed(
-        self, prompt: Prompt, images: Images, adapter: str | None, *, tenant: str | None = None, **fields: Any
+        self, prompt: Prompt, images: Images, adapter: str | None, level: Level, pooling: Pooling
     ) -> tuple[HeadAnswer, Timings]:
-        """The embedding of a prompt; images need no question. fields: of `Request`. Raises as `generate`."""
-        with self._requests.admit(tenant, "embeddings") as clock:
+        """The embedding of a prompt; images need no question. Raises as `generate`."""
+        with self._requests.admit(level.tenant, "embeddings") as clock:
             name = None if adapter is None else (await self.adapters.resolve(adapter)).adapter
             clock.adapter = name or BASE
             if is_empty(prompt) and not images:
                 raise BadRequest("the input is empty; send a text or a picture", field="prompt")
             check_text(prompt, SamplingParams(), self.config)
             prompt_ids, vision, _ = await self._encoder.encode(prompt, images, clock)
-            own: dict[str, Any] = {"prompt_ids": prompt_ids, "vision": vision, "tenant": tenant, **fields}
+            own: dict[str, Any] = {"prompt_ids": prompt_ids, "vision": vision, "pooling": pooling, **level._asdict()}
             request = Request(request_id=uuid.uuid4().hex, adapter=name, **own)
             return await self._execution.in_one_pass(request, clock)
 
@@ -349,8 +338,7 @@ class FrontEnd:
         head: str | None,
         clock: RequestClock,
         request_id: str,
-        tenant: str | None,
-        **levels: Any,
+        level: Level,
     ) -> HeadResult:
         """As `Execution.head`, by the adapter that a name stands for, or by the one to which the domain moves."""
         before: str | None = None
@@ -363,9 +351,7 @@ class FrontEnd:
             clock.adapter = before = target.adapter
             summary = self.adapters.head_of(target, head)
             try:
-                return await self._execution.head(
-                    images, target.adapter, summary, clock, request_id, tenant=tenant, **levels
-                )
+                return await self._execution.head(images, target.adapter, summary, clock, request_id, level)
             except (UnknownAdapter, UnknownHead) as caught:
                 error = caught
                 self.adapters.invalidate()

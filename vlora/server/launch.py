@@ -60,7 +60,9 @@ async def serve(
     learn: tuple[Path, list[LearningEntry]] | None = None,
     adapter_state: str | None = None,
     shipping: ShippingLimits | None = None,
-    **replica_settings: Any,
+    routing_rule: str = "placed",
+    routing_journal: str | None = None,
+    **cluster: Any,
 ) -> None:
     """Serve until interrupted or terminated, then drain.
 
@@ -75,7 +77,7 @@ async def serve(
         adapter_state: The folder that keeps the adapters, as changed while it serves; "none" keeps them in memory, None
             in a folder of the address and model.
         shipping: Limits of adapters that are sent to replicas, uploaded, or found at a source.
-        replica_settings: Of several engines, see `_start_engine`.
+        cluster: Of several engines, see `RayCluster.start`.
 
     Raises:
         BadConfig: The model, a setting, the address or the state is invalid.
@@ -120,18 +122,15 @@ async def serve(
             http_server = HttpServer(server_config)
             folder = server_config.file_folder or ("none" if state is None else f"{state.folder}/files")
             files = None if folder == "none" else FileStore(Path(folder), server_config)
-        start_engine = functools.partial(
-            _start_engine,
-            engine_config,
-            engine_command,
-            replicas=replicas,
-            ray=ray,
-            model_name=model,
-            adapters=state,
-            announce=announce,
-            shipping=limits,
-            **replica_settings,
-        )
+
+        async def start_engine() -> RestartedEngine:
+            if ray is None:
+                return await SupervisedEngine.start(engine_config, log=log.warning, command=engine_command)
+            journal = None if routing_journal is None else JournalFile(routing_journal)
+            settings = {"model_name": model, "adapters": state, "rule": routing_rule, "shipping": limits, **cluster}
+            more: dict[str, Any] = {"command": engine_command, "journal": journal, "announce": announce, **settings}
+            return await RayCluster.start(engine_config, replicas, ray, **more)
+
         load = functools.partial(load_processor or _load_processor, engine_config.model)
         starting = asyncio.create_task(_start(start_engine, load, server_config, model, adapters, learn, state))
         if await _first_done(starting, stop) is None:
@@ -241,30 +240,6 @@ async def _start(
         await engine.close()
         raise
     return engine, front_end
-
-
-async def _start_engine(
-    config: EngineConfig,
-    command: Sequence[str],
-    *,
-    replicas: int,
-    ray: RayOptions | None,
-    model_name: str,
-    adapters: AdapterState | None,
-    announce: Callable[[str], None],
-    routing_rule: str = "placed",
-    routing_journal: str | None = None,
-    **cluster: Any,
-) -> RestartedEngine:
-    """Start one engine in a process of this machine, or replicas on Ray.
-
-    adapters: see `Cluster`. cluster: see `RayCluster.start`.
-    """
-    if ray is None:
-        return await SupervisedEngine.start(config, log=log.warning, command=command)
-    journal = None if routing_journal is None else JournalFile(routing_journal)
-    settings = {"journal": journal, "adapters": adapters, "rule": routing_rule, "announce": announce, **cluster}
-    return await RayCluster.start(config, replicas, ray, command=command, model_name=model_name, **settings)
 
 
 def _open_state(folder: str | None, model: str, bound: RpycServer, config: ServerConfig) -> AdapterState | None:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -66,7 +66,8 @@ class Conversation(NamedTuple):
     begins_answer: bool = True
 
 
-Prompt = str | Messages | PlainText | PromptTokens | Conversation
+Prompt = PlainText | PromptTokens | Conversation
+Asked = str | Messages | Prompt
 """A question (images and videos are placed before it), a conversation, or a raw prompt."""
 
 Image = bytes | RawImage | str
@@ -76,6 +77,17 @@ Visual = Image | Video[Image] | EncodedVideo
 """An image of a prompt, a video of such images, or a video from which the server takes frames."""
 
 
+def as_prompt(asked: Asked, visuals: Sequence[object] = ()) -> Prompt:
+    """A question as a user's turn, with its images and videos before the text."""
+    if isinstance(asked, PlainText | PromptTokens | Conversation):
+        return asked
+    if isinstance(asked, str):
+        content = [{"type": "video" if isinstance(one, Video | VideoFile) else "image"} for one in visuals]
+        content += [{"type": "text", "text": asked}] if asked.strip() else []
+        asked = [{"role": "user", "content": content}]
+    return Conversation(asked)
+
+
 def check_text(prompt: Prompt, sampling: SamplingParams, config: ServerConfig) -> None:
     """Check the prompt's text and the stop strings.
 
@@ -83,7 +95,7 @@ def check_text(prompt: Prompt, sampling: SamplingParams, config: ServerConfig) -
         BadRequest: A text has an unpaired surrogate, or there are too many or too long stop strings.
         TooLarge: The prompt has more characters than the server accepts.
     """
-    texts = list(_texts(prompt))
+    texts = [*_texts(prompt)]
     for text in texts:
         try:
             text.encode()
@@ -106,57 +118,45 @@ def check_text(prompt: Prompt, sampling: SamplingParams, config: ServerConfig) -
 
 def is_empty(prompt: Prompt) -> bool:
     """Whether the prompt has no content. A plain text of blanks counts as content."""
-    if isinstance(prompt, PlainText | PromptTokens):
+    if not isinstance(prompt, Conversation):
         return not prompt[0]
     return not any(text.strip() for text in _texts(prompt))
 
 
 def has_question(prompt: Prompt) -> bool:
     """Whether the prompt contains a question. Tools and a system message are not a question."""
-    match prompt:
-        case str() | PlainText() | PromptTokens():
-            return not is_empty(prompt)
-        case Conversation():
-            return has_question(prompt.messages)
-    return not is_empty([message for message in prompt if message["role"] != "system"])
+    if isinstance(prompt, Conversation):
+        prompt = Conversation([message for message in prompt.messages if message["role"] != "system"])
+    return not is_empty(prompt)
 
 
 def with_question(prompt: Prompt, question: str) -> Prompt:
     """A prompt of images only, completed with an adapter's question."""
-    match prompt:
-        case str():
-            return question
-        case Conversation():
-            return prompt._replace(messages=cast(Messages, with_question(prompt.messages, question)))
-        case PlainText() | PromptTokens():
-            return prompt
-    *before, last = prompt
+    if not isinstance(prompt, Conversation):
+        return prompt
+    *before, last = prompt.messages
     content = [] if isinstance(last["content"], str) else list(last["content"])
-    return [*before, {**last, "content": [*content, {"type": "text", "text": question}]}]
+    return prompt._replace(messages=[*before, {**last, "content": [*content, {"type": "text", "text": question}]}])
 
 
 def with_pictures(prompt: Prompt, visuals: Sequence[object]) -> Prompt:
     """A prompt with pictures in the place of each video, as many as it has frames: for models that take no videos."""
-    match prompt:
-        case str() | PlainText() | PromptTokens():
-            return prompt
-        case Conversation():
-            return prompt._replace(messages=cast(Messages, with_pictures(prompt.messages, visuals)))
+    if not isinstance(prompt, Conversation):
+        return prompt
     videos = (one for one in visuals if isinstance(one, Video))
 
     def shown(part: Mapping[str, str]) -> list[Mapping[str, str]]:
         return [{"type": "image"} for _ in next(videos).frames] if part["type"] == "video" else [part]
 
-    in_parts = (message["content"] for message in prompt)
+    in_parts = (message["content"] for message in prompt.messages)
     contents = [each if isinstance(each, str) else [*itertools.chain(*map(shown, each))] for each in in_parts]
-    return [{**message, "content": content} for message, content in zip(prompt, contents, strict=True)]
+    turns = zip(prompt.messages, contents, strict=True)
+    return prompt._replace(messages=[{**message, "content": content} for message, content in turns])
 
 
 def text_of_question(prompt: Prompt) -> str | None:
     """The text of a prompt that is a single question, possibly empty; None for other prompts."""
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Conversation | PlainText | PromptTokens) or len(prompt) != 1 or prompt[0]["role"] != "user":
+    if not isinstance(prompt, Conversation) or prompt.tools or [each["role"] for each in prompt.messages] != ["user"]:
         return None
     return " ".join(_texts(prompt))
 
@@ -174,32 +174,23 @@ def missing_question(adapter: str | None, questions: Collection[str]) -> BadRequ
 
 def is_short(prompt: Prompt) -> bool:
     """Whether the hand-over to a thread costs more than tokenizing on the event loop (prompts without images)."""
-    if isinstance(prompt, Conversation):
+    if isinstance(prompt, Conversation) and (prompt.tools or len(prompt.messages) > _SHORT_TURNS):
         return False
-    num_turns = 1 if isinstance(prompt, str | PlainText | PromptTokens) else len(prompt)
-    return num_turns <= _SHORT_TURNS and sum(map(len, _texts(prompt))) <= _SHORT_CHARS
+    return sum(map(len, _texts(prompt))) <= _SHORT_CHARS
 
 
 def _texts(prompt: Prompt) -> Iterator[str]:
-    match prompt:
-        case PromptTokens():
-            return
-        case PlainText():
-            yield prompt.text
-            return
-        case str():
-            yield prompt
-            return
-        case Conversation():
-            yield from _texts(prompt.messages)
-            yield from map(json.dumps, prompt.tools)
-            return
-    for message in prompt:
+    if isinstance(prompt, PlainText):
+        yield prompt.text
+    if not isinstance(prompt, Conversation):
+        return
+    for message in prompt.messages:
         content = message["content"]
         if isinstance(content, str):
             yield content
         else:
             yield from (part["text"] for part in content if part["type"] == "text")
+    yield from map(json.dumps, prompt.tools)
 
 
 def _images_of(visuals: Sequence[Visual]) -> list[Image]:
@@ -235,26 +226,43 @@ class SharedImages:
 Images = Sequence[Visual] | SharedImages
 
 
+def visuals_of(images: Images) -> Sequence[Visual]:
+    return images.images if isinstance(images, SharedImages) else images
+
+
+class Level(NamedTuple):
+    """A request's service level and its token's name, as in `Request`."""
+
+    max_latency_s: float | None = None
+    max_ttft_s: float | None = None
+    priority: int = 0
+    tenant: str | None = None
+
+    @classmethod
+    def of(cls, call: Any, tenant: str | None) -> Level:
+        """Of a call over RPyC, or of a body over HTTP."""
+        return cls(call.max_latency_s, getattr(call, "max_ttft_s", None), call.priority, tenant)
+
+
+NO_LEVEL = Level()
+
+
 class TextRequest(NamedTuple):
     """A prompt with images that words answer, or the head of a domain.
 
     Attributes:
         images: Encoded bytes or URLs, and videos of such frames, in order.
         adapter: The name of an adapter or a domain, or a composition of them (`vlora.types.composition`).
-        max_latency_s, max_ttft_s, priority, tenant: As in `Request`.
         num_choices: Answers to generate; each counts as an active request.
         whole: The caller needs only the Answer.
         answer: Whether a head or words answer; None: the domain's better way (`vlora.server.domains`).
     """
 
-    prompt: Prompt
+    prompt: Asked
     images: Images = ()
     adapter: str | None = None
     sampling: SamplingParams = SamplingParams()
-    max_latency_s: float | None = None
-    max_ttft_s: float | None = None
-    priority: int = 0
-    tenant: str | None = None
+    level: Level = NO_LEVEL
     num_choices: int = 1
     whole: bool = False
     answer: Way | None = None
@@ -271,7 +279,7 @@ class PromptEncoder:
         num_threads = min(_MAX_THREADS, default_threads())
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="vlora-prepare")
 
-    async def encode(self, prompt: Prompt, images: Images, clock: RequestClock) -> EncodedPrompt:
+    async def encode(self, asked: Asked, images: Images, clock: RequestClock) -> EncodedPrompt:
         """Encode a prompt with its images and videos in a thread; short prompts without any on the event loop.
 
         The frames of videos count as images.
@@ -281,6 +289,7 @@ class PromptEncoder:
             BadImage, TooLarge: An image is invalid, or over a limit of the server.
             DeadlineMissed: The request's deadline passed meanwhile.
         """
+        prompt = as_prompt(asked, visuals_of(images))
         with contextlib.nullcontext() if clock.trace is None else clock.trace.part("process input"):
             if not images and is_short(prompt):
                 return self._encode(prompt, self._processor.process_images(()))
@@ -351,13 +360,8 @@ class PromptEncoder:
                 return self._processor.as_given(prompt.token_ids)
             case PlainText():
                 return self._processor.encode_processed(self._processor.as_text(prompt.text), images, prompt.special)
-            case str():
-                text = self._processor.ask(prompt, [item.kind for item in images.vision])
             case Conversation():
-                text = self._processor.template(*prompt)
-            case _:
-                text = self._processor.template(prompt)
-        return self._processor.encode_processed(text, images)
+                return self._processor.encode_processed(self._processor.template(*prompt), images)
 
 
 # Files beside an adapter that change the prompts it was trained with: chat template, tokens, processing of images.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import uuid
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from vlora.server.active_requests import RequestClock
 from vlora.server.adapter_catalog import AdapterCatalog
 from vlora.server.detokenizer import AnswerText
 from vlora.server.images import RawImage
-from vlora.server.prompts import Conversation, Images, PlainText, Prompt, PromptEncoder, PromptTokens, SharedImages
+from vlora.server.prompts import Conversation, Images, Prompt, PromptEncoder, SharedImages, visuals_of
 from vlora.types import MAX_PRIORITY, Request, SamplingParams, TrainingStatus
 from vlora.types.video import Video, VideoFile
 
@@ -48,7 +49,7 @@ class Collector:
     def question_of(self, prompt: Prompt, images: Images, adapter: str | None) -> KeptQuestion | None:
         """The question to keep of a prompt; None if its adapter does not learn, or if no training has such prompts."""
         version = self._learning.version_of(adapter)
-        shown: Sequence[Any] = images.images if isinstance(images, SharedImages) else images
+        shown = visuals_of(images)
         refused = len(shown) > 1 or any(isinstance(one, Video | VideoFile) for one in shown)
         question = None if version is None or refused else _question(prompt)
         if version is None or question is None or not question.strip():
@@ -65,7 +66,7 @@ class Collector:
         sampling: SamplingParams,
     ) -> None:
         """Keep an answer. images: read from their sources."""
-        visuals: Sequence[Any] = images.images if isinstance(images, SharedImages) else images
+        visuals: Sequence[Any] = visuals_of(images)
         image = visuals[0] if visuals else None
         repeatable = answer.finish_reason == "stop" and _is_plain(sampling)
         answered = AnsweredRequest(
@@ -77,11 +78,9 @@ class Collector:
 
 def _question(prompt: Prompt) -> str | None:
     """The text of a prompt that has the form of a training's questions: image, then text."""
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Conversation | PlainText | PromptTokens) or len(prompt) != 1:
+    if not isinstance(prompt, Conversation) or prompt.tools or len(prompt.messages) != 1:
         return None
-    message: Mapping[str, Any] = prompt[0]
+    message: Mapping[str, Any] = prompt.messages[0]
     content = message["content"]
     if message["role"] != "user" or isinstance(content, str):
         return content if message["role"] == "user" else None
@@ -105,21 +104,15 @@ def _encoded(image: bytes | RawImage | None) -> bytes | None:
     return stream.getvalue()
 
 
+@dataclasses.dataclass(eq=False)
 class EngineModel:
-    def __init__(
-        self,
-        engine: EngineInterface,
-        adapters: AdapterCatalog,
-        encoder: PromptEncoder,
-        processor: InputProcessor,
-        config: ServerConfig,
-    ) -> None:
-        """The arguments are parts of the front end."""
-        self._engine = engine
-        self._adapters = adapters
-        self._encoder = encoder
-        self._processor = processor
-        self._config = config
+    """Of parts of the front end."""
+
+    _engine: EngineInterface
+    _adapters: AdapterCatalog
+    _encoder: PromptEncoder
+    _processor: InputProcessor
+    _config: ServerConfig
 
     async def answer(self, question: str, image: bytes | None, *, adapter: str, version: str, label: str) -> str:
         clock = RequestClock(self._config.request_timeout_s)

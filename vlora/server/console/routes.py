@@ -6,6 +6,7 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,11 +16,33 @@ from fastapi.responses import Response
 from vlora.config import Token
 from vlora.engine.snapshot import EngineSnapshot, StepRecord
 from vlora.errors import UnknownStream
-from vlora.server.console.files import CONSOLE_FILES, HEADERS, read_file
 from vlora.server.frontend import FrontEnd
 from vlora.server.security.access import caller_of, is_admin
 from vlora.server.security.public_errors import shown_to, value_for
 from vlora.server.streams.registry import OpenStream
+
+_FOLDER = Path(__file__).parent
+
+CONSOLE_FILES = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/console": ("page.html", "text/html; charset=utf-8"),
+    "/console/style.css": ("style.css", "text/css; charset=utf-8"),
+    "/console/script.js": ("script.js", "text/javascript; charset=utf-8"),
+}
+"""URL path -> file in this folder and its media type."""
+
+_HEADERS = {
+    # No other origin, nothing inline, no framing: adapter names are untrusted text.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+"""Of the page's files, which contain no secret and need no token."""
 
 _PRIVATE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
@@ -37,7 +60,7 @@ class ConsoleRoutes:
 
     def add_to(self, app: FastAPI) -> None:
         for path, (name, media_type) in CONSOLE_FILES.items():
-            app.get(path, include_in_schema=False)(functools.partial(_file, read_file(name), media_type))
+            app.get(path, include_in_schema=False)(functools.partial(_file, (_FOLDER / name).read_bytes(), media_type))
         app.get("/console/state", include_in_schema=False)(self.state)
         app.get("/console/adapters", include_in_schema=False)(self.adapters)
         app.get("/console/streams/{number}/frame", include_in_schema=False)(self.frame)
@@ -95,7 +118,7 @@ class ConsoleRoutes:
 
 
 async def _file(content: bytes, media_type: str) -> Response:
-    return Response(content, media_type=media_type, headers=HEADERS)
+    return Response(content, media_type=media_type, headers=_HEADERS)
 
 
 def _may_see(caller: Token | None, stream: OpenStream) -> bool:

@@ -14,18 +14,45 @@ from vlora.server.http.tools import ToolCallParser
 _LEAST_LOGPROB = -9999.0  # as in OpenAI's answers: JSON has no infinity
 
 
-class ChatResponseBuilder:
-    """Builds the responses to one request.
+class EventBuilder:
+    """The events of one stream.
 
-    head: the answer's id, time and model. counts: each event has the token counts so far.
+    head: the answer's id, time, model and kind. num_choices: of each prompt. counts: each event has the token counts so
+    far, where a prompt counts once for all its choices.
     """
 
-    def __init__(self, head: dict[str, Any], *, logprobs: bool, counts: bool = False, tools: bool = False) -> None:
+    def __init__(self, head: dict[str, Any], num_choices: int, counts: bool) -> None:
         self._head = head
+        self._num_choices = num_choices
+        self._counts = counts
+        self._last: dict[int, Piece | Answer] = {}  # by choice
+
+    def usage(self, answers: Sequence[Answer]) -> bytes:
+        """The last event of a stream with usage."""
+        return event({**self._head, "choices": [], "usage": usage(answers, self._num_choices)})
+
+    def _event(self, index: int, choice: dict[str, Any], part: Piece | Answer | None = None) -> bytes:
+        chunk = {**self._head, "choices": [{"index": index, **choice}]}
+        if self._counts:
+            if part is not None:
+                self._last[index] = part
+            prompts = {place // self._num_choices: last.num_prompt_tokens for place, last in self._last.items()}
+            prompt, completion = sum(prompts.values()), sum(last.num_completion_tokens for last in self._last.values())
+            counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+            chunk["usage"] = counts
+        return event(chunk)
+
+
+class ChatResponseBuilder(EventBuilder):
+    """Builds the responses to one request."""
+
+    def __init__(
+        self, head: dict[str, Any], num_choices: int, *, logprobs: bool, counts: bool = False, tools: bool = False
+    ) -> None:
+        super().__init__({**head, "object": "chat.completion.chunk"}, num_choices, counts)
         self._logprobs = logprobs
         self._tools = tools
         self._readers: dict[int, ToolCallParser] = {}  # by choice, in a stream
-        self._counts = RunningCounts() if counts else None
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [
@@ -41,36 +68,28 @@ class ChatResponseBuilder:
 
     def begin(self, index: int) -> bytes:
         """The event that opens a choice."""
-        return self._event(index, {"role": "assistant", "content": ""})
+        return self._delta(index, None, {"role": "assistant", "content": ""})
 
     def piece(self, index: int, piece: Piece) -> bytes:
         """The event with a choice's next text."""
-        if self._counts is not None:
-            self._counts.take(0, index, piece)
         scores = self._scores(piece.logprobs)
         if not self._tools:
-            return self._event(index, {"content": piece.text}, scores)
+            return self._delta(index, piece, {"content": piece.text}, scores)
         reader = self._readers.setdefault(index, ToolCallParser())
         first = reader.num_calls
         text, calls = reader.feed(piece.text)
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls:
             delta["tool_calls"] = [{"index": first + place, **call.as_value()} for place, call in enumerate(calls)]
-        return self._event(index, delta, scores) if delta or scores else b""
+        return self._delta(index, piece, delta, scores) if delta or scores else b""
 
     def end(self, index: int, answer: Answer) -> bytes:
         """The event that closes a choice."""
-        if self._counts is not None:
-            self._counts.take(0, index, answer)
         reader = self._readers.get(index)
         text = "" if reader is None else reader.finish()
         called = reader is not None and reader.num_calls > 0
         delta = {"content": text} if text else {}
-        return self._event(index, delta, finish_reason=_reason(answer, called), **how(answer))
-
-    def usage(self, answers: Sequence[Answer]) -> bytes:
-        """The last event of a stream with usage."""
-        return event({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage(answers)})
+        return self._delta(index, answer, delta, finish_reason=_reason(answer, called), **how(answer))
 
     def _message(self, answer: Answer) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text}
@@ -83,17 +102,17 @@ class ChatResponseBuilder:
                 message["tool_calls"] = [call.as_value() for call in calls]
         return {"message": message, "finish_reason": _reason(answer, "tool_calls" in message)}
 
-    def _event(
+    def _delta(
         self,
         index: int,
+        part: Piece | Answer | None,
         delta: dict[str, Any],
         scores: dict[str, Any] | None = None,
         finish_reason: str | None = None,
         **more: Any,
     ) -> bytes:
-        choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": scores, **more}
-        chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
-        return event(chunk if self._counts is None else {**chunk, "usage": self._counts.usage()})
+        choice = {"delta": delta, "finish_reason": finish_reason, "logprobs": scores, **more}
+        return self._event(index, choice, part)
 
     def _scores(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._logprobs:
@@ -106,22 +125,6 @@ class ChatResponseBuilder:
             for token in tokens
         ]
         return {"content": content, "refusal": None}
-
-
-class RunningCounts:
-    """Token counts of a request's choices during streaming; a prompt counts once for all its choices."""
-
-    def __init__(self) -> None:
-        self._prompts: dict[int, int] = {}
-        self._completions: dict[int, int] = {}
-
-    def take(self, prompt: int, choice: int, part: Piece | Answer) -> None:
-        self._prompts[prompt] = part.num_prompt_tokens
-        self._completions[choice] = part.num_completion_tokens
-
-    def usage(self) -> dict[str, int]:
-        prompt, completion = sum(self._prompts.values()), sum(self._completions.values())
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def event(value: dict[str, Any]) -> bytes:

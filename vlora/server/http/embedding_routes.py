@@ -23,7 +23,7 @@ from vlora.server.http.chat_request import MAX_MESSAGES, ChatMessage, conversati
 from vlora.server.http.errors import unless_disconnected
 from vlora.server.http.sampling_fields import ModelFields, StrictModel
 from vlora.server.http.text_completions import Prompts
-from vlora.server.prompts import Conversation, PlainText, Visual
+from vlora.server.prompts import Conversation, Level, PlainText, Visual
 from vlora.server.security.access import tenant
 from vlora.types import Timings
 from vlora.types.request import MAX_INPUTS, Pooling
@@ -165,9 +165,10 @@ class EmbeddingRoutes:
         self, body: ModelFields, request: Request, call: Callable[..., Awaitable[Any]], items: Sequence[Any]
     ) -> Sequence[Any]:
         """The results of a call for the arguments that each item has."""
-        options = {"max_latency_s": body.max_latency_s, "priority": body.priority, "tenant": tenant(request)}
         try:
-            call = functools.partial(call, adapter=await self._adapter(body.model), **options)
+            call = functools.partial(
+                call, adapter=await self._adapter(body.model), level=Level.of(body, tenant(request))
+            )
             return await unless_disconnected(request, for_each(self._front_end, lambda item: call(*item), items))
         except BadRequest as error:
             error.field = {"adapter": "model", "prompt": None}.get(error.field or "", error.field)

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlora.config import LOOPBACK_HOSTS, Token
 from vlora.errors import BadRequest, Forbidden, OverCapacity, TooLarge, VLoraError
-from vlora.server.console.files import CONSOLE_FILES
+from vlora.server.console.routes import CONSOLE_FILES
 from vlora.server.frontend import FrontEnd
 from vlora.server.http.errors import error_response
 from vlora.server.security.access import Access

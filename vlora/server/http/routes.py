@@ -39,7 +39,7 @@ from vlora.server.http.responses import ResponsesBuilder, ResponsesRequest
 from vlora.server.http.sampling_fields import SamplingFields, ServiceLevelFields, StrictModel
 from vlora.server.http.text_completions import CompletionRequest, TextResponseBuilder
 from vlora.server.http.tools import as_messages
-from vlora.server.prompts import Conversation, Prompt, TextRequest
+from vlora.server.prompts import Conversation, Level, Prompt, TextRequest
 from vlora.server.security.access import Access, caller_of, tenant
 from vlora.server.security.public_errors import error_for, shown_to
 from vlora.types import SamplingParams
@@ -96,10 +96,9 @@ def make_app(
     )
     add_error_handlers(app)
     app.state.files = files
-    ModelRoutes(front_end, model).add_to(app)  # first, because routes are matched in order
+    StateRoutes(front_end, model, rpyc_listens).add_to(app)
     CompletionRoutes(front_end, model).add_to(app)
     EmbeddingRoutes(front_end, model).add_to(app)
-    HealthRoutes(front_end, model, rpyc_listens).add_to(app)
     add_operator_routes(app, front_end)
     checked = with_checks(app, access, front_end)
     batches: BatchRunner | None = None if files is None else BatchRunner(files, checked, front_end, access)
@@ -109,14 +108,16 @@ def make_app(
 
 
 @dataclasses.dataclass(eq=False)
-class HealthRoutes:
-    """Health checks and metrics."""
+class StateRoutes:
+    """Health checks, metrics, and the list of models: the base model, every adapter and every domain."""
 
     front_end: FrontEnd
     model: str
     rpyc_listens: Callable[[], bool]
 
     def add_to(self, app: FastAPI) -> None:
+        app.get("/v1/models")(self.models)
+        app.get("/v1/models/{name:path}")(self.one_model)  # hub names contain a slash
         for path, endpoint in (("/health", self.health), ("/ready", self.ready)):
             app.get(path)(endpoint)
             app.head(path, include_in_schema=False)(endpoint)
@@ -140,18 +141,6 @@ class HealthRoutes:
         """Metrics in Prometheus text format."""
         return Response(await self.front_end.read_metrics(), media_type=CONTENT_TYPE_LATEST)
 
-
-class ModelRoutes:
-    """The list of models: the base model, every adapter and every domain."""
-
-    def __init__(self, front_end: FrontEnd, model: str) -> None:
-        self._front_end = front_end
-        self._model = model
-
-    def add_to(self, app: FastAPI) -> None:
-        app.get("/v1/models")(self.models)
-        app.get("/v1/models/{name:path}")(self.one_model)  # hub names contain a slash
-
     async def models(self) -> dict[str, Any]:
         """The base model, every adapter, and every domain with its adapter."""
         return {"object": "list", "data": list((await self._models_by_name()).values())}
@@ -165,12 +154,12 @@ class ModelRoutes:
 
     async def _models_by_name(self) -> dict[str, dict[str, Any]]:
         # `root` is the base model's id, as in OpenAI's API: load generators find the model's tokenizer by it.
-        shared = {"object": "model", "created": 0, "owned_by": "vlora", "root": self._model}
-        found = {self._model: {"id": self._model, "parent": None, **shared}}
-        for status in await self._front_end.adapters.list():
+        shared = {"object": "model", "created": 0, "owned_by": "vlora", "root": self.model}
+        found = {self.model: {"id": self.model, "parent": None, **shared}}
+        for status in await self.front_end.adapters.list():
             names = [domain.name for domain in status.domains]
-            found[status.name] = {"id": status.name, "parent": self._model, **shared, "domains": names}
-        for adapter, domain in self._front_end.adapters.domains():
+            found[status.name] = {"id": status.name, "parent": self.model, **shared, "domains": names}
+        for adapter, domain in self.front_end.adapters.domains():
             found.setdefault(domain.name, {"id": domain.name, "parent": adapter, **shared})["answer"] = domain.answer
         return found
 
@@ -226,6 +215,7 @@ class CompletionRoutes:
             parts = self._generate(body, prompt, images, body.sampling(), request, request_id)
             builder = ChatResponseBuilder(
                 _response_head(f"chatcmpl-{request_id}", body),
+                body.n,
                 logprobs=body.logprobs,
                 counts=body.stream_options.continuous_usage_stats,
                 tools=bool(body.offered),
@@ -266,25 +256,13 @@ class CompletionRoutes:
 
     async def ask_head(self, adapter: str, head: str, body: HeadRequest, request: Request) -> dict[str, Any]:
         """Run a task head: one pass, with the head's own question."""
-        answering = self._front_end.ask_head(
-            body.images,
-            adapter,
-            head,
-            max_latency_s=body.max_latency_s,
-            priority=body.priority,
-            tenant=tenant(request),
-        )
+        answering = self._front_end.ask_head(body.images, adapter, head, Level.of(body, tenant(request)))
         return head_json(await unless_disconnected(request, answering))
 
     async def ask_heads(self, body: HeadsRequest, request: Request) -> dict[str, Any]:
         """Run several task heads over the same images. `data` has the answer or the error of each, in order."""
-        answering = self._front_end.ask_heads(
-            body.images,
-            [(each.adapter, each.head) for each in body.heads],
-            max_latency_s=body.max_latency_s,
-            priority=body.priority,
-            tenant=tenant(request),
-        )
+        pairs = [(each.adapter, each.head) for each in body.heads]
+        answering = self._front_end.ask_heads(body.images, pairs, Level.of(body, tenant(request)))
         outcomes = await unless_disconnected(request, answering)
         shown = shown_to(outcomes, caller_of(request))
         return {"object": "list", "data": [_outcome_json(outcome) for outcome in shown]}
@@ -313,10 +291,7 @@ class CompletionRoutes:
             images,
             adapter=None if body.model == self._model else body.model,
             sampling=sampling,
-            max_latency_s=body.max_latency_s,
-            max_ttft_s=body.max_ttft_s,
-            priority=body.priority,
-            tenant=tenant(request),
+            level=Level.of(body, tenant(request)),
             num_choices=body.n,
             whole=not body.stream,
             answer=body.answer if isinstance(body, ChatRequest) else "words",

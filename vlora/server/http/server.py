@@ -19,9 +19,9 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vlora.config import ServerConfig
-from vlora.errors import BadConfig, BadRequest
+from vlora.errors import BadRequest
 from vlora.server.http.errors import error_body
-from vlora.server.security.limits import connection_share
+from vlora.server.security.limits import bound_socket, connection_share, listening_at
 from vlora.wire.tls import server_context
 
 # Longer than clients keep an idle connection (5 s is usual), so that no request arrives on a closed connection.
@@ -44,26 +44,15 @@ class HttpServer:
     def __init__(self, config: ServerConfig) -> None:
         assert config.http_port is not None
         self._config = config
-        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        # The protocol is given explicitly: asyncio sets TCP_NODELAY only when it sees TCP here. Without it, every
-        # response of two packets (header, body) waits 40 ms for the client's acknowledgement.
-        self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind((config.host, config.http_port))
-        except OSError as error:
-            self._socket.close()
-            raise self._cannot_listen(error) from error
+        self._socket = bound_socket(config.host, config.http_port, "--http-port")
         self.address = "{}:{}".format(*self._socket.getsockname()[:2])
         self._server: uvicorn.Server | None = None
         self._running: asyncio.Task[None] | None = None
 
     def start(self, app: ASGIApp) -> None:
         """Raises BadConfig when another server has taken the address since."""
-        try:
+        with listening_at(f"{self._config.host}:{self._config.http_port}", "--http-port"):
             self._socket.listen()  # from here on connections queue instead of being refused
-        except OSError as error:
-            raise self._cannot_listen(error) from error
         settings = uvicorn.Config(
             app,
             http=BoundedProtocol,
@@ -77,10 +66,6 @@ class HttpServer:
         tls = server_context(self._config)
         self._server = _Uvicorn(settings) if tls is None else _TlsUvicorn(settings, self._socket, tls)
         self._running = asyncio.create_task(self._server.serve([self._socket] if tls is None else []))
-
-    def _cannot_listen(self, error: OSError) -> BadConfig:
-        where = f"{self._config.host}:{self._config.http_port}"
-        return BadConfig(f"cannot listen on {where}: {error.strerror}; choose another --http-port")
 
     async def close(self) -> None:
         if self._server is not None and self._running is not None:

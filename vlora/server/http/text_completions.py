@@ -11,7 +11,7 @@ from pydantic import Field, PlainValidator, ValidationInfo, WithJsonSchema
 from vlora.client.values import Answer, TokenLogprob
 from vlora.errors import BadRequest
 from vlora.server.detokenizer import Piece
-from vlora.server.http.chat_response import RunningCounts, event, finite, usage
+from vlora.server.http.chat_response import EventBuilder, finite, usage
 from vlora.server.http.sampling_fields import SamplingFields
 from vlora.server.prompts import PlainText, PromptTokens
 from vlora.types import MAX_LOGPROBS, SamplingParams
@@ -92,26 +92,24 @@ class CompletionRequest(SamplingFields):
         return tuple(prompt.text if self.echo and isinstance(prompt, PlainText) else "" for prompt in self.prompt)
 
 
-class TextResponseBuilder:
-    """Builds the responses to one request, as `ChatResponseBuilder` does.
-
-    num_choices: per prompt. echoed: the text at the beginning of each prompt's answers.
-    """
+class TextResponseBuilder(EventBuilder):
+    """Builds the responses to one request. echoed: the text at the beginning of each prompt's answers."""
 
     def __init__(
         self, head: dict[str, Any], num_choices: int, echoed: Sequence[str], *, logprobs: bool, counts: bool
     ) -> None:
-        self._head = {**head, "object": "text_completion"}
-        self._num_choices = num_choices
+        super().__init__({**head, "object": "text_completion"}, num_choices, counts)
         self._echoed = echoed
         self._logprobs = logprobs
-        self._counts = RunningCounts() if counts else None
         self._offsets = [0] * (num_choices * len(echoed))
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in self._offsets]
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [
-            self._choice(index, self._echo(index) + answer.text, answer.logprobs, answer.finish_reason)
+            {
+                "index": index,
+                **self._choice(index, self._echo(index) + answer.text, answer.logprobs, answer.finish_reason),
+            }
             for index, answer in enumerate(answers)
         ]
         return {**self._head, "choices": choices, "usage": usage(answers, self._num_choices)}
@@ -119,27 +117,15 @@ class TextResponseBuilder:
     def begin(self, index: int) -> bytes:
         """The event with a choice's echoed text; empty without echo."""
         echo = self._echo(index)
-        return self._event(self._choice(index, echo, (), None)) if echo else b""
+        return self._event(index, self._choice(index, echo, (), None)) if echo else b""
 
     def piece(self, index: int, piece: Piece) -> bytes:
         """The event with a choice's next text."""
-        if self._counts is not None:
-            self._counts.take(index // self._num_choices, index, piece)
-        return self._event(self._choice(index, piece.text, piece.logprobs, None))
+        return self._event(index, self._choice(index, piece.text, piece.logprobs, None), piece)
 
     def end(self, index: int, answer: Answer) -> bytes:
         """The event that closes a choice."""
-        if self._counts is not None:
-            self._counts.take(index // self._num_choices, index, answer)
-        return self._event(self._choice(index, "", (), answer.finish_reason))
-
-    def usage(self, answers: Sequence[Answer]) -> bytes:
-        """The last event of a stream with usage."""
-        return event({**self._head, "choices": [], "usage": usage(answers, self._num_choices)})
-
-    def _event(self, choice: dict[str, Any]) -> bytes:
-        chunk = {**self._head, "choices": [choice]}
-        return event(chunk if self._counts is None else {**chunk, "usage": self._counts.usage()})
+        return self._event(index, self._choice(index, "", (), answer.finish_reason), answer)
 
     def _echo(self, index: int) -> str:
         return self._echoed[index // self._num_choices]
@@ -148,7 +134,7 @@ class TextResponseBuilder:
         self, index: int, text: str, tokens: Sequence[TokenLogprob], finish_reason: str | None
     ) -> dict[str, Any]:
         scores = self._scores(index, tokens) if self._logprobs else None
-        return {"index": index, "text": text, "logprobs": scores, "finish_reason": finish_reason}
+        return {"text": text, "logprobs": scores, "finish_reason": finish_reason}
 
     def _scores(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         offsets = []

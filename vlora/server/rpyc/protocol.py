@@ -1,29 +1,26 @@
-"""RPyC restricted to calls with bytes, with asynchronous and streamed replies.
+"""RPyC's protocol, restricted to calls of two methods with bytes, with asynchronous and streamed replies.
 
-Default RPyC lets a peer pass references to its own objects, read attributes, inspect and pickle; none of that is
-reachable here. A peer may fetch the service and call its `exposed_` methods; all else is refused.
+RPyC itself lets a peer pass references to its own objects, read attributes, inspect and pickle; none of that is here. A
+peer may fetch the service and call `call` and `stream`; all else is refused.
 """
 
 from __future__ import annotations
 
-import abc
 import contextlib
-import dataclasses
 import functools
 import io
 import queue
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
-import rpyc
 from rpyc.core import brine, consts
 from rpyc.core.channel import Channel
 from rpyc.core.stream import SocketStream
 
-from vlora.client.values import PROTOCOL_VERSION
+from vlora.client.values import PROTOCOL_VERSION, Reply, StreamPart, success
 from vlora.server.security.limits import ByteBudget, ByteCharge, PeerSocket
 
 _SMALL_BYTES = 64 * 1024  # smaller messages are neither counted nor timed
@@ -100,70 +97,28 @@ class BoundedChannel(Channel):
         raise EOFError(why)
 
 
-@dataclasses.dataclass(eq=False)
-class Peer:
-    """A service's view of its connection. Before authentication the peer may send only small messages."""
-
-    channel: BoundedChannel
-    sock: PeerSocket
-    max_message_bytes: int
-
-    @property
-    def address(self) -> str:
-        """The peer's address; empty once it is disconnected."""
-        try:
-            return str(self.sock.sock.getpeername()[0])
-        except OSError:
-            return ""
-
-    def restrict(self) -> None:
-        """Accept only small messages, until the peer is authenticated."""
-        self.channel.max_bytes = min(_MAX_UNAUTHENTICATED_BYTES, self.max_message_bytes)
-
-    def set_authenticated(self) -> None:
-        """Accept messages up to the server's limit, and keep the connection when others must be closed."""
-        self.sock.authenticated = True
-        self.channel.max_bytes = self.max_message_bytes
-
-    def take_charge(self) -> ByteCharge:
-        """Take over the bytes of the current call's message. Release them once its work has ended."""
-        return self.channel.take_charge()
-
-    def close(self) -> None:
-        self.channel.close()
-
-
 _MAX_CALLS = 1024  # unanswered calls of one connection; further calls wait in the socket
 _MAX_PING = 4096
-_MAX_REFUSAL = 200  # characters of an error message from RPyC itself
+_MAX_REFUSAL = 200  # characters of an error message of this protocol
 MAX_READS = 64  # to load one message; a call takes about 40
-
-PROTOCOL_CONFIG = {
-    "allow_public_attrs": False,
-    "allow_safe_attrs": False,
-    "allow_setattr": False,
-    "allow_delattr": False,
-    "allow_pickle": False,
-    "import_custom_exceptions": False,
-    "instantiate_custom_exceptions": False,
-    "include_local_traceback": False,
-    "include_local_version": False,
-    "propagate_KeyboardInterrupt_locally": False,
-    "sync_request_timeout": 1,
+_SERVICE = ("vlora.Service", 1, 1)
+"""RPyC's reference to the only object that a peer may call."""
+_METHODS = {
+    "exposed_call": "Perform a call -> its result.",
+    "exposed_stream": "Perform a `Generate` -> StreamPart repeatedly, the last with the Answer.",
 }
-"""RPyC's settings for a connection."""
 
-ReplyQueue = queue.SimpleQueue[tuple[int, int, Any] | None]
+ReplyQueue = queue.SimpleQueue["tuple[int, int, Any] | None"]
 """(message type, number of the call, boxed value or StreamedReply) to write; None ends the writer."""
 
 
-class StreamedReply(abc.ABC):
+class StreamedReply:
     """A streamed answer to a call: replies with the text since the last reply, then `end`.
 
     One thread puts text, another takes it. Text that arrives while the peer does not read is joined in the next reply.
     """
 
-    end: Future[Any]
+    end: Future[Reply]
     """The last reply."""
 
     def __init__(self) -> None:
@@ -172,10 +127,6 @@ class StreamedReply(abc.ABC):
         self._queued = False
         self._replies: ReplyQueue | None = None
         self._seq = 0
-
-    @abc.abstractmethod
-    def encode(self, text: str) -> Any:
-        """The value of a reply with this text."""
 
     def put(self, text: str) -> None:
         """Add text to the next reply."""
@@ -191,12 +142,12 @@ class StreamedReply(abc.ABC):
         if self._texts:
             self._enqueue()
 
-    def take(self) -> Any | None:
+    def take(self) -> Reply | None:
         """A reply with all text not taken yet; None without such text."""
         self._queued = False  # before reading the texts, so that later text is queued again
         begin, self._num_taken = self._num_taken, len(self._texts)
         text = "".join(self._texts[begin : self._num_taken])
-        return self.encode(text) if text else None
+        return success(StreamPart(text=text)) if text else None
 
     def _enqueue(self) -> None:
         if self._replies is not None and not self._queued:
@@ -219,116 +170,132 @@ class _Message(io.BytesIO):
         return super().read(size)
 
 
-class ByteConnection(rpyc.Connection):
-    """One peer. A call may return a Future, with its reply sent on completion in any order, or a StreamedReply.
+Perform = Callable[[bytes, StreamedReply | None], "Future[Reply]"]
+"""Begins a call, of `stream` with the reply for its text. Replies are sent on completion, in any order."""
 
-    A separate thread writes replies, so a peer that does not read blocks only itself.
-    """
 
-    def __init__(self, root: Any, channel: Channel, config: dict[str, Any]) -> None:
-        super().__init__(root, channel, config)
-        self._exposed = tuple(name for name in dir(root) if name.startswith("exposed_"))
+class ByteConnection:
+    """One peer. A separate thread writes replies, so a peer that does not read blocks only itself."""
+
+    def __init__(self, channel: BoundedChannel, peer: PeerSocket, max_message_bytes: int) -> None:
+        self._channel = channel
+        self._peer = peer
+        self._max_message_bytes = max_message_bytes
         self._unanswered = 0
         self._answered = threading.Condition()
         self._replies: ReplyQueue = queue.SimpleQueue()
         threading.Thread(target=self._write, name="vlora-rpyc-writer", daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        """The peer's address; empty once it is disconnected."""
+        try:
+            return str(self._peer.sock.getpeername()[0])
+        except OSError:
+            return ""
+
+    def set_authenticated(self, authenticated: bool) -> None:
+        """A peer that is not may send only small messages, and is the first to be closed when there are too many."""
+        self._peer.authenticated = authenticated
+        most = self._max_message_bytes
+        self._channel.max_bytes = most if authenticated else min(_MAX_UNAUTHENTICATED_BYTES, most)
+
+    def take_charge(self) -> ByteCharge:
+        """Take over the bytes of the current call's message. Release them once its work has ended."""
+        return self._channel.take_charge()
 
     def wait_answered(self, timeout_s: float) -> None:
         """Wait until the replies to all calls so far are sent."""
         with self._answered:
             self._answered.wait_for(lambda: self._unanswered == 0, timeout_s)
 
-    def _cleanup(self, _anyway: bool = True) -> None:
-        self._replies.put(None)
-        super()._cleanup(_anyway)
+    def close(self) -> None:
+        self._channel.close()
+
+    def serve(self, perform: Perform) -> None:
+        """Read calls until the end of the connection."""
+        try:
+            while True:
+                self._read(self._channel.recv(), perform)
+        except EOFError:
+            pass
+        finally:
+            self.close()
+            self._replies.put(None)
+            self.take_charge().release()
 
     # -- incoming requests --------------------------------------------------------------------------------------------
 
-    @classmethod
-    def _request_handlers(cls) -> dict[int, Any]:
-        return {
-            consts.HANDLE_PING: cls._handle_ping,
-            consts.HANDLE_CLOSE: cls._handle_close,
-            consts.HANDLE_GETROOT: cls._handle_getroot,
-            consts.HANDLE_INSPECT: cls._handle_inspect,
-            consts.HANDLE_DEL: cls._handle_del,
-            consts.HANDLE_CALLATTR: cls._handle_callattr,
-        }
-
-    def _handle_inspect(self, id_pack: Any) -> tuple[tuple[str, str], ...]:
-        """The exposed methods of the service only."""
-        return tuple((name, getattr(self._local_root, name).__doc__ or "") for name in self._exposed)
-
-    def _handle_ping(self, data: Any) -> Any:
-        # The echoed data waits for its reader and is not counted.
-        if not isinstance(data, bytes | str) or len(data) > _MAX_PING:
-            raise ValueError(f"a ping carries bytes or text, at most {_MAX_PING}")
-        return data
-
-    def _handle_callattr(self, obj: Any, name: Any, args: Any, kwargs: Any = ()) -> Any:
-        if obj is not self._local_root:
-            raise ValueError("only the service itself can be called")
-        if name not in self._exposed or kwargs or not isinstance(args, tuple) or list(map(type, args)) != [bytes]:
-            raise TypeError(
-                f"this server uses protocol {PROTOCOL_VERSION}, of `call` and `stream` with bytes; install the same "
-                "version of vlora on both sides"
-            )
-        return getattr(obj, name)(*args)
-
-    def _unbox(self, package: Any) -> Any:
-        label, value = package
-        if label == consts.LABEL_VALUE:
-            return value
-        if label == consts.LABEL_TUPLE:
-            return tuple(self._unbox(item) for item in value)
-        if label == consts.LABEL_LOCAL_REF:
-            return self._local_objects[value]
-        raise ValueError("only values can be sent, not objects")
-
-    def _dispatch(self, data: bytes) -> None:
-        """Only requests: the server awaits no replies."""
-        self._recvlock.release()
+    def _read(self, data: bytes, perform: Perform) -> None:
+        """Raises EOFError for a message that is no request: the server awaits no replies."""
         try:
             if data[0] != consts.MSG_REQUEST:
                 raise ValueError("no request")
-            seq, args = brine._load(_Message(data))  # noqa: SLF001
+            seq, request = brine._load(_Message(data))  # noqa: SLF001
         except Exception as error:
-            self._channel.close()
             raise EOFError(f"an invalid message: {error}") from error
-        self._dispatch_request(seq, args)
-
-    def _dispatch_request(self, seq: int, raw_args: Any) -> None:
         with self._answered:
             self._answered.wait_for(lambda: self._unanswered < _MAX_CALLS or self._channel.closed)
             self._unanswered += 1
         try:
-            handler, args = raw_args
-            if handler not in self._HANDLERS:
-                raise ValueError("only exposed methods can be called, by name; use vlora.client")
-            result = self._HANDLERS[handler](self, *self._unbox(args))
+            handler, args = request
+            result = self._handle(handler, perform, *_unbox(args))
+        except EOFError:
+            raise
         except Exception as error:
-            self._replies.put((consts.MSG_EXCEPTION, seq, self._box_exc(type(error), error, None)))
+            # RPyC would add a traceback and every attribute, such as memory addresses.
+            kind = type(error).__module__, type(error).__name__
+            refusal = kind, (str(error)[:_MAX_REFUSAL],), (), "<traceback denied>"
+            self._replies.put((consts.MSG_EXCEPTION, seq, refusal))
             return
         if isinstance(result, StreamedReply):
             result.attach(self._replies, seq)
-            self._reply_on_completion(result.end, seq)
-        elif isinstance(result, Future):
-            self._reply_on_completion(result, seq)
+            result = result.end
+        if isinstance(result, Future):
+            result.add_done_callback(functools.partial(self._on_completed, seq, self.take_charge()))
         else:
-            self._replies.put((consts.MSG_REPLY, seq, self._box(result)))
+            self._replies.put((consts.MSG_REPLY, seq, result))
+
+    def _handle(self, handler: Any, perform: Perform, *args: Any) -> Any:
+        """The boxed reply to a request, or one that follows."""
+        match handler:
+            case consts.HANDLE_GETROOT:
+                return consts.LABEL_REMOTE_REF, _SERVICE
+            case consts.HANDLE_INSPECT:
+                return consts.LABEL_VALUE, tuple(_METHODS.items())
+            case consts.HANDLE_PING:
+                (data,) = args
+                # The echoed data waits for its reader and is not counted.
+                if not isinstance(data, bytes | str) or len(data) > _MAX_PING:
+                    raise ValueError(f"a ping carries bytes or text, at most {_MAX_PING}")
+                return consts.LABEL_VALUE, data
+            case consts.HANDLE_CLOSE:
+                raise EOFError("the peer has closed the connection")
+            case consts.HANDLE_DEL:
+                return consts.LABEL_VALUE, None
+            case consts.HANDLE_CALLATTR:
+                return self._call(perform, *args)
+        raise ValueError("only exposed methods can be called, by name; use vlora.client")
+
+    def _call(self, perform: Perform, service: Any, name: Any, args: Any, kwargs: Any = ()) -> Any:
+        if service is not _SERVICE:
+            raise ValueError("only the service itself can be called")
+        if name not in _METHODS or kwargs or not isinstance(args, tuple) or list(map(type, args)) != [bytes]:
+            raise TypeError(
+                f"this server uses protocol {PROTOCOL_VERSION}, of `call` and `stream` with bytes; install the same "
+                "version of vlora on both sides"
+            )
+        if name == "exposed_call":
+            return perform(args[0], None)
+        reply = StreamedReply()
+        reply.end = perform(args[0], reply)
+        return reply
 
     # -- outgoing replies ---------------------------------------------------------------------------------------------
 
-    def _box_exc(self, kind: type[BaseException], error: BaseException, trace: Any) -> Any:
-        """The error's type and message. RPyC would add every attribute, such as the service's memory address."""
-        return (kind.__module__, kind.__name__), (str(error)[:_MAX_REFUSAL],), (), "<traceback denied>"
-
-    def _reply_on_completion(self, outcome: Future[Any], seq: int) -> None:
-        outcome.add_done_callback(functools.partial(self._on_completed, seq, self._channel.take_charge()))
-
-    def _on_completed(self, seq: int, charge: ByteCharge, outcome: Future[Any]) -> None:
+    def _on_completed(self, seq: int, charge: ByteCharge, outcome: Future[Reply]) -> None:
         charge.release()
-        self._replies.put((consts.MSG_REPLY, seq, self._box(outcome.result())))
+        self._replies.put((consts.MSG_REPLY, seq, (consts.LABEL_VALUE, outcome.result())))
 
     def _write(self) -> None:
         while (reply := self._replies.get()) is not None:
@@ -337,12 +304,24 @@ class ByteConnection(rpyc.Connection):
             if isinstance(value, StreamedReply):
                 if (part := value.take()) is None:
                     continue
-                value = self._box(part)
+                value = consts.LABEL_VALUE, part
             try:
-                self._send(kind, seq, value)
-            except (OSError, EOFError, RuntimeError):  # RuntimeError: RPyC's cleanup may release its lock
+                self._channel.send(brine.I1.pack(kind) + brine.dump((seq, value)))
+            except (OSError, EOFError):
                 self._channel.close()
             if not streamed:
                 with self._answered:
                     self._unanswered -= 1
                     self._answered.notify_all()
+
+
+def _unbox(package: Any) -> Any:
+    """A value of a request. Raises ValueError for an object of the peer."""
+    label, value = package
+    if label == consts.LABEL_VALUE:
+        return value
+    if label == consts.LABEL_TUPLE:
+        return tuple(_unbox(item) for item in value)
+    if (label, value) == (consts.LABEL_LOCAL_REF, _SERVICE):
+        return _SERVICE
+    raise ValueError("only values can be sent, not objects")

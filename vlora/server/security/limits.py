@@ -1,17 +1,18 @@
-"""Limits over RPyC and HTTP: connections, of which unauthenticated ones are closed first, message bytes, quotas."""
+"""Listeners of RPyC and HTTP, and their limits: connections, message bytes, quotas."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from vlora.client.sockets import shut_down
 from vlora.config import Token
-from vlora.errors import RateLimited
+from vlora.errors import BadConfig, RateLimited
 from vlora.rate_limits import Bucket
 
 _SPARE = 128  # descriptors for the engine's socket, files and fetched images
@@ -26,6 +27,28 @@ def connection_share() -> int:
     if soft == resource.RLIM_INFINITY:
         return _MAX_CONNECTIONS
     return max(_MIN_CONNECTIONS, min(_MAX_CONNECTIONS, (soft - _SPARE) // 3))
+
+
+@contextlib.contextmanager
+def listening_at(address: str, option: str) -> Iterator[None]:
+    """Convert an OSError of a listener into BadConfig. option: of the command, which sets the port."""
+    try:
+        yield
+    except OSError as error:
+        raise BadConfig(f"cannot listen on {address}: {error.strerror}; choose another {option}") from error
+
+
+def bound_socket(host: str, port: int, option: str) -> socket.socket:
+    """A socket that is bound to an address, and does not listen yet. Raises BadConfig."""
+    with contextlib.ExitStack() as at_end, listening_at(f"{host}:{port}", option):
+        # The protocol is given explicitly: asyncio sets TCP_NODELAY only when it sees TCP here. Without it, every
+        # response of two packets (header, body) waits 40 ms for the client's acknowledgement.
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        made = at_end.enter_context(socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP))
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+        at_end.pop_all()
+        return made
 
 
 class PeerSocket:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -15,7 +15,7 @@ from vlora.errors import BadRequest, DeadlineMissed
 from vlora.server.adapter_catalog import AdapterCatalog
 from vlora.server.detokenizer import Piece
 from vlora.server.images import RawImage
-from vlora.server.prompts import Images, SharedImages, TextRequest, check_text
+from vlora.server.prompts import Images, Level, SharedImages, TextRequest, as_prompt, check_text
 from vlora.server.security.public_errors import to_vlora_error
 from vlora.types import ErrorValue, SamplingParams
 
@@ -28,15 +28,9 @@ class FrameExecutor(Protocol):
         """Whether no engine is ready but one is starting. Frames wait until then; `StreamSession.resume` follows."""
         ...
 
-    async def ask_head(
-        self, images: Images, adapter: str, head: str, *, max_latency_s: float | None, priority: int, tenant: str | None
-    ) -> HeadResult:
-        """Run one pass through a task head."""
-        ...
+    async def ask_head(self, images: Images, adapter: str, head: str, level: Level) -> HeadResult: ...
 
-    def generate(self, asked: TextRequest) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
-        """Yield an answer's text, then the Answer, each with the index of its choice."""
-        ...
+    def generate(self, asked: TextRequest) -> AsyncGenerator[tuple[int, Piece | Answer], None]: ...
 
 
 async def images_per_frame(options: StreamOptions, adapters: AdapterCatalog, config: ServerConfig) -> int | None:
@@ -59,7 +53,7 @@ async def images_per_frame(options: StreamOptions, adapters: AdapterCatalog, con
         reads = ", ".join(f"{owner} {count}" for count, owner in num_images.items())
         raise BadRequest(f"the stream's heads read different numbers of images per frame ({reads}); open a stream each")
     for question in options.questions:
-        check_text(question.question, SamplingParams(max_tokens=question.max_tokens), config)
+        check_text(as_prompt(question.question), SamplingParams(max_tokens=question.max_tokens), config)
         if question.adapter is not None:
             await adapters.resolve(question.adapter)
     return next(iter(num_images), None)
@@ -72,7 +66,7 @@ class FrameQuestions:
         """tenant: name of the stream owner's token."""
         self._executor = executor
         self._options = options
-        self._shared: dict[str, Any] = {"priority": options.priority, "tenant": tenant}
+        self._level = Level(priority=options.priority, tenant=tenant)
 
     async def answers(self, images: Sequence[bytes | RawImage], within_s: float | None) -> tuple[FrameAnswer, ...]:
         """The answer or the error of each head, then of each question. within_s: bound on each answer."""
@@ -105,7 +99,7 @@ class FrameQuestions:
 
     async def _head(self, images: SharedImages, adapter: str, head: str, within_s: float | None) -> HeadResult:
         async with asyncio.timeout(within_s):
-            return await self._executor.ask_head(images, adapter, head, max_latency_s=within_s, **self._shared)
+            return await self._executor.ask_head(images, adapter, head, self._level._replace(max_latency_s=within_s))
 
     async def _text(self, images: SharedImages, question: TextQuestion, within_s: float | None) -> Answer:
         asked = TextRequest(
@@ -113,9 +107,8 @@ class FrameQuestions:
             images,
             adapter=question.adapter,
             sampling=SamplingParams(max_tokens=question.max_tokens),
-            max_latency_s=within_s,
+            level=self._level._replace(max_latency_s=within_s),
             whole=True,
-            **self._shared,
         )
         async with asyncio.timeout(within_s), contextlib.aclosing(self._executor.generate(asked)) as parts:
             *_, (_, answer) = [part async for part in parts]
