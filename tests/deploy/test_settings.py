@@ -198,7 +198,7 @@ def test_the_files_that_compose_mounts_exist_and_none_contains_tokens() -> None:
 def test_the_health_check_reports_the_engine_state() -> None:
     check = [sys.executable, str(DEPLOY / "docker" / "healthcheck.py")]
     with running_api() as api:
-        environment = {"VLORA_SERVE_HTTP_PORT": str(api.port), "http_proxy": "http://127.0.0.1:9"}
+        environment = {"VLORA_SERVE_HTTP_PORT": str(api.http_port), "http_proxy": "http://127.0.0.1:9"}
         for dead, expected in ((None, (0, False)), ("killed", (1, True))):
             api.engine.dead = dead
             done = subprocess.run(check, env=environment, capture_output=True, text=True, timeout=60)

@@ -166,7 +166,7 @@ def test_a_domain_of_own_pictures_is_asked_in_every_way(tmp_path: Path) -> None:
     picture = tmp_path / "lights" / "red" / "0.png"
     with running_api() as api:
         api.on_loop(api.front_end.adapters.load("fused-1", write_adapter(tmp_path / "fused-1", {"lights": 1})))
-        address = f"127.0.0.1:{api.rpyc_port}"
+        address = f"127.0.0.1:{api.port}"
         answers = own_pictures.ask_in_every_way(api.url, address, "lights", picture)
         assert answers == dict.fromkeys(("HTTP", "RPyC", "stream", "command line"), "dark")
         with own_pictures.asking(lambda: own_pictures.over_http(api.url, "lights", picture)) as meanwhile:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import io
+import json
+import ssl
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -14,8 +17,9 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from tests.processes import PATIENCE_S
+from tests.processes import PATIENCE_S, until
 from tests.server.scripted import ByteProcessor, ScriptedInterface, write_adapter
+from vlora.client import Client
 from vlora.cluster.adapter_sender import ShippingLimits
 from vlora.config import ServerConfig
 from vlora.server.batches.store import FileStore
@@ -29,16 +33,57 @@ from vlora.wire.tls import server_context
 
 
 class Running(NamedTuple):
-    """port: RPyC's. http_port: 0 without HTTP."""
+    """port: RPyC's. http_port: 0 without HTTP. token: sent by `call` and `client`. tls: settings for their
+    connections."""
 
     port: int
     engine: Any
     front_end: FrontEnd
     loop: asyncio.AbstractEventLoop
     http_port: int = 0
+    token: str | None = None
+    tls: ssl.SSLContext | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
 
     def on_loop(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
+
+    def client(self, **options: Any) -> Client:
+        return Client(port=self.port, **{"token": self.token, "tls": self.tls, **options})
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        raw: bytes | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> tuple[int, Any]:
+        if self.tls is None:
+            connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=PATIENCE_S)
+        else:
+            connection = http.client.HTTPSConnection("localhost", self.http_port, timeout=PATIENCE_S, context=self.tls)
+        data = raw if raw is not None else None if body is None else json.dumps(body).encode()
+        sent = {"Content-Type": "application/json"} | (
+            {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
+        )
+        connection.request(method, path, data, sent | (headers or {}))
+        response = connection.getresponse()
+        text = response.read()
+        connection.close()
+        return response.status, json.loads(text) if text[:1] in (b"{", b"[") else text.decode()
+
+    def chat(self, content: Any, **fields: Any) -> tuple[int, Any]:
+        body = {"model": "base", "messages": [{"role": "user", "content": content}], **fields}
+        return self.call("POST", "/v1/chat/completions", body)
+
+    def idle(self) -> bool:
+        until(lambda: not self.engine.engine.running)
+        return True
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def state(api: Api, token: Token | None, since: int = 0) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", CONSOLE_FILES)
 def test_the_page_needs_no_token_and_allows_no_other_origin(api: Api, path: str) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", api.port)
+    connection = http.client.HTTPConnection("127.0.0.1", api.http_port)
     connection.request("GET", path)
     response = connection.getresponse()
     text = response.read().decode()
@@ -106,7 +106,7 @@ def test_a_frame_is_shown_to_its_owner_and_admins_while_viewed(api: Api, folder:
     assert view(GUEST) == 404 and view(CAMERAS) == 204  # no frame was requested before, so none was drawn
     send(api, stream_id, CAMERAS, 1)
     until(lambda: api.front_end.streams.watched()[-1].preview.read() is not None)
-    connection = http.client.HTTPConnection("127.0.0.1", api.port)
+    connection = http.client.HTTPConnection("127.0.0.1", api.http_port)
     connection.request("GET", path, headers={"Authorization": f"Bearer {OPS.secret}"})
     response = connection.getresponse()
     picture = Image.open(io.BytesIO(response.read()))

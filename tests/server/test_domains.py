@@ -71,7 +71,7 @@ def asked(wire: str, stream: bool = False) -> Callable[[Api], Found]:
 
 def command(api: Api, *args: object) -> Any:
     """The only line of a command's output, which is JSON."""
-    words = [*map(str, args), "--json", "--server", f"127.0.0.1:{api.rpyc_port}"]
+    words = [*map(str, args), "--json", "--server", f"127.0.0.1:{api.port}"]
     done = CliRunner().invoke(vlora.cli.cli, words)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
@@ -256,7 +256,7 @@ def test_names_of_domains_in_lists_compositions_metrics_and_changes(api: Api, tm
 
 
 def test_the_client_reads_the_server_s_address(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLORA_SERVER", f"localhost:{api.rpyc_port}")
+    monkeypatch.setenv("VLORA_SERVER", f"localhost:{api.port}")
     with Client() as client:
         assert client.generate("say:x").text == "x"
     monkeypatch.setenv("VLORA_SERVER", "nowhere")

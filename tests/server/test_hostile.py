@@ -63,7 +63,7 @@ def api() -> Iterator[Api]:
 def peer(api: Api) -> Iterator[Any]:
     """A stock RPyC connection, with everything allowed on its own side."""
     config = {"allow_all_attrs": True, "allow_pickle": True, "sync_request_timeout": PATIENCE_S}
-    connection = rpyc.connect("127.0.0.1", api.rpyc_port, config=config)
+    connection = rpyc.connect("127.0.0.1", api.port, config=config)
     yield connection
     connection.close()
 
@@ -210,7 +210,7 @@ ANSWERED = ("HTTP", "zeros", "empty message", "no request", "root of a number", 
 
 @pytest.mark.parametrize("name", BYTES_OF_NO_PROTOCOL)
 def test_bytes_that_are_not_the_protocol_end_that_connection_only(api: Api, name: str) -> None:
-    connection = connect(api.rpyc_port)
+    connection = connect(api.port)
     with contextlib.suppress(OSError):  # it may have ended already
         connection.sendall(BYTES_OF_NO_PROTOCOL[name])
         if name in ANSWERED or "foreign" in name:
@@ -501,7 +501,7 @@ def test_a_caller_that_does_not_read_frees_its_requests(monkeypatch: pytest.Monk
         api.engine.engine.limits.max_context = 10**9
         messages = [{"role": "user", "content": "forever"}]
         fields: dict[str, Any] = {"model": "base", "n": 4, "stream": True, "max_tokens": 10**6, "messages": messages}
-        with connect(api.port, post(json.dumps(fields).encode()), receive_buffer=2048):
+        with connect(api.http_port, post(json.dumps(fields).encode()), receive_buffer=2048):
             until(lambda: api.front_end.num_active == 4)
             assert api.chat("say:x")[0] == 429
             until(lambda: api.front_end.num_active == 0)
@@ -524,9 +524,9 @@ def test_silent_callers_have_a_time_limit(tokens: tuple[Token, ...], monkeypatch
     monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 1)
     with running_api(tokens=tokens) as api, api._replace(token=USER).client() as known:
         known.stats()
-        connections = [connect(api.port, data) for data in BEGUN]
+        connections = [connect(api.http_port, data) for data in BEGUN]
         if tokens:
-            connections.append(connect(api.rpyc_port))  # does not authenticate
+            connections.append(connect(api.port))  # does not authenticate
         for each in connections:
             wait_ended(each)
         assert api._replace(token=USER).chat("say:x")[0] == 200
@@ -538,7 +538,7 @@ def test_a_body_may_take_long_while_data_arrives(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(http_server, "BODY_S", 0.3)
     monkeypatch.setattr(http_server, "LEAST_BYTES_PER_S", 10)
     body = json.dumps({"model": "base", "messages": [{"role": "user", "content": "say:x"}]}).encode()
-    with running_api() as api, connect(api.port, post(body)[: -len(body)]) as connection:
+    with running_api() as api, connect(api.http_port, post(body)[: -len(body)]) as connection:
         for place in range(0, len(body), 10):
             connection.sendall(body[place : place + 10])
             time.sleep(0.1)
@@ -564,7 +564,7 @@ def test_a_slow_handshake_has_a_deadline(certificates: Certificates, monkeypatch
         ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost").do_handshake()
     hello = outgoing.read()
     with running_api(tls_cert=certificates.cert, tls_key=certificates.key) as api:
-        for port in (api.rpyc_port, api.port):
+        for port in (api.port, api.http_port):
             with connect(port) as sock, pytest.raises(OSError):
                 for byte in hello[:-1]:
                     sock.sendall(bytes([byte]))
@@ -578,7 +578,7 @@ def test_silent_connections_make_room_for_new_ones_and_busy_ones_stay(monkeypatc
     with running_api() as api, ThreadPoolExecutor(1) as threads:
         asking = threads.submit(api.chat, "forever", max_tokens=90_000)
         until(lambda: bool(api.engine.engine.running))
-        with silent(api.port, 12) as connections:
+        with silent(api.http_port, 12) as connections:
             assert api.call("GET", "/health")[0] == 200
             for first in connections[:7]:
                 wait_ended(first)
@@ -622,7 +622,7 @@ def test_handshakes_count_as_connections(certificates: Certificates, monkeypatch
     for module in (http_server, rpyc_server):
         monkeypatch.setattr(module, "connection_share", lambda: 4)
     with running_api(tls_cert=certificates.cert, tls_key=certificates.key) as api:
-        for port in (api.port, api.rpyc_port):
+        for port in (api.http_port, api.port):
             with silent(port, 9) as connections:
                 for oldest in connections[:5]:
                     wait_ended(oldest)
@@ -653,7 +653,7 @@ def test_a_connection_displaced_as_its_handshake_begins_is_closed(
     monkeypatch.setattr(connection_limits.PeerSocket, "end", noted_end)
     with (
         running_api(tls_cert=certificates.cert, tls_key=certificates.key) as api,
-        silent(api.rpyc_port, 2) as (first, second),
+        silent(api.port, 2) as (first, second),
     ):
         wait_ended(first)
         second.setblocking(False)
@@ -712,7 +712,7 @@ def test_unauthenticated_rpyc_peers_call_nothing_and_send_little() -> None:
 def test_http_bodies_share_one_limit() -> None:
     with running_api(max_message_bytes=200_000, max_held_bytes=400_000) as api:
         budget = api.front_end.message_budget
-        slow = [connect(api.port, post(b" " * 190_000)[:-10_000]) for _ in range(2)]
+        slow = [connect(api.http_port, post(b" " * 190_000)[:-10_000]) for _ in range(2)]
         until(lambda: budget.used == 360_000)
         status, answer = api.chat([{"type": "text", "text": "say:x" + "y" * 60_000}])
         assert status == 429 and "400000 bytes" in json.dumps(answer)

@@ -511,7 +511,7 @@ def test_an_invalid_body_is_refused_with_its_problem(api: Api) -> None:
 def test_a_body_is_refused_before_all_of_it_is_received(
     api: Api, length: int | None, begin: bytes, status: int, message: str
 ) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", api.port)
+    connection = http.client.HTTPConnection("127.0.0.1", api.http_port)
     if length is None:
         connection.request("POST", CHAT, iter([begin] * 10), encode_chunked=True)
     else:
@@ -576,7 +576,7 @@ LONG = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000
 def test_invalid_or_truncated_http_is_no_server_error(
     api: Api, parts: tuple[bytes, ...], statuses: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with socket.create_connection(("127.0.0.1", api.port)) as connection:
+    with socket.create_connection(("127.0.0.1", api.http_port)) as connection:
         for part in parts:
             connection.sendall(part)
             time.sleep(0.05)  # so that it arrives alone

@@ -393,7 +393,7 @@ def test_user_tokens_may_ask_and_admin_tokens_change(guarded_wire: Callable[[str
 
 
 def leave_http(api: Api, stream: bool) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", api.port)
+    connection = http.client.HTTPConnection("127.0.0.1", api.http_port)
     messages = [{"role": "user", "content": "forever"}]
     body = {"model": "base", "messages": messages, "max_tokens": 90_000, "stream": stream}
     connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -422,7 +422,7 @@ def leave_rpyc(api: Api, how: str) -> None:
 
 def leave_asyncio(api: Api, how: str) -> None:
     async def main() -> None:
-        async with AsyncClient(port=api.rpyc_port, timeout_s=0.2 if how == "time out" else PATIENCE_S) as client:
+        async with AsyncClient(port=api.port, timeout_s=0.2 if how == "time out" else PATIENCE_S) as client:
             if how == "close":
                 stream = client.stream("forever", max_tokens=90_000)
                 await anext(stream)

@@ -219,7 +219,7 @@ def test_every_call_requires_a_valid_token(header: str) -> None:
                 assert HEADERS[header] in answer["error"]["message"] and EXPIRED not in str(answer)
     with running_api(tokens=TOKENS) as api:
         assert api.call("GET", "/health")[0] == api.call("GET", "/ready")[0] == 200  # for load balancers
-        with socket.create_connection(("127.0.0.1", api.port), timeout=PATIENCE_S) as sock:
+        with socket.create_connection(("127.0.0.1", api.http_port), timeout=PATIENCE_S) as sock:
             sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n")
             assert sock.recv(100).startswith(b"HTTP/1.1 401"), "the body is not read"
         token = header.removeprefix("Bearer ") if "Basic" not in header else None
@@ -317,7 +317,7 @@ def test_tls_mismatches_are_reported_with_their_remedy(
         until(lambda: caplog.text.count("a connection from 127.0.0.1 was closed: SSL") >= 2)
     with (
         running_server() as plain,
-        Client(port=plain.port, tls=certificates.context()) as client,
+        Client(port=plain.http_port, tls=certificates.context()) as client,
         pytest.raises(Disconnected, match="it may not use TLS"),
     ):
         client.stats()

@@ -334,7 +334,7 @@ def test_every_request_of_a_batch_has_one_answer_after_kills_of_engine_and_serve
     texts = {f"r{number}": "x" * (40 + number % 40) for number in range(200)}
 
     def api_of(on: Served) -> Api:
-        return Api(on.http_port, None, None, None, 0)  # type: ignore[arg-type]
+        return Api(0, None, None, None, on.http_port)  # type: ignore[arg-type]
 
     with serving(*command, TMPDIR=str(folder)) as on:
         batch = create(api_of(on), [line(name, f"say:{text}", model="scripted") for name, text in texts.items()])

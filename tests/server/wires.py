@@ -133,7 +133,7 @@ class Asyncio(Wire):
 
     def _run(self, call: Callable[[AsyncClient], Awaitable[Any]]) -> Any:
         async def main() -> Any:
-            async with AsyncClient(port=self.api.rpyc_port, token=self.api.token) as client:
+            async with AsyncClient(port=self.api.port, token=self.api.token) as client:
                 return await call(client)
 
         return asyncio.run(main())

@@ -85,11 +85,9 @@ async def serve(
         EngineDead: There is no engine at the end.
     """
     limits = shipping or ShippingLimits()
-    state: AdapterState | None = None
-    files: FileStore | None = None
-    stop = asyncio.Event()
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop.set)
     tls = server_context(server_config)
     access = Access(server_config.tokens)
     if server_config.audit_log is not None:
@@ -97,31 +95,37 @@ async def serve(
             write_audit_log(server_config.audit_log)
         except OSError as error:
             raise BadConfig(f"cannot write the audit log {error.filename!r}: {error.strerror}") from error
+    on_tokens: list[Callable[[tuple[Token, ...]], None]] = [access.replace]
     if read_tokens is not None:
-        reload = functools.partial(_reload_tokens, access, server_config, read_tokens, announce)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+        loop.add_signal_handler(signal.SIGHUP, _reload_tokens, server_config, read_tokens, on_tokens, announce)
     if tls is None and not server_config.on_loopback:
         log.warning(
             "TLS is off: tokens and images sent to %s can be read on the network; set --tls-cert and --tls-key",
             server_config.host,
         )
-    # Bind the address first, so that a port in use is reported before the model loads.
-    rpyc_server = RpycServer(server_config.host, server_config.rpyc_port, server_config.max_message_bytes, tls)
-    http_server: HttpServer | None = None
-    camera_server: RpycServer | None = None
     model = model_name or engine_config.model
     given = frozenset(adapters)
-    try:
+    async with contextlib.AsyncExitStack() as at_end:
+        # Bind the address first, so that a port in use is reported before the model loads.
+        rpyc_server = RpycServer(server_config.host, server_config.rpyc_port, server_config.max_message_bytes, tls)
+        # In a thread, because this loop produces the last replies.
+        at_end.push_async_callback(asyncio.to_thread, rpyc_server.close)
         state = _open_state(adapter_state, engine_config.model, rpyc_server, server_config)
         if state is not None:
+            at_end.callback(state.close)
             adapters = starting_adapters(state, adapters, [] if learn is None else learn[1], model, announce)
+        http_server: HttpServer | None = None
+        files: FileStore | None = None
         if server_config.http_port is not None:
             from vlora.server.http.routes import make_app
             from vlora.server.http.server import HttpServer
 
-            http_server = HttpServer(server_config)
             folder = server_config.file_folder or ("none" if state is None else f"{state.folder}/files")
-            files = None if folder == "none" else FileStore(Path(folder), server_config)
+            if folder != "none":
+                files = FileStore(Path(folder), server_config)
+                at_end.callback(files.close)
+            http_server = HttpServer(server_config)
+            at_end.push_async_callback(http_server.close)
 
         async def start_engine() -> RestartedEngine:
             if ray is None:
@@ -140,21 +144,18 @@ async def serve(
             front_end.adapters.paths.update({name: each.path for name, each in engine.desired_adapters.items()})
         received = None if state is None or state.folder is None else state.folder / "received"
         front_end.received = ReceivedAdapters(server_config, limits, received, front_end.adapters, given)
-        if read_tokens is not None:
-
-            def use(tokens: tuple[Token, ...]) -> None:
-                front_end.quotas.replace(tokens)
-                if isinstance(engine, SupervisedEngine):
-                    engine.replace_base_tokens(tokens)
-
+        on_tokens.append(front_end.quotas.replace)
+        if isinstance(engine, SupervisedEngine):
+            on_tokens.append(engine.replace_base_tokens)
+        for use in on_tokens[1:]:
             use(access.tokens)  # they may have been reloaded while the engine started
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload, use)
-        rpyc_server.start_in_thread(front_end, asyncio.get_running_loop(), model, access)
+        rpyc_server.start_in_thread(front_end, loop, model, access)
         if server_config.camera_hosts or server_config.camera_paths:
             secret = secrets.token_hex()
             camera_server = RpycServer("127.0.0.1", 0, server_config.max_message_bytes)
+            at_end.push_async_callback(asyncio.to_thread, camera_server.close)
             own = Access((Token(name=TENANT, secret=secret),))
-            camera_server.start_in_thread(front_end, asyncio.get_running_loop(), model, own)
+            camera_server.start_in_thread(front_end, loop, model, own)
             variables = {"VLORA_SERVER": f"127.0.0.1:{camera_server.port}", "VLORA_TOKEN": secret}
             kept_in = None if state is None else state.folder
             if server_config.camera_sinks and kept_in is not None:
@@ -170,6 +171,7 @@ async def serve(
         rpyc = f"{'rpyc' if tls is None else 'rpyc+tls'} {rpyc_server.host}:{rpyc_server.port}"
         # Objects that exist now are permanent; a full collection would scan them during requests.
         gc.freeze()
+        at_end.callback(gc.unfreeze)  # otherwise libraries report leaks at exit
         table, threads = "", "threads unknown"
         with contextlib.suppress(EngineDead):  # the engine is restarting
             stats = await engine.stats()
@@ -188,18 +190,6 @@ async def serve(
         await engine.close()
         if cause is not None:
             raise EngineDead(cause)
-    finally:
-        gc.unfreeze()  # otherwise libraries report leaks at exit
-        if state is not None:
-            state.close()
-        if http_server is not None:
-            await http_server.close()
-        if files is not None:
-            files.close()
-        # In a thread, because this loop produces the last replies.
-        await asyncio.to_thread(rpyc_server.close)
-        if camera_server is not None:
-            await asyncio.to_thread(camera_server.close)
 
 
 async def _start(
@@ -318,17 +308,15 @@ async def _first_done(task: asyncio.Task[object], stop: asyncio.Event) -> asynci
 
 
 def _reload_tokens(
-    access: Access,
     config: ServerConfig,
     read_tokens: Callable[[], tuple[Token, ...]],
+    uses: Sequence[Callable[[tuple[Token, ...]], None]],
     announce: Callable[[str], None],
-    on_reload: Callable[[tuple[Token, ...]], None] = lambda _: None,
 ) -> None:
-    """Read the tokens again, and pass them to `access` and to `on_reload`."""
     try:
         tokens = dataclasses.replace(config, tokens=read_tokens()).tokens  # checks all tokens together
-        access.replace(tokens)
-        on_reload(tokens)
+        for use in uses:
+            use(tokens)
     except BadConfig as error:
         log.warning("tokens not reloaded: %s", error)
     else:

@@ -22,6 +22,13 @@ _FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 6
 _QUEUE_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_TIMES = {
+    "request": (_REQUEST_S, "Arrival to last token or head result, of an answered request."),
+    "request_queue": (_QUEUE_S, "Time that an answered request waited in the engine before its first step."),
+    "time_to_first_token": (_FIRST_TOKEN_S, "Arrival to the first token or to the head result."),
+    "time_per_output_token": (_TOKEN_S, "Time per token after the first, averaged over an answer."),
+}
+"""Histograms of each adapter's answers: buckets in seconds, and text."""
 
 MAX_ADAPTERS = 64
 MAX_TENANTS = 64
@@ -51,37 +58,16 @@ class Metrics:
         )
         counter = functools.partial(Counter, registry=self._registry)
         gauge = functools.partial(Gauge, registry=self._registry)
-        histogram = functools.partial(Histogram, registry=self._registry)
         self._requests = counter(
             "vlora_requests",
             "Requests that ended, by adapter and outcome: ok, cancelled, or the code of the error they ended with.",
             ["adapter", "outcome"],
         )
         self._active = gauge("vlora_requests_active", "Requests in progress; each choice counts.")
-        self._request_s = histogram(
-            "vlora_request_seconds",
-            "Arrival to last token or head result, of an answered request.",
-            ["adapter"],
-            buckets=_REQUEST_S,
-        )
-        self._queue_s = histogram(
-            "vlora_request_queue_seconds",
-            "Time that an answered request waited in the engine before its first step.",
-            ["adapter"],
-            buckets=_QUEUE_S,
-        )
-        self._first_token_s = histogram(
-            "vlora_time_to_first_token_seconds",
-            "Arrival to the first token or to the head result.",
-            ["adapter"],
-            buckets=_FIRST_TOKEN_S,
-        )
-        self._token_s = histogram(
-            "vlora_time_per_output_token_seconds",
-            "Time per token after the first, averaged over an answer.",
-            ["adapter"],
-            buckets=_TOKEN_S,
-        )
+        self._times = {
+            name: Histogram(f"vlora_{name}_seconds", text, ["adapter"], buckets=buckets, registry=self._registry)
+            for name, (buckets, text) in _TIMES.items()
+        }
         self._streams = gauge("vlora_streams_open", "Open frame streams.")
         self._frames_taken = counter("vlora_frames_taken", "Frames that streams accepted.")
         self._frames = counter(
@@ -89,8 +75,11 @@ class Metrics:
             "Frames that ended: answered; dropped for a newer frame; closed with their stream; or the error code.",
             ["outcome"],
         )
-        self._frame_s = histogram(
-            "vlora_frame_seconds", "Arrival to answer of a frame, queueing included.", buckets=_REQUEST_S
+        self._frame_s = Histogram(
+            "vlora_frame_seconds",
+            "Arrival to answer of a frame, queueing included.",
+            buckets=_REQUEST_S,
+            registry=self._registry,
         )
         self._tokens = counter("vlora_tokens", "Tokens of answered requests.", ["adapter", "kind"])
         self._tenant_requests = counter(
@@ -142,11 +131,11 @@ class Metrics:
     ) -> None:
         """Record an answer's times in the front end. num_completion is 0 for a head result."""
         label = self._adapter_label(request.adapter or BASE)
-        self._request_s.labels(label).observe(total_s)
-        self._queue_s.labels(label).observe(queue_s)
-        self._first_token_s.labels(label).observe(first_s)
+        times = {"request": total_s, "request_queue": queue_s, "time_to_first_token": first_s}
         if num_completion > 1:
-            self._token_s.labels(label).observe((total_s - first_s) / (num_completion - 1))
+            times["time_per_output_token"] = (total_s - first_s) / (num_completion - 1)
+        for name, seconds in times.items():
+            self._times[name].labels(label).observe(seconds)
         for kind, count in (("prompt", len(request.prompt_ids)), ("completion", num_completion)):
             self._tokens.labels(label, kind).inc(count)
             if request.tenant is not None:
@@ -179,13 +168,12 @@ class Metrics:
             self._requests.labels(label, outcome)
         for kind in ("prompt", "completion"):
             self._tokens.labels(label, kind)
-        for histogram in (self._request_s, self._queue_s, self._first_token_s, self._token_s):
+        for histogram in self._times.values():
             histogram.labels(label)
 
     def _forget_adapter(self, label: str) -> None:
         self._begun.discard(label)
-        histograms = (self._request_s, self._queue_s, self._first_token_s, self._token_s)
-        for metric in (self._requests, self._tokens, *histograms):
+        for metric in (self._requests, self._tokens, *self._times.values()):
             metric.remove_by_labels({"adapter": label})
 
     def _forget_tenant(self, label: str) -> None:
@@ -262,20 +250,50 @@ def _family(
 _counter, _gauge = functools.partial(_family, CounterMetricFamily), functools.partial(_family, GaugeMetricFamily)
 
 
+_NUMBERS = (
+    (_counter, "num_restarts", "engine_restarts", "Engine processes that died and were replaced."),
+    (
+        _gauge,
+        "highest_credit_s",
+        "highest_credit_seconds",
+        "Highest credit of a request: its waiting time plus the time of its next step.",
+    ),
+    (_counter, "num_switches", "switches", "Switches of the merged adapter."),
+    (_counter, "switch_s", "switch_seconds", "Time spent switching."),
+    (_counter, "num_preemptions", "preemptions", "Preempted requests: their KV blocks were freed and recomputed."),
+    (_gauge, "cached_blocks", "prefix_cache_blocks", "Cached KV blocks that are not in use."),
+    (_gauge, "host_adapter_bytes", "host_adapter_bytes", "Adapters in host memory."),
+    (_counter, "relocated_bytes", "relocated_bytes", "Bytes copied within the arena by compaction."),
+    (_counter, "load_wait_s", "load_wait_seconds", "Time that all requests waited for adapter loads."),
+    (
+        _counter,
+        "num_encoded_patches",
+        "encoded_patches",
+        "Encoded image patches; large images are weighted above their patch count.",
+    ),
+    (_counter, "encode_s", "encode_seconds", "Time spent encoding images."),
+    (_gauge, "vision_cache_bytes", "vision_cache_bytes", "Cached image embeddings."),
+    (_gauge, "num_base_clients", "base_clients", "Clients of the base model."),
+    (_counter, "num_base_calls", "base_calls", "Their calls that were answered."),
+    (_counter, "num_base_rows", "base_rows", "Rows of products for them."),
+    (_counter, "base_s", "base_seconds", "Time of the engine for them."),
+)
+"""Fields of `EngineStats` that are numbers; their metrics without `vlora_`, and the texts."""
+
+
 def _engine(stats: EngineStats | None, loads: Mapping[str, int]) -> Iterator[Metric]:
     """stats: None when the engine is dead. loads: adapter loads to the device, by label value."""
     yield _gauge("vlora_engine_up", "1 while the engine is alive.", stats is not None)
     if stats is None:
         return
-    yield _counter("vlora_engine_restarts", "Engine processes that died and were replaced.", stats.num_restarts)
+    for family, field, name, text in _NUMBERS:
+        yield family(f"vlora_{name}", text, getattr(stats, field))
     queue = {
         "waiting": stats.num_waiting - stats.num_waiting_for_kv,
         "waiting_for_kv": stats.num_waiting_for_kv,
         "running": stats.num_running,
     }
     yield _gauge("vlora_queue_requests", "Requests in the engine.", queue, "state")
-    credit = "Highest credit of a request: its waiting time plus the time of its next step."
-    yield _gauge("vlora_highest_credit_seconds", credit, stats.highest_credit_s)
     none = {str(mode): 0 for mode in Mode}
     yield _counter("vlora_engine_steps", "Steps, by inference mode.", none | stats.steps_by_mode, "mode")
     modes = none | stats.requests_by_mode
@@ -284,13 +302,9 @@ def _engine(stats: EngineStats | None, loads: Mapping[str, int]) -> Iterator[Met
     )
     ended = {"finished": stats.num_finished, "failed": stats.num_failed, "cancelled": stats.num_cancelled}
     yield _counter("vlora_engine_requests", "Requests that ended in the engine.", ended, "outcome")
-    yield _counter("vlora_switches", "Switches of the merged adapter.", stats.num_switches)
-    yield _counter("vlora_switch_seconds", "Time spent switching.", stats.switch_s)
     saved = {"predicted": stats.saved_s, "measured": stats.measured_saved_s}
     gained = "Time that merged weights saved against unmerged steps; below 0: lost."
     yield _gauge("vlora_mode_saved_seconds", gained, saved, "basis")
-    preempted = "Preempted requests: their KV blocks were freed and recomputed."
-    yield _counter("vlora_preemptions", preempted, stats.num_preemptions)
     tokens = {"first": stats.num_needed_tokens, "again": stats.num_step_tokens - stats.num_needed_tokens}
     yield _counter(
         "vlora_engine_step_tokens",
@@ -307,8 +321,6 @@ def _engine(stats: EngineStats | None, loads: Mapping[str, int]) -> Iterator[Met
     yield _counter(
         "vlora_engine_prompt_tokens", "Prompt tokens, computed or found in the prefix cache.", prompts, "source"
     )
-    yield _gauge("vlora_prefix_cache_blocks", "Cached KV blocks that are not in use.", stats.cached_blocks)
-    yield _gauge("vlora_host_adapter_bytes", "Adapters in host memory.", stats.host_adapter_bytes)
     lookups = {"hit": stats.num_adapter_hits, "miss": stats.num_adapter_misses}
     yield _counter(
         "vlora_adapter_requests", "Requests by whether their adapter was on the device at arrival.", lookups, "result"
@@ -317,15 +329,8 @@ def _engine(stats: EngineStats | None, loads: Mapping[str, int]) -> Iterator[Met
     named = {name: count for name, count in loads.items() if name != OTHER}
     named[OTHER] = stats.num_adapter_loads - sum(named.values())
     yield _counter("vlora_adapter_loads", "Loads of adapters to the device.", named, "adapter")
-    yield _counter("vlora_relocated_bytes", "Bytes copied within the arena by compaction.", stats.relocated_bytes)
-    waited = "Time that all requests waited for adapter loads."
-    yield _counter("vlora_load_wait_seconds", waited, stats.load_wait_s)
     looked_up = {"hit": stats.num_vision_hits, "miss": stats.num_vision_encoded}
     yield _counter("vlora_vision_cache", "Image lookups in the embedding cache.", looked_up, "result")
-    patches = "Encoded image patches; large images are weighted above their patch count."
-    yield _counter("vlora_encoded_patches", patches, stats.num_encoded_patches)
-    yield _counter("vlora_encode_seconds", "Time spent encoding images.", stats.encode_s)
-    yield _gauge("vlora_vision_cache_bytes", "Cached image embeddings.", stats.vision_cache_bytes)
     states = {state: 0 for state in get_args(TrainingState)} | Counts(one.state for one in stats.trainings)
     yield _gauge("vlora_trainings", "Trainings since the engine's start.", states, "state")
     # The trainings before the last ones are only in the numbers by state.
@@ -337,10 +342,6 @@ def _engine(stats: EngineStats | None, loads: Mapping[str, int]) -> Iterator[Met
     yield _counter("vlora_training_seconds", "Time of the engine for trainings.", seconds, "training")
     losses = {one.name: one.loss for one in shown if one.loss is not None}
     yield _gauge("vlora_training_loss", "Mean loss of the last optimizer step.", losses, "training")
-    yield _gauge("vlora_base_clients", "Clients of the base model.", stats.num_base_clients)
-    yield _counter("vlora_base_calls", "Their calls that were answered.", stats.num_base_calls)
-    yield _counter("vlora_base_rows", "Rows of products for them.", stats.num_base_rows)
-    yield _counter("vlora_base_seconds", "Time of the engine for them.", stats.base_s)
 
 
 def cluster_families(status: ClusterStatus) -> Iterator[Metric]:
