@@ -245,7 +245,6 @@ class TextParts:
         return answer
 
     def close(self) -> None:
-        """Cancel the rest of the answer."""
         if not self.ended:
             self.ended = True
             self._connection.abandon(self._call)

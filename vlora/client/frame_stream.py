@@ -128,7 +128,6 @@ class FrameStream(Iterator[FrameResult]):
     """
 
     def __init__(self, frames: AsyncFrameStream) -> None:
-        """frames: its coroutines wait by blocking."""
         self._frames = frames
         self.stream_id = frames.stream_id
 

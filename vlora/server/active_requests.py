@@ -81,7 +81,6 @@ class ActiveRequests:
 
     @property
     def draining(self) -> bool:
-        """Whether new requests are refused because the server is shutting down."""
         return self._draining
 
     @contextlib.contextmanager
@@ -123,12 +122,12 @@ class ActiveRequests:
                 f"{self._num_active} requests are in progress; this server's limit is {limit}; try again later"
             )
         self._num_active += num_choices
-        self._metrics.active(num_choices)
+        self._metrics.active.inc(num_choices)
         self._idle.clear()
         try:
             yield
         finally:
             self._num_active -= num_choices
-            self._metrics.active(-num_choices)
+            self._metrics.active.dec(num_choices)
             if self._num_active == 0:
                 self._idle.set()

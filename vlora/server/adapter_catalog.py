@@ -75,7 +75,6 @@ class AdapterCatalog:
     # -- queries ------------------------------------------------------------------------------------------------------
 
     async def list(self) -> tuple[AdapterStatus, ...]:
-        """Every registered adapter, with its current status."""
         found = await self._engine.adapters()
         statuses = tuple(self._with_warnings(status) for status in found if status.name not in self.hidden)
         self._statuses = {status.name: status for status in statuses}
@@ -188,7 +187,6 @@ class AdapterCatalog:
         raise UnknownHead(f"{asked} has no head {head[:MAX_NAME]!r}; its heads: {known}{hint}")
 
     def invalidate(self) -> None:
-        """Discard the cached statuses."""
         self._statuses = None
 
     # -- changes ------------------------------------------------------------------------------------------------------

@@ -135,7 +135,6 @@ class AnswerText:
 
     @property
     def text(self) -> str:
-        """All text released so far."""
         return "".join(piece.text for piece in self._pieces)
 
     @property

@@ -68,7 +68,6 @@ def detokenize(front_end: FrontEnd, tokens: Sequence[int]) -> str:
 
 
 async def perform_input_call(front_end: FrontEnd, call: InputCall, tenant: str | None) -> Any:
-    """The result of a call over RPyC."""
     if isinstance(call, Detokenize):
         return detokenize(front_end, call.tokens)
     if isinstance(call, Tokenize):
@@ -78,7 +77,6 @@ async def perform_input_call(front_end: FrontEnd, call: InputCall, tenant: str |
     level = Level(tenant=tenant)
 
     async def value(document: str | Sequence[Visual]) -> tuple[float, ...] | float:
-        """Its embedding or score."""
         text, visuals = (document, ()) if isinstance(document, str) else (None, document)
         parts = [{"type": "video" if isinstance(one, Video | VideoFile) else "image"} for one in visuals]
         if isinstance(call, GetScores):

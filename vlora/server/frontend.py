@@ -307,7 +307,6 @@ class FrontEnd:
 
     @property
     def draining(self) -> bool:
-        """Whether new requests are refused because the server is shutting down."""
         return self._requests.draining
 
     async def drain(self) -> None:

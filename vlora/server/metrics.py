@@ -63,13 +63,13 @@ class Metrics:
             "Requests that ended, by adapter and outcome: ok, cancelled, or the code of the error they ended with.",
             ["adapter", "outcome"],
         )
-        self._active = gauge("vlora_requests_active", "Requests in progress; each choice counts.")
+        self.active = gauge("vlora_requests_active", "Requests in progress; each choice counts.")
         self._times = {
             name: Histogram(f"vlora_{name}_seconds", text, ["adapter"], buckets=buckets, registry=self._registry)
             for name, (buckets, text) in _TIMES.items()
         }
-        self._streams = gauge("vlora_streams_open", "Open frame streams.")
-        self._frames_taken = counter("vlora_frames_taken", "Frames that streams accepted.")
+        self.streams = gauge("vlora_streams_open", "Open frame streams.")
+        self.frames_taken = counter("vlora_frames_taken", "Frames that streams accepted.")
         self._frames = counter(
             "vlora_frames",
             "Frames that ended: answered; dropped for a newer frame; closed with their stream; or the error code.",
@@ -109,16 +109,6 @@ class Metrics:
         self._requests.labels(self._adapter_label(adapter, counts=True), outcome).inc()
         if tenant is not None:
             self._tenant_requests.labels(self._tenants.label(tenant), outcome).inc()
-
-    def active(self, change: int) -> None:
-        self._active.inc(change)
-
-    def streams(self, change: int) -> None:
-        """Count opened or closed frame streams."""
-        self._streams.inc(change)
-
-    def frame_taken(self) -> None:
-        self._frames_taken.inc()
 
     def frame_ended(self, outcome: str, latency_s: float | None = None) -> None:
         """Count a frame that ended. latency_s: of an answered frame."""

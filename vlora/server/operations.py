@@ -63,7 +63,6 @@ def check_permitted(
 def _record(
     kind: type[op.Operation], caller: Token | None, origin: str, arguments: Mapping[str, Any], outcome: str
 ) -> None:
-    """Add an operation to the audit log."""
     fields = {"by": name_of(caller) or OPERATOR, "from": origin, "result": outcome, "arguments": arguments}
     audit_log.info(kind.__name__, extra={"fields": fields})
 

@@ -122,7 +122,6 @@ class Listener:
         return int(self._server.sockets[0].getsockname()[1])
 
     def close(self) -> None:
-        """Accept no more clients."""
         if self._server is not None:
             self._server.close()
         for task in tuple(self._unproved):
@@ -173,7 +172,6 @@ class _Accepted(MessageTransport):
 
     @property
     def peer(self) -> str:
-        """The address of the other end."""
         found = self.extra("peername")
         return str(Address(*found[:2])) if found else "an unknown peer"
 

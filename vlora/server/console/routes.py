@@ -87,7 +87,6 @@ class ConsoleRoutes:
         return Response(msgspec.json.encode(fields), media_type="application/json", headers=_PRIVATE)
 
     async def adapters(self) -> Response:
-        """The name and heads of every adapter."""
         adapters = [
             {
                 "name": status.name,

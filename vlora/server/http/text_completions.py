@@ -120,11 +120,9 @@ class TextResponseBuilder(EventBuilder):
         return self._event(index, self._choice(index, echo, (), None)) if echo else b""
 
     def piece(self, index: int, piece: Piece) -> bytes:
-        """The event with a choice's next text."""
         return self._event(index, self._choice(index, piece.text, piece.logprobs, None), piece)
 
     def end(self, index: int, answer: Answer) -> bytes:
-        """The event that closes a choice."""
         return self._event(index, self._choice(index, "", (), answer.finish_reason), answer)
 
     def _echo(self, index: int) -> str:

@@ -198,7 +198,7 @@ class StreamSession:
         self._waiting.append(_Frame(number, images, self._loop.time(), charge))
         self._num_taken += 1
         self._show(images[-1])
-        self._metrics.frame_taken()
+        self._metrics.frames_taken.inc()
         self._start_due()
         return True
 
@@ -376,7 +376,6 @@ def draw(image: bytes | RawImage, result: FrameResult, config: ServerConfig) -> 
 
 
 def _draw_boxes(picture: Image.Image, boxes: Sequence[FoundBox], scale: float) -> None:
-    """The boxes of the last image."""
     pen, font = ImageDraw.Draw(picture), ImageFont.load_default(14)
     last = max((box.image for box in boxes), default=0)
     for box in boxes:

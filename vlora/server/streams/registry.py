@@ -40,7 +40,6 @@ class StreamRegistry:
     """One per front end, used from its event loop. A stream outlives its last connection for a limited time."""
 
     def __init__(self, executor: FrameExecutor, config: ServerConfig, metrics: Metrics) -> None:
-        """executor: answers the frames."""
         self._executor = executor
         self._metrics = metrics
         self._config = config
@@ -67,7 +66,7 @@ class StreamRegistry:
         stream = StreamSession(self._executor, options, num_images, self._metrics, preview, name)
         self._num_opened += 1
         self._open[stream_id] = OpenStream(self._num_opened, stream, name, preview, {user})
-        self._metrics.streams(1)
+        self._metrics.streams.inc()
         return stream_id
 
     def use(self, stream_id: str, owner: Token | None, user: object) -> StreamSession:
@@ -116,9 +115,8 @@ class StreamRegistry:
                     )
 
     def discard(self, stream_id: str) -> None:
-        """Cancel the stream's frames and remove it."""
         known = self._open.pop(stream_id)
-        self._metrics.streams(-1)
+        self._metrics.streams.dec()
         _stay(known)
         known.stream.cancel()
 
@@ -128,7 +126,6 @@ class StreamRegistry:
 
 
 def _stay(known: OpenStream) -> None:
-    """Do not close the stream by itself."""
     if known.expiry is not None:
         known.expiry.cancel()
         known.expiry = None
