@@ -76,6 +76,19 @@ class OnLoop:
             return await asyncio.wrap_future(future)
 
 
+class Closing:
+    """Closed at the end of a `with` block."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
 class ThreadLock:
     def __init__(self) -> None:
         self._lock = threading.Lock()

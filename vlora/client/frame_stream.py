@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Self
 
-from vlora.client.calling import Waiting, run
+from vlora.client.calling import Closing, Waiting, run
 from vlora.client.inputs import FrameImage, read_frame
 from vlora.client.requests import CloseFrames, EndFrames, PullResults, SendFrame
 from vlora.client.values import FrameResult
@@ -119,7 +119,7 @@ class AsyncFrameStream(AsyncIterator[FrameResult]):
                 await self._waiting.sleep(retry.pause_s(error))
 
 
-class FrameStream(Iterator[FrameResult]):
+class FrameStream(Closing, Iterator[FrameResult]):
     """Sends frames and iterates over one result per frame, in the order of the frames. Created by
     `Client.open_stream`.
 
@@ -154,9 +154,3 @@ class FrameStream(Iterator[FrameResult]):
     def close(self) -> None:
         """Cancel unanswered frames and discard unread results."""
         run(self._frames.close())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -7,10 +7,10 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from vlora.client.aio import AsyncClient
-from vlora.client.calling import Blocking, Caller, TextParts, run
+from vlora.client.calling import Blocking, Caller, Closing, TextParts, run
 from vlora.client.frame_stream import FrameStream
 from vlora.client.inputs import text_request
 from vlora.client.values import Answer
@@ -46,7 +46,7 @@ def _opened(method: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate[
     return call
 
 
-class TextStream(Iterator[str]):
+class TextStream(Closing, Iterator[str]):
     """Pieces of an answer's text; `answer` is set after the last piece."""
 
     def __init__(self, parts: TextParts) -> None:
@@ -67,14 +67,8 @@ class TextStream(Iterator[str]):
     def __del__(self) -> None:
         self.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-class Client(Caller):
+class Client(Closing, Caller):
     """Client of `vlora serve` over RPyC. Connects at the first call, and reconnects after a connection broke. Many
     threads may share one; their requests run concurrently.
 
@@ -130,12 +124,6 @@ class Client(Caller):
     def close(self) -> None:
         """Close the connection; the server cancels the connection's running requests."""
         self._close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 PAUSE_S = 0.5

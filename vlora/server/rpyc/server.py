@@ -280,10 +280,8 @@ class RpycServer:
 
         Raises BadConfig if another server has taken the address since.
         """
-        self._front_end = front_end
-        self._loop = loop
-        self._model = model
-        self._access = access
+        self._budget = front_end.message_budget
+        self._service = functools.partial(VLoraService, front_end, loop, model, access)
         with listening_at(self._address, "--rpyc-port"):
             self._listener.listen(socket.SOMAXCONN)
         self._accepting = threading.Thread(target=self._accept, name="vlora-rpyc-accept", daemon=True)
@@ -346,9 +344,9 @@ class RpycServer:
                     sock.do_handshake()
             sock.settimeout(_SEND_S)
             stream = TlsStream(sock, _SEND_S) if isinstance(sock, ssl.SSLSocket) else PlainStream(sock)
-            channel = BoundedChannel(stream, self._max_message_bytes, self._front_end.message_budget, peer)
+            channel = BoundedChannel(stream, self._max_message_bytes, self._budget, peer)
             connection = ByteConnection(channel, peer, self._max_message_bytes)
-            service = VLoraService(self._front_end, self._loop, self._model, self._access, connection)
+            service = self._service(connection)
             with self._lock:
                 self._connections.add(connection)
             try:
