@@ -39,7 +39,7 @@ from vlora.server.http.responses import ResponsesBuilder, ResponsesRequest
 from vlora.server.http.sampling_fields import SamplingFields, ServiceLevelFields, StrictModel
 from vlora.server.http.text_completions import CompletionRequest, TextResponseBuilder
 from vlora.server.http.tools import as_messages
-from vlora.server.prompts import Conversation, Level, Prompt, TextRequest
+from vlora.server.prompts import Asked, Conversation, Level, TextRequest
 from vlora.server.security.access import Access, caller_of, tenant
 from vlora.server.security.public_errors import error_for, shown_to
 from vlora.types import SamplingParams
@@ -267,7 +267,7 @@ class CompletionRoutes:
         shown = shown_to(outcomes, caller_of(request))
         return {"object": "list", "data": [_outcome_json(outcome) for outcome in shown]}
 
-    def _read_prompt(self, body: ChatRequest, request: Request) -> tuple[Prompt, list[ByUrl]]:
+    def _read_prompt(self, body: ChatRequest, request: Request) -> tuple[Asked, list[ByUrl]]:
         """The conversation with its tools, and the URLs of images, videos and their frames."""
         messages, images = conversation_of(body.messages, request)
         if not body.offered and not any(message.role == "tool" or message.tool_calls for message in body.messages):
@@ -280,7 +280,7 @@ class CompletionRoutes:
     def _generate(
         self,
         body: SamplingFields,
-        prompt: Prompt,
+        prompt: Asked,
         images: Sequence[ByUrl],
         sampling: SamplingParams,
         request: Request,
