@@ -199,19 +199,23 @@ def _images_of(visuals: Sequence[Visual]) -> list[Image]:
     return [*itertools.chain(*listed)]
 
 
+Processed = tuple[Sequence[Visual], "ProcessedImages"]
+"""Images and videos, encoded videos as their frames; and all of them processed."""
+
+
 class SharedImages:
-    """The images of several requests, which are decoded and processed once: when the first request needs them."""
+    """Images of one or several requests, which are decoded and processed once: when the first request needs them."""
 
     def __init__(self, images: Sequence[Visual]) -> None:
         self.images = images
         self._lock = asyncio.Lock()
-        self._outcome: ProcessedImages | VLoraError | None = None
+        self._outcome: Processed | VLoraError | None = None
 
     def __len__(self) -> int:
         return len(self.images)
 
-    async def processed(self, process: Callable[[Sequence[Visual]], Awaitable[ProcessedImages]]) -> ProcessedImages:
-        """The processed images, by the first call of `process` that ends. Raises its VLoraError, each time."""
+    async def processed(self, process: Callable[[Sequence[Visual]], Awaitable[Processed]]) -> Processed:
+        """What the first call of `process` that ends returns. Raises its VLoraError, each time."""
         async with self._lock:  # if the request that processes them is cancelled, the next one does
             if self._outcome is None:
                 try:
@@ -280,7 +284,7 @@ class PromptEncoder:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="vlora-prepare")
 
     async def encode(self, asked: Asked, images: Images, clock: RequestClock) -> EncodedPrompt:
-        """Encode a prompt with its images and videos in a thread; short prompts without any on the event loop.
+        """Encode a prompt with its images and videos, which are processed in a thread.
 
         The frames of videos count as images.
 
@@ -293,16 +297,15 @@ class PromptEncoder:
         with contextlib.nullcontext() if clock.trace is None else clock.trace.part("process input"):
             if not images and is_short(prompt):
                 return self._encode(prompt, self._processor.process_images(()))
+            shared = images if isinstance(images, SharedImages) else SharedImages(images)
             with clock.bound():
                 async with asyncio.timeout_at(clock.deadline):
-                    if isinstance(images, SharedImages):
-                        processed = await images.processed(self._read_and_process)
-                        return await self._in_thread(self._encode, prompt, processed)
-                    async with self._room(images):
-                        visuals, read = await self._read(images)
-                        if not self._processor.takes_videos:
-                            prompt, visuals = with_pictures(prompt, visuals), [*read]
-                        return await self._in_thread(self._process_and_encode, prompt, visuals, read)
+                    visuals, processed = await shared.processed(self._read_and_process)
+                    if not self._processor.takes_videos:
+                        prompt = with_pictures(prompt, visuals)
+                    if is_short(prompt):
+                        return self._encode(prompt, processed)
+                    return await self._in_thread(self._encode, prompt, processed)
 
     async def read(self, images: Sequence[Image], clock: RequestClock) -> list[bytes | RawImage]:
         """The images' bytes or raw pixels from their sources. Raises as `encode`."""
@@ -327,13 +330,12 @@ class PromptEncoder:
                 one.check()
         return found, await self._sources.read(_images_of(found))
 
-    async def _read_and_process(self, visuals: Sequence[Visual]) -> ProcessedImages:
-        async with self._room(visuals):
-            return await self._in_thread(self._process, *await self._read(visuals))
-
-    def _room(self, visuals: Sequence[Visual]) -> contextlib.AbstractAsyncContextManager[None]:
+    async def _read_and_process(self, visuals: Sequence[Visual]) -> Processed:
         has_video = any(isinstance(one, VideoFile) for one in visuals)
-        return self._with_videos if has_video else contextlib.nullcontext()
+        async with self._with_videos if has_video else contextlib.nullcontext():
+            found, read = await self._read(visuals)
+            shown: Sequence[Visual] = found if self._processor.takes_videos else read
+            return found, await self._in_thread(self._process, shown, read)
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
@@ -348,11 +350,6 @@ class PromptEncoder:
             for one in visuals
         ]
         return self._processor.process_images(pixels)
-
-    def _process_and_encode(
-        self, prompt: Prompt, visuals: Sequence[Visual], images: Sequence[bytes | RawImage]
-    ) -> EncodedPrompt:
-        return self._encode(prompt, self._process(visuals, images))
 
     def _encode(self, prompt: Prompt, images: ProcessedImages) -> EncodedPrompt:
         match prompt:

@@ -86,22 +86,8 @@ class ConsoleRoutes:
         }
         return Response(msgspec.json.encode(fields), media_type="application/json", headers=_PRIVATE)
 
-    async def adapters(self) -> Response:
-        adapters = [
-            {
-                "name": status.name,
-                "heads": [
-                    {"name": head.name, "task": head.task, "num_frames": head.num_frames, "prompt": head.prompt}
-                    for head in status.heads
-                ],
-                "domains": [
-                    {"name": domain.name, "question": domain.question}
-                    for domain in status.domains
-                    if domain.name != status.name
-                ],
-            }
-            for status in await self._front_end.adapters.list_cached()
-        ]
+    async def adapters(self, request: Request) -> Response:
+        adapters = shown_to(await self._front_end.adapters.list_cached(), caller_of(request))
         return Response(msgspec.json.encode(adapters), media_type="application/json", headers=_PRIVATE)
 
     async def frame(self, request: Request, number: int) -> Response:

@@ -447,7 +447,9 @@ async function readAdapters(count) {
   known.count = count;
   try {
     known.adapters = await (await call("/console/adapters")).json();
-    const domains = known.adapters.flatMap(({ domains }) => domains.map((domain) => ({ ...domain, heads: [], domain: true })));
+    const domains = known.adapters.flatMap(({ name, domains }) =>
+      domains.filter((domain) => domain.name !== name).map((domain) => ({ ...domain, heads: [], domain: true })),
+    );
     known.asked = [...known.adapters, ...domains];
     const heads = known.adapters.flatMap(({ name, heads }) => heads.map((head) => option(`${name}/${head.name}`, "")));
     at("camera-tasks").replaceChildren(...heads);

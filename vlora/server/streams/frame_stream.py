@@ -66,8 +66,7 @@ class StreamSession:
         self._loop = asyncio.get_running_loop()
         self._interval_s = 0.0 if options.fps is None else 1 / options.fps
         self._due = self._loop.time()  # when the next frame may start
-        self._pace_timer: asyncio.TimerHandle | None = None
-        self._expiry_timer: asyncio.TimerHandle | None = None  # when the oldest waiting frame reaches its bound
+        self._timer: asyncio.TimerHandle | None = None  # of the next start or the end of a waiting frame
         self._num_taken = 0
         self._waiting: deque[_Frame] = deque()
         self._running: set[asyncio.Task[None]] = set()
@@ -135,9 +134,8 @@ class StreamSession:
         self._ended = self._cancelled = True
         for task in self._running:
             task.cancel()
-        for timer in (self._pace_timer, self._expiry_timer):
-            if timer is not None:
-                timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         for frame in self._waiting:
             frame.charge.release()
         for _ in range(self._num_taken - self.num_answered - self.num_dropped - self.num_failed):
@@ -225,8 +223,7 @@ class StreamSession:
         while self._waiting and len(self._running) < _MAX_RUNNING and not self._executor.engine_starting:
             now = self._loop.time()
             if now < self._due:
-                if self._pace_timer is None:
-                    self._pace_timer = self._loop.call_later(self._due - now, self._on_pace)
+                self._wake_at(self._due)
                 break
             # A late frame does not delay the following frames.
             self._due = max(self._due, now - self._interval_s) + self._interval_s
@@ -236,9 +233,10 @@ class StreamSession:
             task.add_done_callback(functools.partial(self._on_answered, frame))
         self._notify()
 
-    def _on_pace(self) -> None:
-        self._pace_timer = None
-        self._start_due()
+    def _wake_at(self, time_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(time_s, self._start_due)
 
     def _expire_waiting(self) -> None:
         """Fail waiting frames at their bound, not at the time of their start."""
@@ -250,12 +248,8 @@ class StreamSession:
             why = f"the frame was not answered within the stream's {bound:g} s: the engine is restarting"
             self._finish(frame, error=DeadlineMissed(why))
             frame.charge.release()
-        if self._waiting and self._expiry_timer is None:
-            self._expiry_timer = self._loop.call_at(self._waiting[0].arrived + bound, self._on_expiry)
-
-    def _on_expiry(self) -> None:
-        self._expiry_timer = None
-        self._start_due()
+        if self._waiting:
+            self._wake_at(self._waiting[0].arrived + bound)
 
     def _on_answered(self, frame: _Frame, task: asyncio.Task[None]) -> None:
         frame.charge.release()
