@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import http.client
 import json
 import os
 import re
@@ -16,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from tests.processes import PATIENCE_S
 from vlora.client import Client
@@ -116,12 +117,8 @@ class Caller(threading.Thread):
 
 
 def call(port: int, method: str, path: str, body: Any = None) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    connection.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    text = response.read().decode()
-    connection.close()
-    return response.status, text
+    response = httpx.request(method, f"http://127.0.0.1:{port}{path}", json=body, timeout=PATIENCE_S)
+    return response.status_code, response.text
 
 
 def last_code(answer: tuple[int, str]) -> str:

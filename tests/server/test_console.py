@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from PIL import Image
 
@@ -70,11 +70,9 @@ def state(api: Api, token: Token | None, since: int = 0) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", CONSOLE_FILES)
 def test_the_page_needs_no_token_and_allows_no_other_origin(api: Api, path: str) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", api.http_port)
-    connection.request("GET", path)
-    response = connection.getresponse()
-    text = response.read().decode()
-    assert response.status == 200 and len(text) > 1000
+    response = httpx.get(api.url + path)
+    text = response.text
+    assert response.status_code == 200 and len(text) > 1000
     policy = response.headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
     assert response.headers["X-Content-Type-Options"] == "nosniff"
@@ -106,11 +104,9 @@ def test_a_frame_is_shown_to_its_owner_and_admins_while_viewed(api: Api, folder:
     assert view(GUEST) == 404 and view(CAMERAS) == 204  # no frame was requested before, so none was drawn
     send(api, stream_id, CAMERAS, 1)
     until(lambda: api.front_end.streams.watched()[-1].preview.read() is not None)
-    connection = http.client.HTTPConnection("127.0.0.1", api.http_port)
-    connection.request("GET", path, headers={"Authorization": f"Bearer {OPS.secret}"})
-    response = connection.getresponse()
-    picture = Image.open(io.BytesIO(response.read()))
-    assert (response.status, response.headers["Content-Type"]) == (200, "image/jpeg")
+    response = httpx.get(api.url + path, headers={"Authorization": f"Bearer {OPS.secret}"})
+    picture = Image.open(io.BytesIO(response.content))
+    assert (response.status_code, response.headers["Content-Type"]) == (200, "image/jpeg")
     assert response.headers["Cache-Control"] == "no-store"
     pixel = picture.getpixel((240, 140))
     assert picture.size == (480, 320) and isinstance(pixel, tuple) and pixel > (200, 200, 200)

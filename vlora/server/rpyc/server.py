@@ -320,6 +320,9 @@ class RpycServer:
             peer = PeerSocket(sock)
             with self._lock:
                 self._peers.add(peer)
+            if self._closed:  # after `close` has looked
+                self._forget(peer)
+                return
             try:
                 if self._limits.admit(peer):
                     threading.Thread(
