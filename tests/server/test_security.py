@@ -317,7 +317,7 @@ def test_tls_mismatches_are_reported_with_their_remedy(
         until(lambda: caplog.text.count("a connection from 127.0.0.1 was closed: SSL") >= 2)
     with (
         running_server() as plain,
-        Client(port=plain.http_port, tls=certificates.context()) as client,
+        Client(port=plain.port, tls=certificates.context()) as client,
         pytest.raises(Disconnected, match="it may not use TLS"),
     ):
         client.stats()
