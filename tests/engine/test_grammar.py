@@ -416,7 +416,7 @@ def test_steps_continue_while_a_grammar_is_compiled(folder: str, monkeypatch: py
         outputs += inner.step()
         inner.check_integrity()
     assert {output.request_id for output in outputs} == {"held"} and outputs[-1].finish_reason == "stop"
-    assert not any(pending() for pending in inner.parts.hooks.pending)
+    assert not inner.parts.grammars.pending
 
 
 class Compiled:

@@ -152,8 +152,9 @@ def test_ranks_out_of_sync_end_the_replica_with_the_cause(folder: Path) -> None:
     local = LocalEngine(config(folder))
     try:
         assert len(tokens(local.run([request("fine", 2)])["fine"])) == 2
-        group = local.engine.parts.group
-        assert group is not None
+        coordinator = local.engine.parts.coordinator
+        assert coordinator is not None and coordinator.group is not None
+        group = coordinator.group
         with pytest.raises(CollectiveFailed):
             group.all_reduce(torch.zeros(1), "base")  # while the other rank waits for a message
         with pytest.raises(EngineDead, match=r"ranks out of sync: rank . sent message"):

@@ -183,8 +183,9 @@ def test_collectives_match_the_formulas(replica: TensorParallelEngine, monkeypat
     """Base model: two sums per layer. Replicated and block-diagonal adapters: nothing more. S-LoRA: two gathers and
     two sums per layer, for any number of adapters. And one broadcast per step.
     """
-    group = replica.engine.parts.group
-    assert group is not None
+    coordinator = replica.engine.parts.coordinator
+    assert coordinator is not None and coordinator.group is not None
+    group = coordinator.group
     totals: dict[tuple[str, str], tuple[int, int]] = {}
 
     def counted(kind: str, perform: Callable[..., Any]) -> Callable[..., Any]:

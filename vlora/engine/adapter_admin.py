@@ -23,30 +23,24 @@ from vlora.orchestrator.scheduler import Scheduler
 from vlora.types import AdapterStatus, HeadSummary
 
 
+@dataclasses.dataclass(eq=False)
 class _Call:
     """A call that spans several steps.
 
     Attributes:
+        path: The folder to load; None to pin.
         done: Set when the call has taken effect or failed; it cannot be cancelled.
         reading: The read of its folder, once started.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.done: Future[AdapterStatus] = Future()
+    name: str
+    path: str | None = None
+    version: str = ""
+    done: Future[AdapterStatus] = dataclasses.field(default_factory=Future)
+    reading: Future[Registration] | None = None
+
+    def __post_init__(self) -> None:
         self.done.set_running_or_notify_cancel()
-        self.reading: Future[Registration] | None = None
-
-
-class _Load(_Call):
-    def __init__(self, name: str, path: str, version: str) -> None:
-        super().__init__(name)
-        self.path = path
-        self.version = version
-
-
-class _Pin(_Call):
-    pass
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -145,7 +139,7 @@ class AdapterAdmin:
     def unpin(self, name: str) -> AdapterStatus:
         """Allow an adapter to be evicted again; abort a queued or running pin. Raises UnknownAdapter."""
         registration = self.registry.get(name)
-        self._abort(f"adapter {name!r} was unpinned", name, _Pin)
+        self._abort(f"adapter {name!r} was unpinned", name, pins_only=True)
         if name in self.pinned:
             self.adapter_cache.unpin(registration.key)
             del self.pinned[name]
@@ -171,17 +165,16 @@ class AdapterAdmin:
         Until then the name keeps its previous content. Unloading the name in between ends the call with Aborted.
         Content with another hash than `version` is refused, unless that is empty.
         """
-        call = _Load(name, path, version)
-        self._queue.append(call)
-        self.poll()
-        return call.done
+        return self._begin(_Call(name, path, version))
 
     def pin_in_background(self, name: str) -> Future[AdapterStatus]:
         """As `pin`, but files are read and copied in the background. `poll` sets the result or the exception.
 
         Unpinning or unloading the name in between ends the call with Aborted.
         """
-        call = _Pin(name)
+        return self._begin(_Call(name))
+
+    def _begin(self, call: _Call) -> Future[AdapterStatus]:
         self._queue.append(call)
         self.poll()
         return call.done
@@ -191,7 +184,7 @@ class AdapterAdmin:
         while self._queue:
             call = self._queue[0]
             try:
-                status = self._advance_load(call) if isinstance(call, _Load) else self._advance_pin(call.name)
+                status = self._advance_pin(call.name) if call.path is None else self._advance_load(call, call.path)
             except Exception as error:
                 self._queue.popleft()
                 call.done.set_exception(error)
@@ -208,13 +201,13 @@ class AdapterAdmin:
     def close(self) -> None:
         self._abort("the engine was closed")
 
-    def _advance_load(self, call: _Load) -> AdapterStatus | None:
+    def _advance_load(self, call: _Call, path: str) -> AdapterStatus | None:
         """Start a read, or register what was read; None while the read is running."""
         if call.reading is None:
             self._replaced_key(call.name)
             # counted here: only this thread may read the arena's bookkeeping
             fits = functools.partial(_check_fits, self._room)
-            call.reading = self.registry.read_folder_in_background(call.name, call.path, fits, call.version)
+            call.reading = self.registry.read_folder_in_background(call.name, path, fits, call.version)
         if not call.reading.done():
             return None
         registration = call.reading.result()
@@ -331,8 +324,8 @@ class AdapterAdmin:
         self.adapter_cache.pin(registration.key)
         self.pinned[name] = run
 
-    def _abort(self, reason: str, name: str | None = None, kind: type[_Call] = _Call) -> bool:
-        ended = [call for call in self._queue if isinstance(call, kind) and name in (None, call.name)]
+    def _abort(self, reason: str, name: str | None = None, pins_only: bool = False) -> bool:
+        ended = [c for c in self._queue if name in (None, c.name) and not (pins_only and c.path is not None)]
         for call in ended:
             self._queue.remove(call)
             if call.reading is not None:

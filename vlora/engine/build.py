@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, Future
-from typing import TYPE_CHECKING, Any, Protocol
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import atmm
 from vlora.config import EngineConfig
@@ -122,26 +122,19 @@ class WorkByTurns:
         self.wake()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Hooks:
-    """What other ranks, grammars and monitoring attach to the step loop: functions, called in order.
+class Hooks(NamedTuple):
+    """What grammars, trainings and monitoring attach to the step loop: functions, called in order.
 
     Attributes:
-        check: First in each step, and when idle. Raises EngineDead to end the engine.
         before_schedule: Returns outputs of requests, the last ones of those that it has ended.
         on_add: Called with each admitted request, which has its adapter's name.
         on_release: Called with the id of each request that has ended, possibly more than once.
-        pending: Returns the futures that requests wait for.
-        alarm: A file descriptor that becomes readable when an idle engine must call `check`.
     """
 
-    check: tuple[Callable[[], None], ...] = ()
-    before_schedule: tuple[Callable[[], Iterable[RequestOutput]], ...] = ()
-    on_add: tuple[Callable[[Request], None], ...] = ()
-    on_release: tuple[Callable[[str], None], ...] = ()
-    on_close: tuple[Callable[[], None], ...] = ()
-    pending: tuple[Callable[[], Iterable[Future[Any]]], ...] = ()
-    alarm: int | None = None
+    before_schedule: list[Callable[[], Iterable[RequestOutput]]]
+    on_add: list[Callable[[Request], None]]
+    on_release: list[Callable[[str], None]]
+    on_close: list[Callable[[], None]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +143,7 @@ class EngineParts:
 
     Attributes:
         base: None if no clients are served.
-        group: None on a single rank.
+        coordinator: None on a single rank.
     """
 
     num_threads: int
@@ -169,8 +162,9 @@ class EngineParts:
     other_work: OtherWork
     base: BaseService | None
     steps: StepsInOrder | StepsAhead
+    grammars: GrammarCache
     hooks: Hooks
-    group: ProcessGroup | None
+    coordinator: TensorParallelCoordinator | None
 
 
 def build(
@@ -244,11 +238,20 @@ def build(
             served_base=dict if base is None else lambda: base.stats,
             environment={**environment, "arena_basis": device.limits.arena_basis},
         )
-        grammars = _build_grammars(config, device, executor)
+        compiler = GrammarCompiler(config.model, device.hf_model.lm_head.weight.shape[0], device.hf_model.eos_ids)
+        grammars = GrammarCache(compiler, executor=executor)
         versions = AdapterVersions(admin.compositions, registry, scheduler, grammars.waits)
-        hooks = _build_hooks(grammars, versions, scheduler, runner, monitor, trainings, coordinator)
+        held = GrammarHook(grammars, scheduler, runner.begin_grammar, versions.waits)
+        hooks = Hooks(
+            before_schedule=[held.release_compiled, versions.release_read, trainings.begin_step],
+            on_add=[held.add, versions.add, monitor.count_request, trainings.add_request],
+            on_release=[held.release, versions.release, trainings.promise.release],
+            on_close=[grammars.close, trainings.close],
+        )
         if base is not None:
-            hooks = dataclasses.replace(hooks, on_close=(base.close, *hooks.on_close))
+            hooks.on_close.insert(0, base.close)
+        if coordinator is not None:
+            hooks.on_close.append(coordinator.close)
 
         def on_step(batch: Batch, result: StepResult) -> None:
             monitor.record_step(batch, result)
@@ -257,12 +260,9 @@ def build(
         steps: StepsInOrder | StepsAhead
         if isinstance(block_manager, WrittenBlocks) and isinstance(runner, ModelRunner):
             steps = StepsAhead(runner, scheduler, block_manager, on_step)
-            hooks = dataclasses.replace(
-                hooks,
-                before_schedule=(*hooks.before_schedule, steps.make_room),
-                on_add=(*hooks.on_add, steps.add),
-                on_release=(*hooks.on_release, steps.release),
-            )
+            hooks.before_schedule.append(steps.make_room)
+            hooks.on_add.append(steps.add)
+            hooks.on_release.append(steps.release)
         else:
             steps = StepsInOrder(runner, scheduler, on_step)
         if config.train is not None:
@@ -284,8 +284,9 @@ def build(
             other_work=other_work,
             base=base,
             steps=steps,
+            grammars=grammars,
             hooks=hooks,
-            group=None if coordinator is None else coordinator.group,
+            coordinator=coordinator,
         )
 
 
@@ -384,34 +385,3 @@ def token_thresholds(hf_model: HFModel) -> TokenThresholds:
     thin = atmm.thin_batches(hf_model.lm_head.weight)
     short_lane = atmm.longest_short_lane(hf_model.device, hf_model.dtype)
     return TokenThresholds(short_lane, thin.hidden_tokens, thin.max_tokens)
-
-
-def _build_grammars(config: EngineConfig, device: DeviceRuntime, executor: Executor | None) -> GrammarCache:
-    hf_model = device.hf_model
-    compiler = GrammarCompiler(config.model, hf_model.lm_head.weight.shape[0], hf_model.eos_ids)
-    return GrammarCache(compiler, executor=executor)
-
-
-def _build_hooks(
-    grammars: GrammarCache,
-    versions: AdapterVersions,
-    scheduler: Scheduler,
-    runner: ModelRunner | TensorParallelRunner,
-    monitor: Monitor,
-    trainings: Trainings,
-    coordinator: TensorParallelCoordinator | None,
-) -> Hooks:
-    grammar_hook = GrammarHook(grammars, scheduler, runner.begin_grammar, versions.waits)
-    hooks = Hooks(
-        before_schedule=(grammar_hook.release_compiled, versions.release_read, trainings.begin_step),
-        on_add=(grammar_hook.add, versions.add, monitor.count_request, trainings.add_request),
-        on_release=(grammar_hook.release, versions.release, trainings.promise.release),
-        on_close=(grammars.close, trainings.close),
-        pending=(lambda: grammars.pending,),
-    )
-    if coordinator is None:
-        return hooks
-    reports = coordinator.reports
-    return dataclasses.replace(
-        hooks, check=(reports.check,), on_close=(*hooks.on_close, coordinator.close), alarm=reports.alarm
-    )

@@ -67,7 +67,7 @@ class Engine:
                 outputs = []
             outputs += self._steps.run(batch)
         elif not outputs:
-            self._loader.wait([future for pending in self._hooks.pending for future in pending()], self._admin.pending)
+            self._loader.wait(self.parts.grammars.pending, self._admin.pending)
         return self._released(outputs)
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -101,12 +101,13 @@ class Engine:
     @property
     def alarm(self) -> int | None:
         """A file descriptor that becomes readable when another rank dies; None without other ranks."""
-        return self._hooks.alarm
+        ranks = self.parts.coordinator
+        return None if ranks is None else ranks.reports.alarm
 
     def check_ranks(self) -> None:
         """Raises EngineDead if another rank is dead."""
-        for hook in self._hooks.check:
-            hook()
+        if self.parts.coordinator is not None:
+            self.parts.coordinator.reports.check()
 
     # -- adapters, see AdapterAdmin -----------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Protocol
 
+from vlora.engine.tensor_parallel.coordinator import TensorParallelRunner
 from vlora.errors import StepFailed
 from vlora.memory.block_manager import WrittenBlocks
 from vlora.models.launched_step import LaunchedStep
@@ -22,20 +22,12 @@ from vlora.types import Batch, ErrorValue, Request, RequestOutput, StepResult
 OnStep = Callable[[Batch, StepResult], None]  # called before the scheduler records the result
 
 
-class Runner(Protocol):
-    """Runs a step, on one rank or several."""
-
-    def run(self, batch: Batch) -> StepResult:
-        """Raises StepFailed if all requests of the batch, and no others, are lost."""
-        ...
-
-
 class StepsInOrder:
     """For a device that computes in the call itself, and for several ranks. `pending` as in `StepsAhead`."""
 
     pending = False
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, on_step: OnStep) -> None:
+    def __init__(self, runner: ModelRunner | TensorParallelRunner, scheduler: Scheduler, on_step: OnStep) -> None:
         self._runner, self._scheduler, self._on_step = runner, scheduler, on_step
 
     def run(self, batch: Batch | None) -> tuple[RequestOutput, ...]:

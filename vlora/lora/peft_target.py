@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vlora.errors import BadAdapter
 from vlora.lora.peft_settings import resolve, scale_of, tokens_of
-from vlora.parallel.adapter_sharding import Blocks, Cut, RowKind, ShardingKind, Side, plan_cut
+from vlora.parallel.adapter_sharding import Blocks, Cut, FactorKind, RowKind, ShardingKind, Side, plan_cut
 from vlora.parallel.layer_sharding import ROW_PARALLEL, LinearShard
 
 # Layers that all adapters share.
@@ -72,17 +71,17 @@ class TargetHeader:
     site: str
     rank: int
     disk: tuple[tuple[int, ...], ...]
-    blocks: Blocks | None
     cut: Cut
     merged: Cut
     vision: bool
     own: bool
-    tensor_a: str
-    tensor_b: str
-    magnitude: str | None
-    biases: tuple[str, ...]
-    scale: float
-    part: Part | None = None
+    part: Part | None
+    scale: float = 0.0
+    blocks: Blocks | None = None
+    tensor_a: str = ""
+    tensor_b: str = ""
+    magnitude: str | None = None
+    biases: tuple[str, ...] = ()
     vector: str | None = None
     is_transposed: bool = False
     base_copy: str | None = None
@@ -139,8 +138,7 @@ def read_target(layer: StoredLayer) -> TargetHeader:
                 "that adapters may target; it is not supported"
             )
         site = _site(path, module, sites)
-        disk: tuple[tuple[int, ...], ...] = ((0, sites[site].d_in), (sites[site].d_out, 0))
-        blocks, scale = None, 0.0
+        disk, blocks, scale = None, None, 0.0
     else:
         for part in ("lora_A", "lora_B"):
             if f"{part}.weight" not in parts:
@@ -162,12 +160,22 @@ def read_target(layer: StoredLayer) -> TargetHeader:
     if others or (sites[site].own and blocks is not None):
         raise BadAdapter(f"{path}: layer {module!r} has {', '.join(others) or 'blocks'}, which is not supported there")
     _check_own(path, config, module, sites[site])
-    biases = tuple(parts[part] for part in ("lora_B.bias", "bias") if part in parts)
-    tensor_a, tensor_b = (parts.get(part, "") for part in ("lora_A.weight", "lora_B.weight"))
     magnitude = parts.get("lora_magnitude_vector")
-    header = _target_header(site, sites[site], disk, blocks, tensor_a, tensor_b, magnitude, biases, scale)
-    copy = parts.get("base_layer.weight")
-    return header if copy is None else dataclasses.replace(header, base_copy=copy)
+    biases = tuple(parts[part] for part in ("lora_B.bias", "bias") if part in parts)
+    rows: dict[RowKind, bool] = {"scale": magnitude is not None, "shift": bool(biases)}
+    return _target_header(
+        site,
+        sites[site],
+        disk,
+        rows=tuple(row for row in rows if rows[row]),
+        scale=scale,
+        blocks=blocks,
+        tensor_a=parts.get("lora_A.weight", ""),
+        tensor_b=parts.get("lora_B.weight", ""),
+        magnitude=magnitude,
+        biases=biases,
+        base_copy=parts.get("base_layer.weight"),
+    )
 
 
 def _ia3(layer: StoredLayer) -> TargetHeader:
@@ -193,10 +201,7 @@ def _ia3(layer: StoredLayer) -> TargetHeader:
         )
     if expected.shard is not None and expected.shard.by_rows:
         raise BadAdapter(f"{path}: IA3 on {module!r} is not supported with tensor_parallel = {expected.shard.size}")
-    disk = ((0, expected.d_in), (expected.d_out, 0))
-    header = _target_header(site, expected, disk, None, "", "", None, (), 0.0)
-    cut = dataclasses.replace(header.cut, shape=header.cut.shape._replace(rows=(row,)))
-    return dataclasses.replace(header, cut=cut, merged=cut, vector=parts["ia3_l"])
+    return _target_header(site, expected, rows=(row,), vector=parts["ia3_l"])
 
 
 def _of_tokens(layer: StoredLayer) -> TargetHeader:
@@ -219,10 +224,8 @@ def _of_tokens(layer: StoredLayer) -> TargetHeader:
             f"model has {expected.d_out} tokens of width {expected.d_in}; the adapter was made for another model or "
             "vocabulary"
         )
-    none = (expected.d_out, 0)
-    header = _target_header(site, expected, ((0, expected.d_in), none), None, parts[TOKENS], "", None, (), 0.0)
-    cut = dataclasses.replace(header.cut, shape=header.cut.shape._replace(kind="tokens", tokens=tokens))
-    return dataclasses.replace(header, disk=(shape, none), cut=cut, merged=cut)
+    disk = (shape, (expected.d_out, 0))
+    return _target_header(site, expected, disk, kind="tokens", tokens=tokens, tensor_a=parts[TOKENS])
 
 
 def with_tied_tokens(targets: Sequence[TargetHeader], sites: Mapping[str, SiteShape]) -> Iterator[TargetHeader]:
@@ -257,11 +260,10 @@ def _replaced(layer: StoredLayer) -> TargetHeader:
             f"{path}: the weight of {module!r} has shape {shape}, but this base model's has "
             f"{(expected.d_out, expected.d_in)}; the adapter was made for another model or vocabulary"
         )
-    biases = (parts["bias"],) if "bias" in parts else ()
-    none = (expected.d_out, 0)
-    header = _target_header(site, expected, ((0, expected.d_in), none), None, parts["weight"], "", None, biases, 0.0)
-    cut = dataclasses.replace(header.cut, shape=header.cut.shape._replace(kind="replaced"))
-    return dataclasses.replace(header, disk=(shape, none), cut=cut, merged=cut)
+    rows: tuple[RowKind, ...]
+    rows, biases = (("shift",), (parts["bias"],)) if "bias" in parts else ((), ())
+    disk = (shape, (expected.d_out, 0))
+    return _target_header(site, expected, disk, kind="replaced", rows=rows, tensor_a=parts["weight"], biases=biases)
 
 
 def _embedding(layer: StoredLayer) -> TargetHeader:
@@ -275,12 +277,18 @@ def _embedding(layer: StoredLayer) -> TargetHeader:
             f"{path}: layer {module!r} has {', '.join(sorted(parts))}; supported is plain LoRA of the token embedding"
         )
     _check_own(path, config, module, sites[site])
-    tensor_a, tensor_b = (parts[side] for side in sides)
-    disk = tuple(shapes[name][::-1] for name in (tensor_a, tensor_b))
+    disk = tuple(shapes[parts[side]][::-1] for side in sides)
     _check_factors(path, module, disk, sites[site], None)
-    scale = scale_of(path, config, (module, site), disk[0][0])
-    header = _target_header(site, sites[site], disk, None, tensor_a, tensor_b, None, (), scale)
-    return dataclasses.replace(header, is_transposed=True, base_copy=parts.get("base_layer.weight"))
+    return _target_header(
+        site,
+        sites[site],
+        disk,
+        scale=scale_of(path, config, (module, site), disk[0][0]),
+        tensor_a=parts["lora_embedding_B"],
+        tensor_b=parts["lora_embedding_A"],
+        is_transposed=True,
+        base_copy=parts.get("base_layer.weight"),
+    )
 
 
 def _check_own(path: Path, config: Mapping[str, Any], module: str, expected: SiteShape) -> None:
@@ -374,36 +382,29 @@ def _check_rows(layer: StoredLayer, expected: SiteShape, blocks: Blocks | None) 
 def _target_header(
     site: str,
     expected: SiteShape,
-    disk: tuple[tuple[int, ...], ...],
-    blocks: Blocks | None,
-    tensor_a: str,
-    tensor_b: str,
-    magnitude: str | None,
-    biases: tuple[str, ...],
-    scale: float,
+    disk: tuple[tuple[int, ...], ...] | None = None,
+    *,
+    kind: FactorKind | None = None,
+    tokens: tuple[int, ...] = (),
+    rows: tuple[RowKind, ...] = (),
+    **fields: Any,
 ) -> TargetHeader:
-    """Create a header, or return the shared one if an equal header exists."""
-    rank = disk[0][0]
-    cut = expected.cut(rank, blocks, "replicated")
-    present: dict[RowKind, bool] = {"scale": magnitude is not None, "shift": bool(biases)}
-    rows = tuple(kind for kind in present if present[kind])
-    if rows:
-        cut = dataclasses.replace(cut, shape=cut.shape._replace(rows=rows))
+    """Create a header, or return the shared one if an equal header exists.
+
+    Args:
+        disk: None without factors.
+        kind: Of a layer with weights of its own, which has no factors; None for LoRA.
+        rows: As in `FactorShape`.
+        fields: Of the header.
+    """
+    disk = disk or ((0, expected.d_in), (expected.d_out, 0))
+    rank = disk[0][0] if kind is None else 0
+    cut = expected.cut(rank, fields.get("blocks"), "replicated")
+    cut = dataclasses.replace(cut, shape=cut.shape._replace(kind=kind or cut.shape.kind, rows=rows, tokens=tokens))
+    part, vision, own = expected.part, expected.vision, expected.own
+    site = site if part is None else part.site
     return TargetHeader(
-        site=sys.intern(site if expected.part is None else expected.part.site),
-        rank=rank,
-        disk=disk,
-        blocks=blocks,
-        cut=cut,
-        merged=cut,
-        vision=expected.vision,
-        own=expected.own,
-        tensor_a=sys.intern(tensor_a),
-        tensor_b=sys.intern(tensor_b),
-        magnitude=magnitude and sys.intern(magnitude),
-        biases=tuple(map(sys.intern, biases)),
-        scale=scale,
-        part=expected.part,
+        site=site, rank=rank, disk=disk, cut=cut, merged=cut, vision=vision, own=own, part=part, **fields
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -28,6 +30,7 @@ class Image(NamedTuple):
     last: int
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class TrackedRequest:
     """State of a request, with three lengths: cached_len <= device_len <= max_len.
 
@@ -46,6 +49,7 @@ class TrackedRequest:
             are admitted at once.
         last_ran_s: end of its last step; before the first one, the time of its admission or entry.
         answer_by: latest time for the first answer; None without a deadline, and for a resumed request.
+        end_by: latest time of its end; infinite without a max_latency_s.
         expected_s: predicted time from admission to the first answer.
         held: must not run: its grammar is not compiled yet, or its last token is being computed.
         entered: admitted to the KV room (`KvAdmission`): policies may select it, and its waiting time counts.
@@ -54,79 +58,58 @@ class TrackedRequest:
         images: images without embeddings in the runner.
     """
 
-    __slots__ = (
-        "active",
-        "adapter",
-        "admitted_s",
-        "answer_by",
-        "arrival",
-        "arrival_s",
-        "cached_len",
-        "chain",
-        "computed_len",
-        "device_len",
-        "entered",
-        "expected_s",
-        "first_answer_s",
-        "first_run_s",
-        "held",
-        "images",
-        "is_head",
-        "last_answer_s",
-        "last_key",
-        "last_ran_s",
-        "max_len",
-        "needed",
-        "next_key",
-        "num_computed",
-        "num_preemptions",
-        "num_reused",
-        "num_sampled",
-        "priority",
-        "prompt_len",
-        "protected",
-        "request",
-        "request_id",
-        "status",
-        "steps_by_mode",
-        "tenant",
-    )
+    request: Request
+    now: dataclasses.InitVar[float]
+    chain: TokenChain | None
+    request_id: str = dataclasses.field(init=False)
+    adapter: str | None = dataclasses.field(init=False)
+    tenant: str | None = dataclasses.field(init=False)
+    priority: int = dataclasses.field(init=False)
+    is_head: bool = dataclasses.field(init=False)
+    active: str | None = dataclasses.field(init=False)
+    needed: str | None = dataclasses.field(init=False)
+    prompt_len: int = dataclasses.field(init=False)
+    cached_len: int = dataclasses.field(init=False)
+    device_len: int = dataclasses.field(init=False)
+    max_len: int = dataclasses.field(init=False)
+    computed_len: int = 0
+    last_key: Key | None = None
+    next_key: Key | None = None
+    arrival: int = -1
+    arrival_s: float = dataclasses.field(init=False)
+    admitted_s: float = dataclasses.field(init=False)
+    last_ran_s: float = dataclasses.field(init=False)
+    last_answer_s: float = dataclasses.field(init=False)
+    answer_by: float | None = dataclasses.field(init=False)
+    end_by: float = dataclasses.field(init=False)
+    first_run_s: float | None = None
+    first_answer_s: float | None = None
+    expected_s: float = 0.0
+    status: RequestStatus = RequestStatus.WAITING
+    held: bool = False
+    entered: bool = False
+    protected: bool = False  # preempted, and no token sampled since
+    images: list[Image] = dataclasses.field(default_factory=list)
+    num_sampled: int = dataclasses.field(init=False)
+    num_computed: int = 0  # prompt tokens computed, recomputation included
+    num_reused: int = 0  # prompt tokens reused, known with the first answer
+    num_preemptions: int = dataclasses.field(init=False)
+    steps_by_mode: dict[Mode, int] = dataclasses.field(default_factory=dict)
 
-    def __init__(self, request: Request, now: float, chain: TokenChain | None) -> None:
-        self.request = request
-        self.request_id = request.request_id
-        self.adapter = request.adapter
-        self.is_head = request.in_one_pass
-        self.held = False
-        self.images: list[Image] = []
-        self.priority = request.priority
-        self.tenant = request.tenant
-        self.entered = False
-        self.computed_len = 0
-        self.arrival = -1
-        self.arrival_s = now
-        self.admitted_s = now
-        self.last_ran_s = now
-        self.last_answer_s = now
+    def __post_init__(self, now: float) -> None:
+        request = self.request
+        self.request_id, self.adapter, self.tenant = request.request_id, request.adapter, request.tenant
+        self.priority, self.is_head = request.priority, request.in_one_pass
+        self.arrival_s = self.admitted_s = self.last_ran_s = self.last_answer_s = now
         bounds = [bound for bound in (request.max_ttft_s, request.max_latency_s) if bound is not None]
         self.answer_by = now + min(bounds) if bounds and not request.answered else None
-        self.expected_s = 0.0
+        self.end_by = math.inf if request.max_latency_s is None else now + request.max_latency_s
         self.prompt_len = len(request.prompt_ids)
         self.max_len = self.prompt_len + (0 if self.is_head else request.sampling.max_tokens)
-        self.device_len = self.prompt_len + len(request.answered)
-        self.chain = chain
-        self.last_key: Key | None = None
-        self.next_key: Key | None = None
-        self.set_cached_len(0)
         self.num_sampled = len(request.answered)
-        self.num_computed = 0  # prompt tokens computed, recomputation included
-        self.num_reused = 0  # prompt tokens reused, known with the first answer
-        self.status = RequestStatus.WAITING
-        self.first_run_s: float | None = None
-        self.first_answer_s: float | None = None
+        self.device_len = self.prompt_len + self.num_sampled
         self.num_preemptions = int(bool(request.answered))  # a resumed request enters as a preempted one
-        self.protected = False  # preempted, and no token sampled since
-        self.steps_by_mode: dict[Mode, int] = {}
+        self.set_cached_len(0)
 
     def set_cached_len(self, cached_len: int) -> None:
         """Set the number of tokens with KV in place."""
@@ -173,11 +156,6 @@ class TrackedRequest:
     @property
     def has_ended(self) -> bool:
         return self.status in (RequestStatus.FINISHED, RequestStatus.FAILED)
-
-    def expired(self, now: float) -> bool:
-        """Whether the request's max_latency_s has passed."""
-        bound = self.request.max_latency_s
-        return bound is not None and now - self.arrival_s > bound
 
     def preempt(self) -> None:
         """Return to waiting: the blocks are freed, the sampled tokens are kept."""

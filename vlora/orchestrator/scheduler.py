@@ -266,7 +266,7 @@ class Scheduler:
     # -- parts of `schedule` ------------------------------------------------------------------------------------------
 
     def _fail_late(self, now: float) -> None:
-        for tracked in self.queue.deadlines.pop_missed(now):
+        for tracked in self.queue.deadlines.missed(now):
             self._outputs.append(self._end(tracked, "error", now, error=deadline_missed(tracked, now)))
 
     def _policy_state(self, view: MemoryView, merged: MergedAdapters, theta_s: float) -> PolicyState:
@@ -373,7 +373,7 @@ class Scheduler:
         head: HeadAnswer | None = None,
         error: ErrorValue | None = None,
     ) -> RequestOutput:
-        if error is None and tracked.expired(now):  # max_latency_s limits the whole request: a late answer is an error
+        if error is None and now > tracked.end_by:  # max_latency_s limits the whole request: a late answer is an error
             reason, head, error = "error", None, deadline_missed(tracked, now)
         tracked.status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED
         self.queue.remove(tracked)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from vlora.errors import DeadlineMissed, DeadlineUnreachable, PromptTooLong
@@ -104,7 +104,7 @@ class RequestQueue:
             self.outside.remove(tracked.request_id)
         else:
             self.kv.remove(tracked)
-        self.deadlines.discard_ended(num_unfinished=len(self))
+        self.deadlines.remove(tracked.request_id)
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -192,47 +192,29 @@ class RequestQueue:
         self._encoding.check_integrity({*self.admitted, *(t.request_id for t in self.outside.waiting)})
 
 
-_FEW_ENDED = 8  # ended requests kept, with their images
-
-
 class Deadlines:
-    """Requests with a max_latency_s, in order of the latest time at which they may end.
-
-    A request that ends earlier stays in the heap until its time has come, or until `discard_ended` removes it.
-    """
+    """The unfinished requests with a max_latency_s."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, TrackedRequest]] = []  # latest time, unique number, request
-        self._numbers = itertools.count()
+        self._bounded: dict[str, TrackedRequest] = {}  # in order of arrival
+        self._next_s = math.inf  # no later than the first of their ends
 
     def add(self, tracked: TrackedRequest) -> None:
         """Add a request. One without a max_latency_s is ignored."""
-        max_latency_s = tracked.request.max_latency_s
-        if max_latency_s is not None:
-            heapq.heappush(self._heap, (tracked.arrival_s + max_latency_s, next(self._numbers), tracked))
+        if tracked.end_by < math.inf:
+            self._bounded[tracked.request_id] = tracked
+            self._next_s = min(self._next_s, tracked.end_by)
 
-    def pop_missed(self, now: float) -> list[TrackedRequest]:
-        """Remove and return the unfinished requests that have missed their deadline, in order of arrival."""
-        missed: list[TrackedRequest] = []
-        while self._heap:
-            tracked = self._heap[0][2]
-            if not tracked.has_ended:
-                if not tracked.expired(now):
-                    break
-                missed.append(tracked)
-            heapq.heappop(self._heap)
-        missed.sort(key=lambda t: t.arrival_s)
-        return missed
+    def remove(self, request_id: str) -> None:
+        self._bounded.pop(request_id, None)
 
-    def discard_ended(self, num_unfinished: int) -> None:
-        """Remove ended requests if they are the majority: an entry keeps its request's images in memory for hours.
-
-        Args:
-            num_unfinished: requests that have not ended, with or without a deadline.
-        """
-        if len(self._heap) > 2 * num_unfinished + _FEW_ENDED:
-            self._heap = [entry for entry in self._heap if not entry[2].has_ended]
-            heapq.heapify(self._heap)
+    def missed(self, now: float) -> list[TrackedRequest]:
+        """The requests that have missed their deadline, in order of arrival. The caller ends them."""
+        if now <= self._next_s:
+            return []
+        late = [t for t in self._bounded.values() if now > t.end_by]
+        self._next_s = min((t.end_by for t in self._bounded.values() if now <= t.end_by), default=math.inf)
+        return late
 
 
 def deadline_missed(tracked: TrackedRequest, now: float) -> ErrorValue:
