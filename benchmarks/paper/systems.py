@@ -20,10 +20,11 @@ from vlora.bench.harness import say
 from vlora.bench.report import Row
 from vlora.bench.serve import check_answers, send_all
 from vlora.bench.serve.baseline import Baseline
-from vlora.bench.serve.load import LoadRun, Workload, workload_requests
+from vlora.bench.serve.load import LoadRun, workload_requests
 from vlora.bench.serve.model_folder import ModelFiles, write_model_files
 from vlora.bench.serve.server_process import ServerProcess, launched_server
 from vlora.bench.timing import percentile
+from vlora.bench.workload import Workload
 
 REFERENCE = "unmerged only"
 """The load is a share of the capacity of this system."""

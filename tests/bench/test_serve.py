@@ -34,7 +34,6 @@ from vlora.bench.serve.baseline import Baseline, prepare
 from vlora.bench.serve.load import (
     LoadRun,
     ObservedAnswer,
-    Workload,
     WorkloadRequest,
     arrivals,
     drive,
@@ -44,6 +43,7 @@ from vlora.bench.serve.load import (
 from vlora.bench.serve.model_folder import ModelFiles, write_model_files
 from vlora.bench.serve.surfaces import ChatCompletions, EventReader
 from vlora.bench.timing import percentile
+from vlora.bench.workload import Workload
 from vlora.errors import BadConfig
 from vlora.models.processing import InputProcessor
 
@@ -106,7 +106,7 @@ def test_prompts_have_the_configured_length(
         ({"duration_s": 3.0}, "either a number of requests or a duration"),
         ({"rate": 0.0}, "rate is 0.0"),
         ({"adapters": 0}, "adapters is 0"),
-        ({"popularity": "alike"}, "choose uniform, zipf or hottest"),
+        ({"popularity": "alike"}, "choose one of uniform, zipf, hottest"),
         ({"skew": 1.5}, "skew is 1.5"),
     ],
 )

@@ -16,7 +16,7 @@ from tests.server.running import png
 from tests.server.scripted import write_adapter
 from tests.server.test_grammars import STOP
 from tests.server.wires import WIRES
-from vlora.cli.adapters import replacing_served
+from vlora.cli.train import replacing_served
 from vlora.client import Client, TextQuestion
 from vlora.errors import BadAdapter, BadConfig
 from vlora.types.composition import MAX_NAME

@@ -27,7 +27,7 @@ from tests.processors import write_checkpoint
 from tests.server.served import Served, call, served
 from tools.embedded_model.model import build_model as build_embedded
 from tools.embedded_model.processor import build_processor
-from vlora.cli.adapters import replacing_served
+from vlora.cli.train import replacing_served
 from vlora.client import Client, TextQuestion
 from vlora.config import EngineConfig
 from vlora.engine import LocalEngine

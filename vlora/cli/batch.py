@@ -28,6 +28,7 @@ from vlora.cli.options import (
     flag,
     given,
     print_json,
+    say,
 )
 from vlora.cli.progress import counting
 from vlora.errors import BadConfig, BadImage, BadRequest
@@ -96,8 +97,9 @@ def stream(
     retried; at startup, for --wait-s. Ctrl-C completes the clips in
     progress and closes the files. A clip that fails is reported and the command continues; the exit code is then 1.
     """
-    if any(map(is_plan, sources)):
-        _stream_plan(sources, out, max_latency_s, check, wait_s, client, as_json)
+    common: dict[str, Any] = {"out": out, "max_latency_s": max_latency_s, "wait_s": wait_s, "say": say}
+    if any(source.lower().endswith(_PLAN_SUFFIXES) for source in sources):
+        _stream_plan(client, sources, check, as_json, common)
         return
     if check:
         raise BadRequest("--check is for a plan; give a .yaml file, or remove --check")
@@ -108,7 +110,7 @@ def stream(
         raise BadRequest("nothing is asked; give at least one --head or --question")
     if fps is not None and not math.isfinite(fps):
         raise BadRequest(f"--fps is {fps}; it must be a number above 0")
-    found = find_sources(sources, lambda text: click.echo(text, err=True))
+    found = find_sources(sources, say)
     several = len(heads) + len(questions) * max(1, len(adapters)) > 1
     printer = _Printer(as_json, source=len(found) > 1, task=several)
     with client, until_stopped() as stop:
@@ -120,12 +122,9 @@ def stream(
             questions=questions,
             max_tokens=max_tokens,
             fps=fps,
-            out=out,
-            max_latency_s=max_latency_s,
-            wait_s=wait_s,
             stop=stop,
             on_result=printer.result,
-            say=lambda text: click.echo(text, err=True),
+            **common,
         )
     if printer.num_problems:
         sys.exit(1)
@@ -173,7 +172,7 @@ def batch(
 
     if resume and out is None:
         raise click.UsageError("--resume continues a file; also give --out")
-    found = find_pictures(images, on_error, lambda text: click.echo(text, err=True))
+    found = find_pictures(images, on_error, say)
     num_found, num_received, num_answered = len(found), 0, 0
     if head is not None and answer is not None:
         raise BadRequest("--answer has no effect on a task head's answer; leave out --answer or --head")
@@ -267,10 +266,6 @@ class AnswerFile:
                 self._lines = b""
 
 
-def is_plan(source: str) -> bool:
-    return source.lower().endswith(_PLAN_SUFFIXES)
-
-
 def result_line(result: ChunkResult, *, source: bool, task: bool) -> str:
     """A result as one line. source, task: whether to show their names, which may differ only at their ends."""
     name = (f"{result.source:<20} " if source else "") + (f"{result.task:<12} " if task else "")
@@ -280,16 +275,8 @@ def result_line(result: ChunkResult, *, source: bool, task: bool) -> str:
     return f"{name}{result.start_s:7.1f} s  {outcome}  {result.latency_s * 1e3:6.0f} ms"
 
 
-def _stream_plan(
-    sources: Sequence[str],
-    out: Path | None,
-    max_latency_s: float | None,
-    check: bool,
-    wait_s: float,
-    client: Client,
-    as_json: bool,
-) -> None:
-    """Run a plan, or check it. The arguments are those of `vlora stream`.
+def _stream_plan(client: Client, sources: Sequence[str], check: bool, as_json: bool, common: dict[str, Any]) -> None:
+    """Run a plan, or check it. common: arguments of `run_plan`.
 
     Raises:
         BadPlan: the plan cannot be run.
@@ -320,13 +307,10 @@ def _stream_plan(
         run_plan(
             client,
             file,
-            out=out,
-            max_latency_s=max_latency_s,
-            wait_s=wait_s,
             stop=stop,
             on_result=printer.result,
             on_event=printer.event,
-            say=lambda text: click.echo(text, err=True),
+            **common,
         )
     if printer.num_problems:
         sys.exit(1)

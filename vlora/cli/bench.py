@@ -11,6 +11,7 @@ from typing import Any, Literal
 import click
 from click.core import ParameterSource
 
+from vlora.bench.workload import Workload
 from vlora.cli.group import cli
 from vlora.cli.interrupt import ends_with
 from vlora.cli.options import FOLDER, RULES, command, flag, long_flag, print_json, settings_of
@@ -155,7 +156,7 @@ def _replay(trace: str | None, journal: str, *, as_json: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _BenchOptions:
-    """Each is None, or empty, unless given: the bench holds the defaults."""
+    """Options of benchmarks, which hold the defaults."""
 
     latencies_us: tuple[int, ...] = flag(
         (), "Of `tp`: microseconds added to each collective; may be repeated.", "--latency-us", least=0
@@ -174,26 +175,6 @@ class _BenchOptions:
     quantize: Quantize | None = flag(
         None, "Of `step`: compare weights in this format with bfloat16.", choices=("fp8", "int8", "int4")
     )
-    requests: int | None = flag(None, "Of `serve`: number of requests; default 8.", least=1)
-    duration_s: float | None = flag(
-        None, "Of `serve`: send requests for this many seconds instead of a fixed number.", above=0
-    )
-    concurrency: int | None = flag(None, "Of `serve`: outstanding requests at any time; default 8.", least=1)
-    rate: float | None = flag(None, "Of `serve`: requests per second with Poisson arrivals (open loop).", above=0)
-    trace: str | None = flag(
-        None,
-        "Of `serve`: arrivals and lengths of a CSV file or workload of `vlora simulate`, as hottest:rate=1,skew=0.8.",
-    )
-    adapters: int | None = flag(None, "Of `serve`: number of adapters; default 4.", least=1)
-    popularity: Literal["uniform", "zipf", "hottest"] | None = flag(
-        None, "Of `serve`: how requests choose adapters; default uniform."
-    )
-    skew: float | None = flag(None, "Of `serve`: the hottest adapter's share; default 0.6.", above=0, most=1)
-    prompt_tokens: int | None = flag(None, "Of `serve`: tokens per prompt with its pictures; default 256.", least=1)
-    answer_tokens: int | None = flag(None, "Of `serve`: tokens per answer; default 32.", least=1)
-    pictures: int | None = flag(None, "Of `serve`: pictures per request; default 1.", least=0)
-    picture_width: int | None = flag(None, "Of `serve`: pixels; default 224.", least=1)
-    picture_height: int | None = flag(None, "Of `serve`: pixels; default 224.", least=1)
     rounds: int | None = flag(None, "Of `serve`: repetitions of server and baselines in turn; default 3.", least=1)
     dtype: Literal["bfloat16", "float32"] | None = flag(None, "Of `serve`: dtype of the server; default bfloat16.")
     url: str | None = flag(
@@ -219,6 +200,7 @@ def bench(
     quick: bool = flag(False, "Fewer repetitions; figures are rough."),
     out: Path | None = flag(None, "Folder for reports and plots.", type=FOLDER),
     options: dict[str, Any] = settings_of(_BenchOptions),
+    workload: dict[str, Any] = settings_of(Workload),
     *,
     as_json: bool,
 ) -> None:
@@ -240,11 +222,13 @@ def bench(
     `step`, `costs`, `serve` and `tp` are installed; a checkout has all others. `fusion` and `retrieve` (recall of
     `vlora retrieve`) train models: they take long, and run last in `all`. `paper` is not part of `all`.
     """
-    asked = {option: value for option, value in options.items() if value not in (None, ())}
-    for option in click.get_current_context().command.params:
-        assert option.name is not None
-        if option.name in asked and isinstance(option, click.Option):
-            of = re.findall(r"Of `(\w+)`", option.help or "")
+    context, asked = click.get_current_context(), dict[str, Any]()
+    for option in context.command.params:
+        named = option.name or ""
+        if named in options | workload and context.get_parameter_source(named) is not ParameterSource.DEFAULT:
+            assert isinstance(option, click.Option)
+            asked[named] = (options | workload)[named]
+            of = ["serve"] if named in workload else re.findall(r"Of `(\w+)`", option.help or "")
             if name not in of:
                 names = " and ".join(f"`{each}`" for each in of)
                 raise BadConfig(

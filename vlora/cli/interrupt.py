@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from vlora.errors import VLoraError
 
@@ -18,6 +19,17 @@ _SHELLS_ADD = 128  # added to a signal's number to form the exit code
 
 class Stopped(KeyboardInterrupt):
     """An interrupt or a termination signal, raised in the main thread with its number."""
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """A block with this handler of both signals."""
+    before = {number: signal.signal(number, handler) for number in _NAMES}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 @contextlib.contextmanager
@@ -32,12 +44,8 @@ def stopping() -> Iterator[threading.Event]:
         # Not by sys.stderr: the signal may interrupt a write to it, and a second one inside raises RuntimeError.
         os.write(2, b"stopping: finishing the work in progress; interrupt again to exit immediately\n")
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with _handled(on_signal):
         yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -77,16 +85,15 @@ def ends_with(line: Callable[[], str]) -> Iterator[None]:
         stopped = number
         raise Stopped(number)
 
-    before = {number: signal.signal(number, on_signal) for number in _NAMES}
-    try:
-        yield
-    except BaseException:  # a native library may turn Stopped into an error of its own: safetensors, into ValueError
-        if stopped is None:
-            raise
-        for number in _NAMES:
-            signal.signal(number, signal.SIG_IGN)  # the line is printed once, and the exit code is this signal's
-        last_words(stopped)
-        sys.exit(_SHELLS_ADD + stopped)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with _handled(on_signal):
+        try:
+            yield
+        except (
+            BaseException
+        ):  # a native library may turn Stopped into an error of its own: safetensors, into ValueError
+            if stopped is None:
+                raise
+            for number in _NAMES:
+                signal.signal(number, signal.SIG_IGN)  # the line is printed once, and the exit code is this signal's
+            last_words(stopped)
+            sys.exit(_SHELLS_ADD + stopped)

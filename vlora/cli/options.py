@@ -242,6 +242,11 @@ def model_path(model: str, name: str = "--model") -> str:
     return str(checkpoint_path())
 
 
+def say(text: str) -> None:
+    """Print a line on stderr."""
+    click.echo(text, err=True)
+
+
 def print_json(value: Any) -> None:
     import msgspec
 

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from vlora.cli.group import cli
 from vlora.cli.interrupt import until_stopped
-from vlora.cli.options import FILE, check_given_once, command, flag, print_json
+from vlora.cli.options import FILE, check_given_once, command, flag, print_json, say
 from vlora.cli.progress import counting, waiting
 from vlora.errors import BadRequest
 
@@ -109,7 +109,7 @@ def _update(
     def on_failed(error: VLoraError) -> None:
         if is_only_file:
             raise error
-        click.echo(str(error), err=True)
+        say(str(error))
 
     def on_clip(clip: IndexedClip) -> None:
         if as_json:
@@ -123,7 +123,7 @@ def _update(
             stop=stop,
             on_clip=on_clip,
             on_failed=on_failed,
-            say=lambda text: click.echo(text, err=True),
+            say=say,
         )
     click.echo(
         f"{opened.path}: {counts.clips} clips added from {counts.read} files; {counts.unchanged} files unchanged, "
@@ -272,9 +272,9 @@ def summarize(
 
     if not 0.1 <= part_s < math.inf:
         raise BadRequest(f"--part-s is {part_s}; it must be a number, at least 0.1")
-    asked: dict[str, Any] = {"adapter": adapter, "num_frames": num_frames, "max_tokens": max_tokens}
-    asked |= {"question": question} if question is not None else {}
-    asked |= {"summary_question": summary_question} if summary_question is not None else {}
+    asked: dict[str, Any] = {"question": question, "summary_question": summary_question, "adapter": adapter}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    asked |= {"num_frames": num_frames, "max_tokens": max_tokens}
     with client, until_stopped() as stop, waiting("asking"):
         for note in notes_of(client, video, part_s=part_s, stop=stop, **asked):
             if as_json:

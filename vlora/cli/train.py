@@ -5,21 +5,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import glob
+import json
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from vlora.adapter_files import CONFIG_FILE, DOMAINS_FILE, HEAD_FILES, content_hash
 from vlora.cli.group import cli
 from vlora.cli.interrupt import ends_with
 from vlora.cli.options import client_of, command, flag, print_json
 from vlora.cli.progress import waiting
 from vlora.config import EngineConfig
-from vlora.errors import BadConfig, BadPlan
+from vlora.errors import BadConfig, BadPlan, listed
 from vlora.run_folder import UNFINISHED, remove, writing
+from vlora.types.composition import MAX_NAME
+
+if TYPE_CHECKING:
+    from vlora.client import Client
 
 
 @command(cli, needs="fuse")
@@ -69,8 +76,6 @@ def fuse(
     file = read_plan_file(path)  # an error is reported before torch loads
     replacing: Any = contextlib.nullcontext
     if serve_to is not None:
-        from vlora.cli.adapters import replacing_served
-
         files = [os.environ.get(f"VLORA_TLS_{name}") for name in ("CA", "CERT", "KEY")]
         server = client_of(serve_to, *files, flag="--serve-to")
         server.adapters()  # an error is reported before the run, and by --check and --dry-run
@@ -112,6 +117,69 @@ def fuse(
             )
         if as_json:
             print_json(report)
+
+
+@contextlib.contextmanager
+def replacing_served(client: Client, folder: Path) -> Iterator[None]:
+    """A block that replaces the adapters in a folder, while a server on this machine serves them.
+
+    The server reads the former contents before the block, so that it needs no file meanwhile, and the new ones after
+    it; adapters that are no longer in the folder are unloaded. Requests in progress continue with the content with
+    which they began.
+    """
+    served = {status.name: status for status in client.adapters()}
+    former = {name: content_hash(path) for name, path in _in(folder).items() if name in served}
+    for name, version in tuple(former.items()):
+        if not served[name].loaded:
+            client.load_adapter(name, folder.absolute() / name)
+        elif served[name].version != version:
+            del former[name]  # another folder's adapter
+    yield
+    new = _in(folder)
+
+    lost = {name: {each.name for each in served[name].domains} - _domains(new[name]) for name in new.keys() & served}
+    order = sorted(new, key=lambda name: len(lost.get(name, ())))  # those that lose domains follow the others
+    loaded: set[str] = set()
+    left = {f"{name}.next" for name in served.keys() & new} & (served.keys() - new.keys())  # by a run that failed
+    try:
+        for place, name in enumerate(order):
+            for later in order[place + 1 :]:
+                extra, moved = f"{later}.next", lost.get(name, set()) & _domains(new[later])
+                if moved and extra not in loaded | new.keys() and len(extra) <= MAX_NAME:  # domains move both ways
+                    client.load_adapter(extra, new[later].absolute())
+                    loaded.add(extra)
+                    left.add(extra)
+            path, status = new[name], served.get(name)
+            if status is not None and (former.get(name) or status.version) == content_hash(path):
+                continue
+            if status is not None and status.pinned:
+                client.pin_adapter(name, False)
+            client.load_adapter(name, path.absolute())
+            if status is not None and status.pinned:
+                client.pin_adapter(name)
+            click.echo(f"{name}  {'loaded' if status is None else 'replaced'}", err=True)
+        while left:
+            client.unload_adapter(min(left), drain=True)
+            left.remove(min(left))
+    except BaseException:
+        if left:
+            click.echo(f"left on the server: {listed(left)}; run again, or unload them", err=True)
+        raise
+    for name in former.keys() - new.keys():
+        client.unload_adapter(name, drain=True)
+        click.echo(f"{name}  unloaded", err=True)
+
+
+def _in(folder: Path) -> dict[str, Path]:
+    return {file.parent.name: file.parent for file in sorted(folder.glob(f"[!.]*/{CONFIG_FILE}"))}
+
+
+def _domains(folder: Path) -> set[str]:
+    """The names of the domains, or of the heads, that an adapter's folder has."""
+    for file, field in ((folder / DOMAINS_FILE, "domains"), (folder / HEAD_FILES[0], "heads")):
+        if file.exists():
+            return {one["name"] for one in json.loads(file.read_bytes())[field]}
+    return set()
 
 
 def _loading() -> AbstractContextManager[object]:

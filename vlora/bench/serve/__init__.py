@@ -25,11 +25,12 @@ from vlora.bench.dummy import served_config, small_served_config
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
 from vlora.bench.serve.baseline import Baseline, PreparedRequest, prepare
-from vlora.bench.serve.load import LoadRun, Workload, WorkloadRequest, drive, row, workload_requests
+from vlora.bench.serve.load import LoadRun, WorkloadRequest, drive, row, workload_requests
 from vlora.bench.serve.model_folder import ModelFiles, write_model_files
 from vlora.bench.serve.server_process import ServerProcess, launched_server
 from vlora.bench.serve.surfaces import ChatCompletions, RpycClient, token_from_environment
 from vlora.bench.timing import threads_label
+from vlora.bench.workload import Workload
 from vlora.engine.host_resources import default_threads
 from vlora.errors import BadConfig
 from vlora.models.processing import InputProcessor

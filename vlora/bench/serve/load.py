@@ -12,14 +12,13 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from vlora.bench.timing import percentile
-from vlora.errors import BadConfig
-from vlora.simulator.arrivals import Arrival, hottest, power_law
-from vlora.simulator.workloads import arrivals_of
+from vlora.bench.workload import Workload
+from vlora.simulator.arrivals import hottest, power_law
 
 WORDS = (
     *("a", "an", "the", "is", "are", "was", "in", "on", "at", "of", "to", "and", "or", "not", "with", "from", "this"),
@@ -28,87 +27,6 @@ WORDS = (
     *("dog", "cat", "bird", "red", "green", "blue", "yellow", "black", "white", "small", "large", "old", "new", "left"),
     *("right", "above", "below", "near", "far", "open", "closed", "first", "last"),
 )
-_PIXELS_PER_TOKEN = 28
-"""Side in pixels of the square that one token of Qwen2-VL covers."""
-_TEMPLATE_TOKENS = 5
-"""Tokens of a chat template around one user turn, in addition to two marks for each picture."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload:
-    """The traffic sent to a server.
-
-    Attributes:
-        requests: Number of requests, at most; None with `duration_s`.
-        duration_s: Send requests for this many seconds instead of a fixed number.
-        concurrency: Outstanding requests at any time, each replaced when it ends (closed loop).
-        rate: Requests per second with Poisson arrivals (open loop), independent of outstanding requests; None for a
-            closed loop.
-        trace: A CSV file or a workload of `vlora simulate`: times of arrival, lengths, adapters and numbers of pictures
-            in place of those below; an open loop.
-        adapters: Number of adapters.
-        popularity: How requests choose among adapters: uniform (in turn, so that every adapter gets the same number),
-            zipf (the i-th with a share proportional to 1/i), or hottest (the first with the share `skew`).
-        skew: Share of the hottest adapter.
-        prompt_tokens: Tokens of a prompt, with its pictures and template.
-        answer_tokens: Tokens of an answer.
-        pictures: Pictures per request; all pictures of a run are different.
-        picture_width: Of each picture, in pixels.
-        picture_height: Of each picture, in pixels.
-        seed: Of all random values.
-
-    Raises:
-        BadConfig: A value is invalid.
-    """
-
-    requests: int | None = 8
-    duration_s: float | None = None
-    concurrency: int = 8
-    rate: float | None = None
-    trace: str | None = None
-    adapters: int = 4
-    popularity: Literal["uniform", "zipf", "hottest"] = "uniform"
-    skew: float = 0.6
-    prompt_tokens: int = 256
-    answer_tokens: int = 32
-    pictures: int = 1
-    picture_width: int = 224
-    picture_height: int = 224
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for field in ("concurrency", "answer_tokens", "adapters", "picture_width", "picture_height"):
-            if getattr(self, field) < 1:
-                raise BadConfig(f"{field} is {getattr(self, field)}; it must be at least 1")
-        if self.pictures < 0:
-            raise BadConfig(f"pictures is {self.pictures}; it must be 0 or more")
-        if (self.requests is None) == (self.duration_s is None):
-            raise BadConfig("give either a number of requests or a duration (exactly one)")
-        for field, value in (("requests", self.requests), ("duration_s", self.duration_s), ("rate", self.rate)):
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise BadConfig(f"{field} is {value}; it must be above 0")
-        if self.popularity not in ("uniform", "zipf", "hottest"):
-            raise BadConfig(f"popularity is {self.popularity!r}; choose uniform, zipf or hottest")
-        if not 0 < self.skew <= 1:
-            raise BadConfig(f"skew is {self.skew}; it must be between 0 and 1")
-        if self.trace is not None and self.rate is not None:
-            raise BadConfig(f"rate is {self.rate} and trace {self.trace!r}, which has its own times; give one of them")
-        if self.num_words(self.prompt_tokens, self.pictures) < 1:
-            taken = self.prompt_tokens - self.num_words(self.prompt_tokens, self.pictures)
-            raise BadConfig(
-                f"prompt_tokens is {self.prompt_tokens}, of which pictures and template take {taken}; give at least "
-                f"{taken + 1}"
-            )
-
-    def num_words(self, prompt_tokens: int, pictures: int) -> int:
-        """Words of text that make a prompt so long, at one token per word."""
-        side_tokens = [max(1, round(side / _PIXELS_PER_TOKEN)) for side in (self.picture_width, self.picture_height)]
-        return prompt_tokens - _TEMPLATE_TOKENS - pictures * (math.prod(side_tokens) + 2)
-
-    def traced(self) -> Iterator[Arrival]:
-        """The arrivals of `trace`."""
-        assert self.trace is not None
-        return arrivals_of(self.trace, self.adapters, self.requests, self.seed)
 
 
 class WorkloadRequest(NamedTuple):
