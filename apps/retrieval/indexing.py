@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
@@ -110,45 +111,31 @@ def update_index(
             updates the index.
         VLoraError: without `on_failed`, after all files, the first error of one; immediately, an error of the server.
     """
-    with index.updating():
-        return _update_all(client, index, paths, stop or threading.Event(), on_clip, on_failed, say)
-
-
-def _update_all(
-    client: Client,
-    index: RetrievalIndex,
-    paths: Sequence[str | Path],
-    stop: threading.Event,
-    on_clip: Callable[[IndexedClip], None],
-    on_failed: Callable[[VLoraError], None] | None,
-    say: Callable[[str], None],
-) -> IndexCounts:
-    check_model(client, index)
-    settings = index.settings
-    groups = find_groups(client, settings.adapters, settings.heads, settings.questions, settings.max_tokens)
-    check_versions(client, index)
-    errors: list[VLoraError] = []
-    media = find_media(paths, errors.append, say)
-    removed = _vanished(index, paths)  # not of a folder without any file, which may be a disk that is not mounted
-    index.remove(removed)
+    stop, settings = stop or threading.Event(), index.settings
     report = on_failed or (lambda error: say(str(error)))
-    for each in errors:
-        report(each)
-    counts = IndexCounts(0, 0, 0, len(removed), len(errors))
-    for one in media:
-        if stop.is_set():
-            break
-        try:
-            added = _update(client, index, one, groups, stop, on_clip, say)
-        except _OF_ONE_FILE as error:
-            errors.append(error)
-            counts = counts._replace(failed=len(errors))
-            report(error)
-            continue
-        if added is None:
-            counts = counts._replace(unchanged=counts.unchanged + 1)
-        else:
-            counts = counts._replace(clips=counts.clips + added, read=counts.read + 1)
+    with index.updating():
+        check_model(client, index)
+        groups = find_groups(client, settings.adapters, settings.heads, settings.questions, settings.max_tokens)
+        check_versions(client, index)
+        errors: list[VLoraError] = []
+        media = find_media(paths, errors.append, say)
+        removed = _vanished(index, paths)  # not of a folder without any file, which may be a disk that is not mounted
+        index.remove(removed)
+        for each in errors:
+            report(each)
+        counts = IndexCounts(0, 0, 0, len(removed), len(errors))
+        for one in itertools.takewhile(lambda _: not stop.is_set(), media):
+            try:
+                added = _update(client, index, one, groups, stop, on_clip, say)
+            except _OF_ONE_FILE as error:
+                errors.append(error)
+                counts = counts._replace(failed=len(errors))
+                report(error)
+                continue
+            if added is None:
+                counts = counts._replace(unchanged=counts.unchanged + 1)
+            else:
+                counts = counts._replace(clips=counts.clips + added, read=counts.read + 1)
     if errors and on_failed is None:
         raise errors[0]
     return counts
