@@ -105,7 +105,7 @@ class EventClips:
     """Keeps the last pictures of a camera, and writes clips of its events. Used from several threads."""
 
     def __init__(self, plan: ClipPlan, folder: Path, say: Callable[[str], None]) -> None:
-        """folder: of the events, whose oldest files are deleted. say: called with why a clip is not written."""
+        """folder: of the events; its oldest files are deleted. say: called with why a clip is not written."""
         self._plan, self._folder, self._say = plan, folder, say
         self._pictures: deque[tuple[float, bytes]] = deque()
         self._size = 0

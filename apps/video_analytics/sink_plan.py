@@ -114,7 +114,7 @@ class Webhook(PlanModel):
         try:
             public = is_public(str(ipaddress.ip_address(target.host)))
         except ValueError:
-            public = True  # a name, whose address is checked when it is known
+            public = True  # a name: its address is checked when it is known
         if not public and not self.allow_private:
             raise ValueError(f"webhook: {target.host!r} is not a public address; set `allow_private: true` to use it")
         return target

@@ -241,7 +241,7 @@ def read_video(
 def _check_rate(
     shapes: Sequence[ClipShape], rate: float | None, source: Source, message: str, say: Callable[[str], None]
 ) -> None:
-    """Refuse a file whose declared rate is lower than a shape's; `say` it once of a camera, whose rate may be wrong.
+    """Refuse a file with a declared rate below a shape's; `say` it once of a camera, as its rate may be wrong.
 
     Raises:
         BadImage: a file has a lower rate.

@@ -1,4 +1,4 @@
-"""The workload of `vlora bench serve`, whose fields are also its options. Loads without numpy and torch."""
+"""The workload of `vlora bench serve`: its fields are also options. Loads without numpy and torch."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class EventQuestion(PlanModel):
 
 
 class Verification(EventQuestion):
-    """A question whose answer must begin with the words of `expect`, in any case, for the event to be sent to sinks."""
+    """A question. Its answer must begin with the words of `expect`, in any case, for the event to be sent to sinks."""
 
     expect: str = Field(pattern=r"\w")
 
@@ -123,7 +123,7 @@ class EventPlan(PlanModel):
 
 class ClipPlan(PlanModel):
     """A clip and a snapshot of each event. before_s, after_s: of the clip, around the event. buffer_mib: pictures in
-    memory. max_mib, days: bounds on the folder CAMERA.events, whose oldest files are deleted.
+    memory. max_mib, days: bounds on the folder CAMERA.events: the oldest files are deleted.
     """
 
     before_s: Number = Field(5.0, ge=0, le=60)
