@@ -49,26 +49,20 @@ class Work:
         return f"{self.what}: {self}" + ("" if left_s is None else f", about {duration(left_s)} left")
 
 
+@dataclasses.dataclass
 class Totals:
     """Counts of single-domain trainings; a joint training counts once per domain.
 
     expected: minimum number in the run. finished: by this run. stored: found on disk. first: start time of the first
-    one. open: all running work.
+    one. open: all running work. counted: a training may be requested after a fork has done it, and counts once.
     """
 
-    def __init__(self) -> None:
-        self.expected = 0
-        self.finished = 0
-        self.stored = 0
-        self.first: float | None = None
-        self.open: list[Work] = []
-        self._counted: set[str] = set()
-
-    def count(self, what: str) -> bool:
-        """Whether to count a training, which is true once: it may be requested after a fork has done it."""
-        new = what not in self._counted
-        self._counted.add(what)
-        return new
+    expected: int = 0
+    finished: int = 0
+    stored: int = 0
+    first: float | None = None
+    open: list[Work] = dataclasses.field(default_factory=list)
+    counted: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def done(self) -> float:
@@ -78,8 +72,7 @@ class Totals:
     @property
     def total(self) -> float:
         """Number of trainings known so far; the final number is known only when packing ends."""
-        under_way = sum(work.trainings for work in self.open)
-        return max(self.expected, self.stored + self.finished + under_way)
+        return max(self.expected, self.stored + self.finished + sum(work.trainings for work in self.open))
 
     def left_s(self, now: float) -> float | None:
         """Estimated remaining seconds of all expected trainings at the speed so far; None before any progress."""
@@ -113,18 +106,15 @@ class Display:
         """Called when work begins, at its progress, and when it has ended."""
 
 
-class ProgressBars(Display):
+class ProgressBars(RichBars, Display):
     """One bar per piece of work and one for all trainings of the run; each is removed when it ends."""
 
     def __init__(self, console: Console, clock: Clock, totals: Totals) -> None:
-        columns = (
+        super().__init__(
             TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=60)),
             BarColumn(bar_width=20),
             TextColumn("{task.fields[text]}"),
             TimeRemainingColumn(),
-        )
-        self.bars = RichBars(
-            *columns,
             console=console,
             transient=True,
             refresh_per_second=_REDRAWS_PER_S,
@@ -132,29 +122,23 @@ class ProgressBars(Display):
             get_time=clock,
         )
         self._totals = totals
-        self._tasks: dict[Work, TaskID] = {}
+        self._of_work: dict[Work, TaskID] = {}
         self._all: TaskID | None = None
 
-    def start(self) -> None:
-        self.bars.start()
-
-    def stop(self) -> None:
-        self.bars.stop()
-
     def say(self, line: str) -> None:
-        self.bars.console.print(line, markup=False)
+        self.console.print(line, markup=False)
 
     def show(self, work: Work) -> None:
-        if work not in self._tasks:
-            self._tasks[work] = self.bars.add_task(work.what, total=1.0, text="")
-        self.bars.update(self._tasks[work], completed=work.share, text=str(work))
+        if work not in self._of_work:
+            self._of_work[work] = self.add_task(work.what, total=1.0, text="")
+        self.update(self._of_work[work], completed=work.share, text=str(work))
         if work.state != "running":
-            self.bars.remove_task(self._tasks.pop(work))
+            self.remove_task(self._of_work.pop(work))
         if work.trainings and self._all is None:
-            self._all = self.bars.add_task("all trainings", total=None, text="")
+            self._all = self.add_task("all trainings", total=None, text="")
         if self._all is not None:
             done, total = self._totals.done, self._totals.total
-            self.bars.update(self._all, total=total, completed=done, text=f"{done:.1f} of {total:.0f} or more")
+            self.update(self._all, total=total, completed=done, text=f"{done:.1f} of {total:.0f} or more")
 
 
 class LogLines(Display):
@@ -162,9 +146,7 @@ class LogLines(Display):
     about all running work after each minute without output."""
 
     def __init__(self, console: Console, clock: Clock, totals: Totals) -> None:
-        self._console = console
-        self._clock = clock
-        self._totals = totals
+        self._console, self._clock, self._totals = console, clock, totals
         self._last = clock()
 
     def say(self, line: str) -> None:
@@ -213,19 +195,14 @@ def duration(seconds: float) -> str:
 
 
 class ProgressCallback(Protocol):
-    """Reports the progress of work.
-
-    done: number of finished units. facts: figures to show; if empty, the previous ones stay. share: 0 to 1, if it
-    differs from done / total.
-    """
+    """done: number of finished units. facts: figures to show; if empty, the previous ones stay. share: 0 to 1, if it
+    differs from done / total."""
 
     def __call__(self, done: int, facts: str = "", share: float | None = None) -> None: ...
 
 
 class Progress:
-    """Shows running work; a context manager.
-
-    totals: counts of the run's trainings. watched: whether anything is shown.
+    """Shows running work; a context manager. watched: whether anything is shown.
 
     Args:
         console: output; None shows nothing.
@@ -237,8 +214,7 @@ class Progress:
         self.watched = console is not None and not console.quiet
         console = console or Console(quiet=True)
         self.totals = Totals()
-        display = ProgressBars if console.is_terminal else LogLines
-        self.display: Display = display(console, clock, self.totals)
+        self.display: Display = (ProgressBars if console.is_terminal else LogLines)(console, clock, self.totals)
         self._numbers = itertools.count()
         self._from_forks: dict[tuple[Hashable, int], Work] = {}
 
@@ -258,15 +234,14 @@ class Progress:
 
     def count_stored(self, what: str, trainings: int) -> None:
         """Record a request for a training of that many domains which an earlier run or a fork has already done."""
-        if self.totals.count(what):
-            self.totals.stored += trainings
+        self.totals.stored += trainings * (what not in self.totals.counted)
+        self.totals.counted.add(what)
 
     @contextlib.contextmanager
     def work(self, what: str, total: int, unit: str, *, trainings: int = 0) -> Iterator[ProgressCallback]:
         """Show a piece of work while the block runs.
 
         Args:
-            what: short description.
             total: maximum number of units.
             unit: name of the units, in the plural.
             trainings: number of single-domain trainings that it counts as; 0 for other work.
@@ -315,6 +290,7 @@ class Progress:
                 totals.open.append(work)
         else:
             totals.open.remove(work)
-            if work.state == "complete" and work.trainings and totals.count(work.what):
+            if work.state == "complete" and work.trainings and work.what not in totals.counted:
+                totals.counted.add(work.what)
                 totals.finished += work.trainings
         self.display.show(work)

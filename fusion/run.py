@@ -358,6 +358,6 @@ def orders_of(plan: Plan, domains: Mapping[str, Domain], train: Train) -> list[t
 def find_optimum(session: Session, thresholds: Mapping[str, float]) -> OracleReport:
     """Run the oracle: it trains every domain and every pair jointly, and up to every set for at most six domains."""
     oracle = Oracle(tuple(thresholds), thresholds, session.cache.together)
-    bound, best = oracle.bound(), oracle.optimum_of_few()
-    adapters = None if best is None else tuple(tuple(sorted(together)) for together in best.adapters)
+    bound, best = oracle.bound(), oracle.optimum()
+    adapters = None if best is None else tuple(tuple(sorted(together)) for together in best)
     return OracleReport(bound.adapters, bound.missed, bound.conflicts, adapters)

@@ -279,8 +279,8 @@ def table(seed: int, quick: bool, folder: Path) -> dict[str, Any]:
     meter = Meter(bench.rehearsing)
     oracle = Oracle(names, thresholds, meter.together)
     bound = oracle.bound(())
-    if (optimum := oracle.optimum_of_few()) is not None:
-        measure(OPTIMUM, optimum.adapters, bench.tested_together(optimum.adapters), meter)
+    if (optimum := oracle.optimum()) is not None:
+        measure(OPTIMUM, optimum, bench.tested_together(optimum), meter)
     return {
         "seed": seed,
         "lora": bench.plan.lora.model_dump(mode="json"),

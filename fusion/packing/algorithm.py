@@ -53,6 +53,7 @@ Train = Callable[[Adapter], TrainingResult]
 """Train the last domain of an adapter into the adapter of the domains before it, or look up the result."""
 TrainTogether = Callable[[frozenset[str]], TrainingResult]
 """Train domains jointly into one adapter, or look up the result."""
+Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,21 +95,16 @@ class Packing:
     def of(
         cls,
         adapters: Mapping[Adapter, TrainingResult],
-        steps: Sequence[Step],
-        missed: Mapping[str, Score],
-        thresholds: Mapping[str, float],
+        trials: Trials,
         histories: Mapping[Adapter, History] | None = None,
     ) -> Packing:
         """histories: None if all domains were trained in sequence."""
         if histories is None:
             histories = {adapter: History.in_sequence(adapter) for adapter in adapters}
-        margins = [
-            score.lower - thresholds[name]
-            for trained in adapters.values()
-            for name, score in trained.scores.items()
-            if name not in missed
-        ]
-        return cls(dict(adapters), tuple(steps), dict(missed), min(margins, default=0.0), dict(histories))
+        scores = {name: score for trained in adapters.values() for name, score in trained.scores.items()}
+        missed = below_threshold(scores, trials.thresholds)
+        margins = [score.lower - trials.thresholds[name] for name, score in scores.items() if name not in missed]
+        return cls(dict(adapters), tuple(trials.steps), missed, min(margins, default=0.0), dict(histories))
 
     @property
     def rollbacks(self) -> tuple[Step, ...]:
@@ -121,60 +117,88 @@ class Packing:
         return len(self.missed), len(self.adapters), -self.margin
 
 
+class Trials:
+    """The trainings of a packing, in order; each prints a line."""
+
+    def __init__(self, thresholds: Mapping[str, float], say: Say) -> None:
+        self.thresholds, self.say = thresholds, say
+        self.steps: list[Step] = []
+        self.failed: list[frozenset[str]] = []
+
+    def known_to_fail(self, names: Collection[str]) -> bool:
+        """Whether a set among these domains missed a threshold in one adapter."""
+        return any(failed <= set(names) for failed in self.failed)
+
+    def add(self, domains: Adapter, into: Adapter, trained: TrainingResult, *, whole: bool = True) -> dict[str, Score]:
+        """Record a training of `domains` into an adapter; return the domains that miss their thresholds.
+
+        Args:
+            whole: the training is kept only if no domain misses its threshold; else also if some of `domains` do not.
+                A new adapter of one domain is always kept.
+        """
+        broken, alone = below_threshold(trained.scores, self.thresholds), not into and len(domains) == 1
+        stays = [name for name in domains if name not in broken] if not (broken and whole) else []
+        self.steps.append(Step(domains, into, trained, broken, kept=alone or bool(stays)))
+        if broken and not alone:
+            self.failed.append(frozenset((*domains, *into)))
+        scores, low = (format_scores(each, self.thresholds) for each in (trained.scores, broken))
+        names = ", ".join(domains)
+        if into and broken:
+            self.say(f"rolled back: with {names} in {', '.join(into)}, below threshold: {low}")
+        elif into:
+            self.say(f"{names} joins {', '.join(into)}: {scores}")
+        elif alone:
+            self.say(f"{names} {'misses its threshold even alone' if broken else 'alone'}: {scores}")
+        elif broken:
+            kept = ", ".join(stays) or "none"
+            self.say(f"{names} do not fit into one adapter, below threshold: {low}; kept in it: {kept}")
+        else:
+            self.say(f"{names} in one adapter: {scores}")
+        return broken
+
+
 def pack(
     domains: Sequence[str],
     thresholds: Mapping[str, float],
     train: Train,
     *,
-    say: Callable[[str], None] = lambda _: None,
+    last_only: bool = False,
+    say: Say = lambda _: None,
     best: Packing | None = None,
 ) -> Packing | None:
     """First fit: each domain goes into the first adapter in which every domain's lower bound still meets its threshold,
     else into a new one.
 
-    A domain that misses its threshold even alone is reported, and its adapter takes no other domain. Returns None as
-    soon as the packing is certain to be worse than `best`.
+    A domain that misses its threshold even alone is reported, and its adapter takes no other domain.
+
+    Args:
+        last_only: `pack_in_sequence`.
+        best: return None as soon as the packing is certain to be worse than this one.
     """
+    trials, missed = Trials(thresholds, say), set[str]()
     adapters: dict[Adapter, TrainingResult] = {}
-    steps: list[Step] = []
-    missed: dict[str, Score] = {}
     for domain in domains:
-        for held in [adapter for adapter in adapters if not missed.keys() & set(adapter)]:
+        open_ = [*adapters][-1:] if last_only else [adapter for adapter in adapters if not missed & set(adapter)]
+        for held in open_:
             trained = train((*held, domain))
-            broken = below_threshold(trained.scores, thresholds)
-            steps.append(Step((domain,), held, trained, broken, kept=not broken))
-            if not broken:
+            if not trials.add((domain,), held, trained):
                 # Replaces the adapter that it extends: adapters stay in the order in which they were created.
                 adapters = {
                     (*held, domain) if a == held else a: trained if a == held else t for a, t in adapters.items()
                 }
-                say(f"{domain} joins {_list(held)}: {format_scores(trained.scores, thresholds)}")
                 break
-            say(f"rolled back: with {domain} in {_list(held)}, below threshold: {format_scores(broken, thresholds)}")
         else:
-            trained = train((domain,))
-            broken = below_threshold(trained.scores, thresholds)
-            steps.append(Step((domain,), (), trained, broken, kept=True))
-            adapters[(domain,)] = trained
-            missed.update(broken)
-            say(
-                f"{domain} misses its threshold even alone: {format_scores(broken, thresholds)}"
-                if broken
-                else f"{domain} opens adapter {len(adapters)}: {format_scores(trained.scores, thresholds)}"
-            )
+            adapters[(domain,)] = trained = train((domain,))
+            missed |= trials.add((domain,), (), trained).keys()
         if best is not None and (len(missed), len(adapters)) > best.rank[:2]:
             return None
-    return Packing.of(adapters, steps, missed, thresholds)
+    return Packing.of(adapters, trials)
 
 
 def pack_best(
-    orders: Iterable[Sequence[str]],
-    thresholds: Mapping[str, float],
-    train: Train,
-    *,
-    say: Callable[[str], None] = lambda _: None,
+    orders: Iterable[Sequence[str]], thresholds: Mapping[str, float], train: Train, *, say: Say = lambda _: None
 ) -> Packing:
-    """The best packing of several candidate orders; their sequence does not matter.
+    """The best first fit of several candidate orders; their sequence does not matter.
 
     Orders with a common prefix share its trainings, and an order that cannot win any more is abandoned.
     """
@@ -188,39 +212,14 @@ def pack_best(
 
 
 def pack_in_sequence(
-    domains: Sequence[str],
-    thresholds: Mapping[str, float],
-    train: Train,
-    *,
-    say: Callable[[str], None] = lambda _: None,
+    domains: Sequence[str], thresholds: Mapping[str, float], train: Train, *, say: Say = lambda _: None
 ) -> Packing:
     """The paper's algorithm (section 4.2.1): one adapter takes domain after domain until one of them falls below its
     threshold; then it is rolled back and closed, and a new adapter learns the last domain. The paper compares the
     measured value; pass `by_value(train)` for that."""
-    closed: dict[Adapter, TrainingResult] = {}
-    steps: list[Step] = []
-    held: Adapter = ()
-    current: TrainingResult | None = None
-    for domain in domains:
-        trained = train((*held, domain))
-        broken = below_threshold(trained.scores, thresholds)
-        steps.append(Step((domain,), held, trained, broken, kept=not (held and broken)))
-        if current is not None and broken:
-            say(f"rolled back: with {domain} in {_list(held)}, below threshold: {format_scores(broken, thresholds)}")
-            closed[held] = current
-            held = ()
-            trained = train((domain,))
-            steps.append(Step((domain,), (), trained, below_threshold(trained.scores, thresholds), kept=True))
-        held, current = (*held, domain), trained
-        say(f"{_list(held)}: {format_scores(trained.scores, thresholds)}")
-    if current is not None:
-        closed[held] = current
-    missed = {
-        name: score
-        for trained in closed.values()
-        for name, score in below_threshold(trained.scores, thresholds).items()
-    }
-    return Packing.of(closed, steps, missed, thresholds)
+    packing = pack(domains, thresholds, train, last_only=True, say=say)
+    assert packing is not None, "there is no better one"
+    return packing
 
 
 def by_value(train: Train) -> Train:
@@ -265,10 +264,6 @@ def below_threshold(scores: Mapping[str, Score], thresholds: Mapping[str, float]
     return {name: score for name, score in scores.items() if score.lower < thresholds[name]}
 
 
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names)
-
-
 def format_scores(scores: Mapping[str, Score], thresholds: Mapping[str, float]) -> str:
     """Format scores with their thresholds, and with lower bounds if a confidence is set."""
     bounds = {name: f"lower bound {score.lower:.3f}, " for name, score in scores.items() if score.lower != score.value}
@@ -290,14 +285,11 @@ def hardest_first(alone: Mapping[str, float]) -> tuple[str, ...]:
 def by_similarity(features: Mapping[str, np.ndarray]) -> tuple[str, ...]:
     """Start at the first domain; each next one is the most similar by the cosine of mean features [hidden]."""
     # The mean over all domains is subtracted, since it would dominate their differences.
-    mean = np.mean(list(features.values()), 0)
-    units = {name: _unit(vector - mean) for name, vector in features.items()}
+    rows = np.stack(list(features.values()))
+    rows = rows - rows.mean(0)
+    units = dict(zip(features, rows / np.linalg.norm(rows, axis=1, keepdims=True).clip(1e-12), strict=True))
     order = [next(iter(features))]
     while len(order) < len(units):
         left = [name for name in units if name not in order]
         order.append(max(left, key=lambda name: float(units[name] @ units[order[-1]])))
     return tuple(order)
-
-
-def _unit(vector: np.ndarray) -> np.ndarray:
-    return vector / max(float(np.linalg.norm(vector)), 1e-12)

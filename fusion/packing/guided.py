@@ -14,9 +14,10 @@ from fusion.packing.algorithm import (
     Adapter,
     History,
     Packing,
+    Say,
     Score,
-    Step,
     TrainingResult,
+    Trials,
     below_threshold,
     format_scores,
 )
@@ -79,7 +80,7 @@ def pack_guided(
     trainings: Trainings,
     *,
     trained_alone: Collection[str] = (),
-    say: Callable[[str], None] = lambda _: None,
+    say: Say = lambda _: None,
     run_ahead: Callable[[Sequence[Adapter]], None] = lambda _: None,
     former: Sequence[Former] = (),
 ) -> Packing:
@@ -101,9 +102,9 @@ def pack_guided(
     search.join_the_rest()
     if not former:
         search.merge()
-    adapters = {one.names: one.trained for one in search.in_order()}
-    histories = {one.names: one.history for one in search.adapters}
-    return Packing.of(adapters, search.steps, search.missed, thresholds, histories)
+    found = sorted(search.adapters, key=lambda one: domains.index(one.names[0]))
+    adapters = {one.names: one.trained for one in found}
+    return Packing.of(adapters, search.trials, {one.names: one.history for one in search.adapters})
 
 
 class _Search:
@@ -116,25 +117,21 @@ class _Search:
         thresholds: Mapping[str, float],
         trainings: Trainings,
         trained_alone: Collection[str],
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
+        self.trials = Trials(thresholds, say)
         self._domains = tuple(domains)
         self._thresholds = thresholds
         self._trainings = trainings
         self._alone = set(trained_alone)
         self._say = say
-        self._failed: list[Set] = []
         self._conflicts: dict[Set, float] = {}
         self._undecided = set(domains)
         self._groups: list[Adapter] = []
         self.spent = 0.0
         self.adapters: list[_Held] = []
         self.left: list[str] = []
-        self.steps: list[Step] = []
-        self.missed: dict[str, Score] = {}
-
-    def in_order(self) -> list[_Held]:
-        return sorted(self.adapters, key=lambda one: self._domains.index(one.names[0]))
+        self.missed: set[str] = set()
 
     def train_groups(self, run_ahead: Callable[[Sequence[Adapter]], None]) -> None:
         """Train all domains jointly, then those that missed their thresholds, in groups, while that is affordable.
@@ -171,7 +168,7 @@ class _Search:
                 if kept := self._sorted(set(names) - below.keys()):
                     self._hold(_Held(history, kept, _scores_of(trained, kept)))
                     self._say(f"kept: {format_scores(_scores_of(trained, kept).scores, self._thresholds)}")
-                self.left += sorted(below, key=lambda name: (self._thresholds[name] - below[name].lower, name))
+                self.left += self._nearest(below)
         for names in changed:
             if len(names) > 1 and self._affords(len(names)):
                 self._divide(names, self._train_group(names))
@@ -208,7 +205,7 @@ class _Search:
             before = list(self.adapters)
             others = [one for one in before if one is not small]
             if small in before and self._could_merge(small, others):
-                self.adapters, first = others, len(self.steps)
+                self.adapters, first = others, len(self.trials.steps)
                 unfit = next((name for name in small.names if not self._joins_any(name, self.adapters)), None)
                 if unfit is not None:
                     self.adapters = before
@@ -216,20 +213,21 @@ class _Search:
 
     def _undo(self, first: int, names: Adapter, unfit: str) -> None:
         """Mark the joins from step `first` on as rolled back: `unfit` of these domains fits into no other adapter."""
-        if any(step.kept for step in self.steps[first:]):
-            self._say(f"undone: no other adapter takes {unfit}, so {_list(names)} stay together")
-        self.steps[first:] = [dataclasses.replace(step, kept=False) for step in self.steps[first:]]
+        steps = self.trials.steps
+        if any(step.kept for step in steps[first:]):
+            self._say(f"undone: no other adapter takes {unfit}, so {', '.join(names)} stay together")
+        steps[first:] = [dataclasses.replace(step, kept=False) for step in steps[first:]]
 
     def _could_merge(self, small: _Held, others: Sequence[_Held]) -> bool:
         """Whether it is possible, as far as known, that all domains of an adapter find room in others."""
-        open_ = [one for one in others if not self.missed.keys() & set(one.names)]
+        open_ = self._open(others)
         union = {name for one in (small, *open_) for name in one.names}
-        known_to_fail = len(open_) == 1 and any(failed <= union for failed in self._failed)
-        return not self.missed.keys() & set(small.names) and not known_to_fail
+        known_to_fail = len(open_) == 1 and self.trials.known_to_fail(union)
+        return not self.missed & set(small.names) and not known_to_fail
 
     def _trains_all(self) -> bool:
         """Whether all domains fit into one adapter, which is tried if it is affordable and has not failed."""
-        if frozenset(self._domains) in self._failed or not self._affords(len(self._domains)):
+        if frozenset(self._domains) in self.trials.failed or not self._affords(len(self._domains)):
             return False
         trained, below = self._train(self._domains, whole=True)
         if not below:
@@ -245,7 +243,7 @@ class _Search:
         return below
 
     def _divide(self, group: Adapter, below: Mapping[str, Score]) -> None:
-        nearest = sorted(below, key=lambda name: (self._thresholds[name] - below[name].lower, name))
+        nearest = self._nearest(below)
         if len(nearest) > 1:
             self._measure_conflicts(History(tuple(sorted(group))))
         groups = _without_conflicts(nearest, self._conflicts)
@@ -255,24 +253,11 @@ class _Search:
         self._groups += [one for one in groups if len(one) > 1]
 
     def _train(self, group: Adapter, *, whole: bool = False) -> tuple[TrainingResult, dict[str, Score]]:
-        """Train a group jointly. Returns the result and the domains that miss their thresholds.
-
-        Args:
-            whole: the training is kept only if all of its domains meet their thresholds.
-        """
+        """Train a group jointly. Returns the result and the domains that miss their thresholds. whole: as of
+        `Trials.add`."""
         trained = self._trainings.together(group)
         self.spent += len(group)
-        below = below_threshold(trained.scores, self._thresholds)
-        stays = () if below and whole else tuple(name for name in group if name not in below)
-        self._record(group, (), trained, below, kept=bool(stays))
-        if below:
-            self._say(
-                f"{_list(group)} do not fit into one adapter, below threshold: "
-                f"{format_scores(below, self._thresholds)}; kept in it: {_list(stays) or 'none'}"
-            )
-        else:
-            self._say(f"{_list(group)} in one adapter: {format_scores(trained.scores, self._thresholds)}")
-        return trained, below
+        return trained, self.trials.add(group, (), trained, whole=whole)
 
     def _measure_conflicts(self, history: History) -> None:
         cost = self._trainings.conflict_cost * len(history.together)
@@ -287,25 +272,17 @@ class _Search:
             pairs = [self._conflicts.get(frozenset((name, other)), 0.0) for other in held.names]
             return max(pairs), len(held.names)
 
-        open_ = [held for held in adapters if not self.missed.keys() & set(held.names)]
-        return any(self._joins(name, held) for held in sorted(open_, key=conflict))
+        return any(self._joins(name, held) for held in sorted(self._open(adapters), key=conflict))
 
     def _joins(self, name: str, held: _Held) -> bool:
         union = {*held.names, name}
-        if any(failed <= union for failed in self._failed) or not self._affords(1):
+        if self.trials.known_to_fail(union) or not self._affords(1):
             return False
         trained = self._trainings.join(held.history, held.names, name)
         self.spent += 1
-        below = below_threshold(trained.scores, self._thresholds)
-        self._record((name,), held.names, trained, below, kept=not below)
-        if below:
-            self._say(
-                f"rolled back: with {name} in {_list(held.names)}, below threshold: "
-                f"{format_scores(below, self._thresholds)}"
-            )
+        if below := self.trials.add((name,), held.names, trained):
             self._conflicts |= {frozenset((name, hurt)): 1.0 for hurt in below if hurt != name}
             return False
-        self._say(f"{name} joins {_list(held.names)}: {format_scores(trained.scores, self._thresholds)}")
         history = held.history._replace(joins=(*held.history.joins, (held.names, name)))
         self.adapters = [one for one in self.adapters if one is not held]
         self._hold(_Held(history, self._sorted(union), trained))
@@ -315,11 +292,7 @@ class _Search:
         trained = self._trainings.together((name,))
         self.spent += name not in self._alone
         self._alone.add(name)
-        below = below_threshold(trained.scores, self._thresholds)
-        self._record((name,), (), trained, below, kept=True)
-        how = "misses its threshold even alone" if below else "alone"
-        self._say(f"{name} {how}: {format_scores(trained.scores, self._thresholds)}")
-        self.missed.update(below)
+        self.missed |= self.trials.add((name,), (), trained).keys()
         self._hold(_Held(History((name,)), (name,), trained))
 
     def _misses_alone(self, name: str) -> bool:
@@ -334,12 +307,13 @@ class _Search:
         reserve = len(self._undecided - self._alone)
         return self.spent + cost + reserve <= BUDGET * len(self._domains)
 
-    def _record(
-        self, names: Adapter, into: Adapter, trained: TrainingResult, below: Mapping[str, Score], kept: bool
-    ) -> None:
-        self.steps.append(Step(names, into, trained, below, kept))
-        if below and len(names) + len(into) > 1:
-            self._failed.append(frozenset((*names, *into)))
+    def _open(self, adapters: Iterable[_Held]) -> list[_Held]:
+        """Without those of domains that miss their thresholds alone, which take no other."""
+        return [held for held in adapters if not self.missed & set(held.names)]
+
+    def _nearest(self, below: Mapping[str, Score]) -> list[str]:
+        """Domains below their thresholds, the nearest first."""
+        return sorted(below, key=lambda name: (self._thresholds[name] - below[name].lower, name))
 
     def _sorted(self, names: Iterable[str]) -> Adapter:
         return tuple(sorted(names, key=self._domains.index))
@@ -363,10 +337,6 @@ def _without_conflicts(names: Sequence[str], conflicts: Conflicts) -> list[Adapt
 
 def _scores_of(trained: TrainingResult, names: Collection[str]) -> TrainingResult:
     return TrainingResult({name: trained.scores[name] for name in names}, trained.seconds, trained.losses)
-
-
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(names)
 
 
 def trained_alone(plan: Plan, teacher_scores: Mapping[str, float]) -> tuple[str, ...]:

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fusion.packing.algorithm import (
     History,
     Packing,
+    Say,
     Score,
-    Step,
     TrainingResult,
     TrainTogether,
-    below_threshold,
-    format_scores,
+    Trials,
 )
 
 Set = frozenset[str]
@@ -31,7 +30,7 @@ def pack_jointly(
     thresholds: Mapping[str, float],
     train: TrainTogether,
     *,
-    say: Callable[[str], None] = lambda _: None,
+    say: Say = lambda _: None,
     run_ahead: Callable[[Sequence[Set]], None] = lambda _: None,
 ) -> Packing:
     """Find sets of domains, each trained jointly, in which every domain's lower bound meets its threshold.
@@ -43,61 +42,35 @@ def pack_jointly(
     Args:
         run_ahead: called with both parts of a set as soon as it is split; both will be trained.
     """
-    found = _TrainedSets(thresholds, train, say)
+    trials, found = Trials(thresholds, say), dict[Set, TrainingResult]()
+
+    def below(together: Set) -> dict[str, Score]:
+        """The domains that miss their thresholds in one adapter of these domains."""
+        found[together] = train(together)
+        return trials.add(tuple(sorted(together)), (), found[together])
+
+    def unites(one: Set, other: Set) -> bool:
+        return not trials.known_to_fail(one | other) and not below(one | other)
+
     waiting = [frozenset(domains)]
     kept: list[Set] = []
-    missed: dict[str, Score] = {}
+    missed: list[Set] = []
     while waiting:
         together = waiting.pop()
-        below = found.below(together)
-        if not below:
-            kept.append(together)
-        elif len(together) == 1:
-            missed.update(below)
-        else:
-            parts = _split(together, below, thresholds)
+        broken = below(together)
+        if broken and len(together) > 1:
+            parts = _split(together, broken, thresholds)
             run_ahead(parts)
             waiting += parts
-    while (pair := next((pair for pair in _smallest_first(kept) if found.unites(*pair)), None)) is not None:
+        else:
+            (missed if broken else kept).append(together)
+    while (pair := next((pair for pair in _smallest_first(kept) if unites(*pair)), None)) is not None:
         kept = [together for together in kept if together not in pair]
         kept.append(frozenset.union(*pair))
     # Adapters, and the domains in each, in the plan's order.
-    sets = [*kept, *(frozenset((name,)) for name in missed)]
-    named = {tuple(name for name in domains if name in together): found.trained[together] for together in sets}
+    named = {tuple(name for name in domains if name in together): found[together] for together in (*kept, *missed)}
     adapters = dict(sorted(named.items(), key=lambda one: list(domains).index(one[0][0])))
-    histories = {names: History(tuple(sorted(names))) for names in adapters}
-    return Packing.of(adapters, found.steps, missed, thresholds, histories)
-
-
-class _TrainedSets:
-    """Results of trained sets; each set is trained at most once."""
-
-    def __init__(self, thresholds: Mapping[str, float], train: TrainTogether, say: Callable[[str], None]) -> None:
-        self._thresholds = thresholds
-        self._train = train
-        self._say = say
-        self._failed: list[Set] = []
-        self.trained: dict[Set, TrainingResult] = {}
-        self.steps: list[Step] = []
-
-    def below(self, together: Set) -> dict[str, Score]:
-        """The domains that miss their thresholds in one adapter of these domains."""
-        trained = self._train(together)
-        below = below_threshold(trained.scores, self._thresholds)
-        self.trained[together] = trained
-        names = tuple(sorted(together))
-        self.steps.append(Step(names, (), trained, below, kept=not below or len(names) == 1))
-        if below:
-            self._failed.append(together)
-            why = "misses its threshold even alone" if len(names) == 1 else "do not fit into one adapter"
-            self._say(f"{', '.join(names)} {why}: {format_scores(below, self._thresholds)}")
-        else:
-            self._say(f"{', '.join(names)} in one adapter: {format_scores(trained.scores, self._thresholds)}")
-        return below
-
-    def unites(self, one: Set, other: Set) -> bool:
-        union = one | other
-        return not any(failed <= union for failed in self._failed) and not self.below(union)
+    return Packing.of(adapters, trials, {names: History(tuple(sorted(names))) for names in adapters})
 
 
 def _split(together: Set, below: Mapping[str, Score], thresholds: Mapping[str, float]) -> list[Set]:
@@ -127,16 +100,6 @@ class Bound:
     adapters: int
     missed: tuple[str, ...]
     conflicts: tuple[tuple[str, str], ...]
-    clique: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Optimum:
-    """A partition of the domains with the fewest sets, and the number of sets trained to prove it."""
-
-    adapters: tuple[frozenset[str], ...]
-    missed: tuple[str, ...]
-    num_trained: int
 
 
 class Oracle:
@@ -158,24 +121,21 @@ class Oracle:
         tried = itertools.combinations(others, 2) if pairs is None else [p for p in pairs if set(p).issubset(others)]
         conflicts = [pair for pair in tried if not self.keeps(frozenset(pair))]
         clique = _largest_clique(others, {frozenset(pair) for pair in conflicts})
-        return Bound(len(missed) + len(clique), missed, tuple(conflicts), clique)
+        return Bound(len(missed) + clique, missed, tuple(conflicts))
 
-    def optimum(self) -> Optimum:
-        """The fewest adapters over all partitions; a domain that misses alone gets its own. Trains only needed sets."""
+    def optimum(self) -> tuple[Set, ...] | None:
+        """The fewest adapters over all partitions; a domain that misses alone gets its own. Trains only needed sets.
+
+        None if more than `MAX_DOMAINS` domains meet their thresholds alone.
+        """
         missed, others = self._alone()
         if len(others) > MAX_DOMAINS:
-            raise ValueError(f"{len(others)} domains: the exhaustive optimum is for {MAX_DOMAINS} at most")
+            return None
         # Among partitions of equal size, even ones first: they are likelier to fit, and the first fit is optimal.
         for partition in sorted(_partitions(others), key=lambda sets: (len(sets), max(map(len, sets), default=0))):
             if all(self.keeps(together) for together in sorted(partition, key=self._known_first)):
-                alone = tuple(frozenset((name,)) for name in missed)
-                return Optimum((*partition, *alone), missed, len(self._keeps))
+                return (*partition, *(frozenset((name,)) for name in missed))
         raise AssertionError("each domain alone is a partition, and all of these keep their thresholds alone")
-
-    def optimum_of_few(self) -> Optimum | None:
-        """`optimum`, or None if more than `MAX_DOMAINS` domains meet their thresholds alone."""
-        _, others = self._alone()
-        return self.optimum() if len(others) <= MAX_DOMAINS else None
 
     def keeps(self, together: frozenset[str]) -> bool:
         """Whether every domain's lower bound meets its threshold in one adapter of these domains."""
@@ -204,9 +164,10 @@ def _partitions(names: tuple[str, ...]) -> Iterator[tuple[frozenset[str], ...]]:
             yield (*partition[:place], together | {first}, *partition[place + 1 :])
 
 
-def _largest_clique(names: Sequence[str], edges: set[frozenset[str]]) -> tuple[str, ...]:
+def _largest_clique(names: Sequence[str], edges: set[Set]) -> int:
+    """The size of the largest group of which every pair is an edge."""
     for size in range(len(names), 1, -1):
         for group in itertools.combinations(names, size):
             if all(frozenset(pair) in edges for pair in itertools.combinations(group, 2)):
-                return group
-    return tuple(names[:1])
+                return size
+    return min(1, len(names))

@@ -82,7 +82,7 @@ def test_bars_show_steps_facts_and_all_trainings(clock: Clock) -> None:
                 clock.now += 1
                 update(step + 1, f"loss {step}")
             assert isinstance(progress.display, ProgressBars)
-            bars = progress.display.bars
+            bars = progress.display
             bars.refresh()
             assert [task.description for task in bars.tasks] == ["training a", "all trainings"]
             assert bars.tasks[0].percentage == 75 and bars.tasks[1].completed == pytest.approx(0.75)
