@@ -26,9 +26,8 @@ from benchmarks.recall import BASE, Query, goals_of, measure_copies, measure_rec
 from fusion.data.samples import Sample, Splits
 from fusion.embedded.drawing import COLORS, SIZE, add_noise, article, chance, pick
 from fusion.plan.schema import LoraPlan
-from fusion.synthetic.road_signs import ACTIONS, CLIP_FRAMES, Passing, draw_passing
+from fusion.synthetic.drawn import ACTIONS, CLIP_FRAMES, KINDS, SIDES, Passing, Street, Thing, draw_passing, draw_street
 from fusion.synthetic.sources import load_source
-from fusion.synthetic.streets import KINDS, SIDES, Street, Thing, draw_street
 from vlora.bench.harness import Bench, Measured, Results, Store, say
 from vlora.bench.serve.server_process import launched_server
 from vlora.client import Client

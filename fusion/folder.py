@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ _NAMES = ("adapters", "test", "report.html", _REPORT)
 _STAGED = "results.unfinished"
 _REPLACED = "replaced.json"  # in the staged results: the report of the results that they replace
 # Names of files and folders in a run's other folders.
-_TRAININGS = re.compile(rf"packing\.json|[0-9a-f]{{24}}|{UNFINISHED}.*")
-_FEATURES = re.compile(rf"[0-9a-f]{{24}}-[0-9a-f]{{32}}\.safetensors|[0-9a-f]{{64}}\.(safetensors|\d+)|{UNFINISHED}.*")
+_TRAININGS = rf"packing\.json|[0-9a-f]{{24}}|{UNFINISHED}.*"
+_FEATURES = rf"[0-9a-f]{{24}}-[0-9a-f]{{32}}\.safetensors|[0-9a-f]{{64}}\.(safetensors|\d+)|{UNFINISHED}.*"
 
 
 @contextlib.contextmanager
@@ -57,12 +57,16 @@ def former_adapters(out: Path) -> dict[str, tuple[str, ...]]:
 def refuse_foreign(out: Path) -> None:
     """Raise BadConfig if a run would delete something in OUT that no run wrote. Its reports name what it wrote."""
     reports = _reports(out)
+
+    def named(key: str) -> str:
+        return "|".join(re.escape(one["name"]) for report in reports for one in report[key])
+
     found = [
         *_others(out / "checkpoint", _TRAININGS),
         *_others(out / "features", _FEATURES),
-        *_others(out / "adapters", _any_of(one["name"] for report in reports for one in report["adapters"])),
-        *_others(out / "test", _any_of(one["name"] for report in reports for one in report["domains"])),
-        *_others(out / _STAGED, _any_of((*_NAMES, _REPLACED))),
+        *_others(out / "adapters", named("adapters")),
+        *_others(out / "test", named("domains")),
+        *_others(out / _STAGED, "|".join(map(re.escape, (*_NAMES, _REPLACED)))),
         *(name for name in ("report.html", _REPORT) if not reports and (out / name).exists()),
     ]
     if found:
@@ -91,31 +95,23 @@ def refuse_to_overwrite(out: Path) -> None:
 
 
 def _reports(out: Path) -> list[dict[str, Any]]:
-    """The reports of earlier runs in OUT, of which a run that was killed may have left several."""
-    places = (out / _REPORT, out / _STAGED / _REPORT, out / _STAGED / _REPLACED)
-    return [report for place in places if (report := _read_report(place)) is not None]
+    """The reports of earlier runs in OUT, of which a run that was killed may have left several; other files do not
+    count."""
+    found = []
+    for file in (out / _REPORT, out / _STAGED / _REPORT, out / _STAGED / _REPLACED):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            report = json.loads(file.read_bytes())
+            if all(isinstance(one["name"], str) for key in ("adapters", "domains") for one in report[key]):
+                found.append(report)
+    return found
 
 
-def _read_report(file: Path) -> dict[str, Any] | None:
-    """A report's content; None for other files."""
-    try:
-        report = json.loads(file.read_bytes())
-        named = [one["name"] for key in ("adapters", "domains") for one in report[key]]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-    return report if all(isinstance(name, str) for name in named) else None
-
-
-def _any_of(names: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, names)))
-
-
-def _others(folder: Path, own: re.Pattern[str]) -> list[str]:
-    """The folder, with a file as evidence, if it contains names that no run writes."""
+def _others(folder: Path, own: str) -> list[str]:
+    """The folder, with a file as evidence, if it contains names that no run writes. own: a pattern of those it does."""
     if folder.exists() and not folder.is_dir():
         return [folder.name]
     names = sorted(entry.name for entry in folder.glob("*"))
-    others = [name for name in names if not own.fullmatch(name)]
+    others = [name for name in names if not re.fullmatch(own, name)]
     more = f" and {len(others) - 1} more" if len(others) > 1 else ""
     return [f"{folder.name}/ ({others[0]}{more})"] if others else []
 

@@ -28,12 +28,11 @@ from fusion.packing.algorithm import (
     Train,
     at_random,
     by_similarity,
-    hardest_first,
     pack,
     pack_best,
     pack_in_sequence,
 )
-from fusion.packing.guided import Former, max_trainings, min_trainings, pack_guided, trained_alone
+from fusion.packing.guided import Former, num_trainings, pack_guided, trained_alone
 from fusion.packing.joint import Oracle, pack_jointly
 from fusion.plan.check import check_plan
 from fusion.plan.schema import Order, Plan, PlanFile, RelativeThreshold, read_plan_file
@@ -160,7 +159,7 @@ def preview(
         for what, size in missing.items():
             progress.say(f"would run: {what}, about {duration(size * each_s)}")
         fits = "then packing" if packing is None else f"about {duration(sum(missing.values()) * each_s)} if each fits"
-        most = packings * (max_trainings(plan, alone) - len(alone)) + (len(missing) if packing is None else 0)
+        most = packings * (num_trainings(plan, alone)[1] - len(alone)) + (len(missing) if packing is None else 0)
         progress.say(f"in all: {fits}, at most {duration(most * each_s)}")
 
 
@@ -177,7 +176,7 @@ def set_thresholds(session: Session) -> dict[str, float]:
     """Set every threshold, after training those domains alone for which that is needed in any case."""
     data = session.data
     alone = trained_alone(data.plan, data.teacher_scores)
-    session.progress.expect(min_trainings(data.plan, alone))
+    session.progress.expect(num_trainings(data.plan, alone)[0])
     session.run_ahead({partial(session.cache, (name,)): (name,) for name in alone})
     counts = {name: len(domain.splits.validation) for name, domain in data.domains.items()}
     return thresholds_of(data.plan, session.cache, data.teacher_scores, counts, session.progress.say)
@@ -298,7 +297,6 @@ def _added(packing: Packing, stored: _Stored) -> int:
 
 
 def keep_packing(session: Session, packing: Packing) -> None:
-    """Store a packing for later runs of a changed plan."""
     trained = [{*history.together, *(new for _, new in history.joins)} for history in packing.histories.values()]
     identities = {name: session.cache.identity(name) for name in sorted(set().union(*trained))}
     session.checkpoint.keep_packing(_Stored([*packing.histories.items()], [*packing.steps], identities))
@@ -350,7 +348,7 @@ def orders_of(plan: Plan, domains: Mapping[str, Domain], train: Train) -> list[t
             case "similarity":
                 return by_similarity({name: domain.features() for name, domain in domains.items()})
             case "hardest_first":
-                return hardest_first({name: train((name,)).scores[name].value for name in domains})
+                return tuple(sorted(domains, key=lambda name: train((name,)).scores[name].value))
 
     return [order_of(order, index) for index, order in enumerate(plan.order)]
 

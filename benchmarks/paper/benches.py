@@ -25,7 +25,7 @@ from benchmarks.split.processes import FULL, QUICK
 from fusion.data.samples import Splits
 from fusion.embedded import checkpoint_path
 from fusion.plan.schema import LoraPlan
-from fusion.synthetic.road_signs import ACTIONS
+from fusion.synthetic.drawn import ACTIONS
 from fusion.synthetic.sources import load_source
 from fusion.teachers.built_in import TEACHERS
 from fusion.training.objectives import objective_of
@@ -193,8 +193,7 @@ def _small_model_score(source: str, quick: bool, rival_steps: int | None) -> flo
             export(model, splits, Path(folder) / "model.onnx")
             answers = SmallModel(Path(folder) / "model.onnx", splits, threads=1).answers(splits.test)
     elif source in TEACHERS:
-        teacher = TEACHERS[source]()
-        teacher.fit(splits)
+        teacher = TEACHERS[source](splits)
         answers = teacher.answers(splits.test)
     else:
         return None

@@ -27,7 +27,6 @@ def block_side(name: str) -> Side | None:
 
 
 def block_config(lora: LoraPlan) -> BdLoraConfig | None:
-    """The block-diagonal config for PEFT; None for ordinary LoRA."""
     if lora.blocks == 1:
         return None
     return BdLoraConfig(
@@ -50,7 +49,7 @@ def scaled_alpha(lora: LoraPlan) -> float:
 
 
 def num_parameters(lora: LoraPlan, name: str, layer: nn.Linear) -> int:
-    """Number of parameters in both factors of a layer, without the zeros between blocks."""
+    """In both factors of a layer, without the zeros between blocks."""
     side = block_side(name)
     inputs = layer.in_features // (lora.blocks if side == "a" else 1)
     outputs = layer.out_features // (lora.blocks if side == "b" else 1)
@@ -75,7 +74,6 @@ def undivided(lora: LoraPlan, layers: Mapping[str, nn.Linear]) -> str | None:
 
 
 def undivided_layer(name: str, d_in: int, d_out: int, blocks: int) -> str | None:
-    """Why a layer cannot have this number of blocks; None if it can."""
     width, what = (d_in, "inputs") if block_side(name) == "a" else (d_out, "outputs")
     if block_side(name) is None or width % blocks == 0:
         return None
@@ -83,5 +81,4 @@ def undivided_layer(name: str, d_in: int, d_out: int, blocks: int) -> str | None
 
 
 def next_multiple(rank: int, blocks: int) -> int:
-    """The smallest multiple of `blocks` that is at least `rank`."""
     return -(-rank // blocks) * blocks

@@ -25,7 +25,7 @@ from heads.storage import write_tensors
 from vlora.adapter_files import CONFIG_FILE, DOMAINS_FILE, HEAD_FILES, WEIGHTS_FILE
 from vlora.errors import BadAdapter, BadConfig
 from vlora.lora.peft_format import AdapterHeader, read_config, read_header
-from vlora.lora.peft_target import SiteShape, TargetHeader
+from vlora.lora.peft_target import SiteShape
 from vlora.models.hf_model import HFModel
 from vlora.models.loading import dummy_model
 from vlora.models.pretrained import from_pretrained
@@ -159,11 +159,18 @@ def _write(
     factors = load_file(header.path / WEIGHTS_FILE)
     with progress.work(f"converting {header.path}", len(header.targets), "layers") as update:
         for target in header.targets:
-            layer, tensors[target.tensor_a], tensors[target.tensor_b] = _converted(
-                header, target, factors, ranks, blocks
-            )
-            layers.append(layer)
-            by_module[_module(target)] = layer.rank
+            a, b = factors[target.tensor_a], factors[target.tensor_b].double() * target.scale
+            if not (a.isfinite().all() and b.isfinite().all()):
+                raise BadAdapter(f"{header.path}: the factors of {target.site} contain values that are not finite")
+            side = block_side(target.site)
+            made = None if side is None else Blocks(side, blocks)
+            rank, error = ranks.get(target.site, target.rank), 0.0
+            if made is not None:
+                a, b, error = nearest_blocks(a, b, made, rank)
+            tensors[target.tensor_a], tensors[target.tensor_b] = (each.float().contiguous() for each in (a, b))
+            layers.append(ConvertedLayer(target.site, made, rank, error))
+            # PEFT matches the layer's name in the file against patterns.
+            by_module[target.tensor_a.removeprefix("base_model.model.").removesuffix(".lora_A.weight")] = rank
             update(len(layers))
     folder.mkdir(parents=True)
     write_tensors(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
@@ -172,25 +179,6 @@ def _write(
         if (header.path / file).exists():
             shutil.copyfile(header.path / file, folder / file)
     return layers
-
-
-def _converted(
-    header: AdapterHeader,
-    target: TargetHeader,
-    factors: Mapping[str, Tensor],
-    ranks: Mapping[str, int],
-    blocks: int,
-) -> tuple[ConvertedLayer, Tensor, Tensor]:
-    """Convert a layer; return it with its factors A and B. Raises BadAdapter for values that are not finite."""
-    a, b = factors[target.tensor_a], factors[target.tensor_b].double() * target.scale
-    side = block_side(target.site)
-    made = None if side is None else Blocks(side, blocks)
-    rank, error = ranks.get(target.site, target.rank), 0.0
-    if not (a.isfinite().all() and b.isfinite().all()):
-        raise BadAdapter(f"{header.path}: the factors of {target.site} contain values that are not finite")
-    if made is not None:
-        a, b, error = nearest_blocks(a, b, made, rank)
-    return ConvertedLayer(target.site, made, rank, error), _stored(a), _stored(b)
 
 
 def _settings(ranks: Mapping[str, int], layers: Sequence[ConvertedLayer], blocks: int) -> dict[str, Any]:
@@ -214,15 +202,6 @@ def _settings(ranks: Mapping[str, int], layers: Sequence[ConvertedLayer], blocks
             "match_strict": all(layer.blocks is not None for layer in layers),
         },
     }
-
-
-def _module(target: TargetHeader) -> str:
-    """The layer's name in the file, which PEFT matches against patterns."""
-    return target.tensor_a.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-
-
-def _stored(factor: Tensor) -> Tensor:
-    return factor.float().contiguous()
 
 
 class BlockApproximation(NamedTuple):

@@ -91,11 +91,18 @@ def distil(
             f"{original.path}, which has {', '.join(original.heads) or 'none'}"
         )
     for name, domain in domains.items():
-        _same_labels(domain, original.heads[name])
+        if not isinstance(domain.task, HeadObjective):
+            raise BadPlan(f"{name} is answered in words in the plan, but by a head in the adapter")
+        own, wanted = domain.task.task.labels, original.heads[name].spec.labels
+        if own != wanted:
+            raise BadPlan(
+                f"the data of {name} has the labels {', '.join(own)}, the adapter's head {', '.join(wanted)}; set the "
+                "domain's `labels` to the head's, in this order"
+            )
     pair = _AdapterPair(base, original, converted, bfloat16=plan.training.bfloat16)
 
     def scored(which: str) -> dict[str, float]:
-        found = {}
+        found: dict[str, float] = {}
         with progress.work(f"scoring the {which} adapter", len(domains), "domains") as update:
             for name, domain in domains.items():
                 found[name] = pair.score(which, domain, original.heads[name])
@@ -116,16 +123,6 @@ def distil(
     return [
         DistillationScores(name, first[name], second[name], third[name], before[name], after[name]) for name in domains
     ]
-
-
-def _same_labels(domain: Domain, head: TaskHead) -> None:
-    if not isinstance(domain.task, HeadObjective):
-        raise BadPlan(f"{domain.plan.name} is answered in words in the plan, but by a head in the adapter")
-    if (own := domain.task.task.labels) != head.spec.labels:
-        raise BadPlan(
-            f"the data of {domain.plan.name} has the labels {', '.join(own)}, the adapter's head "
-            f"{', '.join(head.spec.labels)}; set the domain's `labels` to the head's, in this order"
-        )
 
 
 class _AdapterPair:

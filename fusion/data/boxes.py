@@ -58,24 +58,22 @@ def boxed_items(
     times: Counter[Path] = Counter()
     for picture in pictures:
         if isinstance(picture.file, str):
-            errors.add(f"{picture.place}: {picture.file}", "path")
+            errors.add(f"{picture.place}: {picture.file}")
             continue
         times[picture.file] += 1
         if times[picture.file] == 2:
-            errors.add(
-                f"{picture.place}: {picture.file} has several entries; each would have a part of its boxes", "path"
-            )
+            errors.add(f"{picture.place}: {picture.file} has several entries; each would have a part of its boxes")
         size, boxes = None, []
         if picture.objects:  # without boxes it makes no difference what they refer to
             view = view_of(picture.size, picture.file, in_shares, exif if task == "detection" else "apply")
             if isinstance(view, str):
-                errors.add(f"{picture.place}: {view}", "path")
+                errors.add(f"{picture.place}: {view}")
                 continue
             size = view.upright
             for drawn in picture.objects:
                 box = box_of(drawn.edges, drawn.label, view, drawn.written)
                 if isinstance(box, str):
-                    errors.add(f"{drawn.place}: {box}", "path")
+                    errors.add(f"{drawn.place}: {box}")
                 else:
                     boxes.append(box)
         answer, group = answer_of(boxes, task), source_picture(picture.file)
@@ -134,7 +132,6 @@ def box_of(edges: Edges, label: str, view: View, written: str) -> NamedBox | str
 
 
 def _turned(edges: Sequence[float], orientation: int) -> Edges:
-    """Edges in a stored picture as edges in the upright one."""
     left, top, right, bottom = edges
     if orientation in QUARTER_TURNS:
         left, top, right, bottom = top, left, bottom, right

@@ -6,7 +6,7 @@ import dataclasses
 import re
 import typing
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -113,7 +113,7 @@ def read_coco(data: Coco, task: str, errors: PlanErrors) -> list[Item]:
     """Read one item per picture (`boxed_items`), or one per caption (captioning)."""
     items: list[Item] = []
     for part, file in _files(data.path, task, errors):
-        found = parse(file, COCO, "path", errors)
+        found = parse(file, COCO, errors)
         if found is not None:
             items += _items(found, file, data, task, part, errors)
     return items
@@ -125,7 +125,7 @@ def _files(path: Path, task: str, errors: PlanErrors) -> list[tuple[Part | None,
     if path.is_file():
         return [(None, path)]
     if not path.is_dir():
-        errors.add(f"there is no file or folder {path}", "path")
+        errors.add(f"there is no file or folder {path}")
         return []
     files = sorted(file for depth in ("*.json", "*/*.json") for file in path.glob(depth) if file.name != "notes.json")
     kind = "captions" if task == "captioning" else "instances"
@@ -137,13 +137,9 @@ def _files(path: Path, task: str, errors: PlanErrors) -> list[tuple[Part | None,
         if count > 1:
             names = ", ".join(str(file.relative_to(path)) for own, file in found if own == part)
             what = f"of {part}" if part else "that name no part (train, validation, test)"
-            errors.add(
-                f"{path} has {count} JSON files {what}: {names}; set `path` to one, or remove the others", "path"
-            )
+            errors.add(f"{path} has {count} JSON files {what}: {names}; set `path` to one, or remove the others")
     if not found:
-        errors.add(
-            f"{path} has no JSON file, nor has a folder in it; expected are train.json, validation.json, ...", "path"
-        )
+        errors.add(f"{path} has no JSON file, nor has a folder in it; expected are train.json, validation.json, ...")
     return found
 
 
@@ -165,39 +161,28 @@ def _folders(base: Path) -> list[Path]:
     return sorted(entry for entry in base.iterdir() if entry.is_dir()) if base.is_dir() else []
 
 
-def parse(file: Path, shape: TypeAdapter[Parsed], field: str, errors: PlanErrors) -> Parsed | None:
-    """Parse a JSON file of a known schema.
-
-    Args:
-        field: the plan's field that names the file.
-
-    Returns:
-        The content, or None after reporting an error if the file cannot be read.
-    """
+def parse(file: Path, shape: TypeAdapter[Parsed], errors: PlanErrors) -> Parsed | None:
+    """The content of a JSON file, or None after reporting why it cannot be read."""
     try:
         return shape.validate_json(read_text(file))
     except OSError as error:
-        errors.add(f"{file} cannot be read: {error.strerror}", field)
+        errors.add(f"{file} cannot be read: {error.strerror}")
     except ValidationError as error:
         for entry in error.errors():
             place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in entry["loc"])
-            errors.add(f"{file}, `{place.lstrip('.') or 'file'}`: {pydantic_errors.described(entry)}", field)
+            errors.add(f"{file}, `{place.lstrip('.') or 'file'}`: {pydantic_errors.described(entry)}")
     except ValueError as error:
-        errors.add(str(error), field)
+        errors.add(str(error))
     return None
 
 
 def _items(found: CocoFile, file: Path, data: Coco, task: str, part: Part | None, errors: PlanErrors) -> Iterator[Item]:
     # In files merged without new ids, annotations would be assigned to the wrong images or categories.
     categories = found.categories or []
-    unique: list[tuple[str, Iterable[int | str]]] = [
-        ("images have the id", (entry.id for entry in found.images)),
-        ("categories have the id", (entry.id for entry in categories)),
-    ]
-    for what, values in unique:
-        for value, count in Counter(values).items():
+    for what, ids in (("images", [one.id for one in found.images]), ("categories", [one.id for one in categories])):
+        for value, count in Counter(ids).items():
             if count > 1:
-                errors.add(f"{file}: {count} {what} {value}", "path")
+                errors.add(f"{file}: {count} {what} have the id {value}")
     names = {category.id: category.name for category in categories}
     images = {image.id: image for image in found.images}
     objects: dict[int | str, list[Drawn]] = {image.id: [] for image in found.images}
@@ -206,18 +191,19 @@ def _items(found: CocoFile, file: Path, data: Coco, task: str, part: Part | None
         place = f"{file}, annotation {f'at index {index}' if annotation.id is None else annotation.id}"
         image = images.get(annotation.image_id)
         if image is None:
-            errors.add(f"{place}: there is no image {annotation.image_id}", "path")
+            errors.add(f"{place}: there is no image {annotation.image_id}")
         elif task == "captioning":
             if annotation.caption:
                 captions[image.id].append(annotation.caption.strip())
             else:
-                errors.add(f"{place}: has no caption", "path")
+                errors.add(f"{place}: has no caption")
         elif annotation.iscrowd:
             continue
         elif annotation.category_id not in names:
-            errors.add(f"{place}: category {annotation.category_id} is unknown; known: {_list(names)}", "path")
+            known = ", ".join(f"{number} ({name})" for number, name in list(names.items())[:10]) or "none"
+            errors.add(f"{place}: category {annotation.category_id} is unknown; known: {known}")
         elif annotation.box is None:
-            errors.add(f"{place}: has no bbox and no polygon in its segmentation; add a bbox", "path")
+            errors.add(f"{place}: has no bbox and no polygon in its segmentation; add a bbox")
         else:
             label = names[annotation.category_id]
             objects[image.id].append(Drawn(label, annotation.edges, place, f"bbox {list(annotation.box)}"))
@@ -239,14 +225,10 @@ def _items(found: CocoFile, file: Path, data: Coco, task: str, part: Part | None
         return
     for image, picture in zip(found.images, pictures, strict=True):
         if isinstance(picture.file, str):
-            errors.add(f"{picture.place}: {picture.file}", "path")
+            errors.add(f"{picture.place}: {picture.file}")
             continue
         for caption in captions[image.id]:
             yield Item(Picture(picture.file), caption, picture.place, group=str(picture.file), part=part)
-
-
-def _list(names: dict[int | str, str]) -> str:
-    return ", ".join(f"{number} ({name})" for number, name in list(names.items())[:10]) or "none"
 
 
 EXPRESSION = "{expression}"
@@ -284,8 +266,8 @@ def read_references(data: References, question: str, errors: PlanErrors) -> list
             "path",
         )
         return []
-    refs = parse(data.path, _REFS, "path", errors)
-    boxes = parse(data.instances, COCO, "instances", errors)
+    refs = parse(data.path, _REFS, errors.inside("path"))
+    boxes = parse(data.instances, COCO, errors.inside("instances"))
     if refs is None or boxes is None:
         return []
     images = {image.id: image for image in boxes.images}

@@ -15,7 +15,7 @@ import unicodedata
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -45,13 +45,7 @@ class Frames(Sequence[np.ndarray]):
 
     file: Path
 
-    @overload
-    def __getitem__(self, index: int) -> np.ndarray: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[np.ndarray]: ...
-
-    def __getitem__(self, index: int | slice) -> np.ndarray | Sequence[np.ndarray]:
+    def __getitem__(self, index: Any) -> Any:
         return list(self)[index]
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -191,7 +185,6 @@ class Clip(Frames):
 
     @functools.cached_property
     def _times(self) -> list[float]:
-        """Of the frames."""
         try:
             times = frame_times(str(self.file))
         except BadImage as error:

@@ -14,25 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fusion.data.coco import EXPRESSION, read_coco, read_references
-from fusion.data.folders import read_images, read_unlabelled, read_videos
+from fusion.data.folders import read_labelled, read_unlabelled
 from fusion.data.frames import Clip, FileInfo, Frames
-from fusion.data.samples import Item, Sample, Splits, held_back
+from fusion.data.samples import Item, Sample, Splits, held_back, targets_of
 from fusion.data.split import clusters_of, divide
 from fusion.data.tables import read_labelled_videos, read_questions
-from fusion.data.targets import labels_shown, targets_of
 from fusion.data.voc import read_voc
 from fusion.data.yolo import read_yolo
-from fusion.plan.data_formats import (
-    Coco,
-    DataPlan,
-    ImageFolder,
-    Questions,
-    References,
-    Unlabelled,
-    VideoFolder,
-    Voc,
-    Yolo,
-)
+from fusion.plan import data_formats
 from fusion.plan.schema import HEADS, METRICS, MIN_LABELS, WORDS, DomainPlan, Plan, RelativeThreshold, trains_by_itself
 from fusion.progress import Progress
 from fusion.teachers import TeacherResult
@@ -79,7 +68,6 @@ class DomainData:
 
     @property
     def teacher_score(self) -> float | None:
-        """Its teacher's validation score."""
         return None if self.teacher_result is None else self.teacher_result.score
 
 
@@ -131,8 +119,11 @@ def _load(domain: DomainPlan, plan: Plan, errors: PlanErrors, progress: Progress
 
         data = dataclasses.replace(data, teacher_result=compare_with_teacher(domain, data.splits, errors, progress))
     _check_threshold(domain, plan, data, errors)
-    if domain.metric == "overlap":
-        _check_overlap_targets(data.splits, errors)
+    targets = itertools.chain.from_iterable(data.splits.parts.values()) if domain.metric == "overlap" else ()
+    if other := next((one.target for one in targets if box_of_words(str(one.target)) is None), None):
+        errors.add(
+            f"is 'overlap', but the answer {other!r} is not a box in thousandths ([0, 250, 500, 1000])", "metric"
+        )
     if plan.training.patience is not None and not held_back(data.splits.train):
         errors.add(
             f"`training.patience` needs a tenth of the training samples held back, but none of these "
@@ -166,35 +157,36 @@ def _load_built_in(domain: DomainPlan, seed: int, errors: PlanErrors) -> Splits 
 
 def _load_user_data(domain: DomainPlan, seed: int, errors: PlanErrors, progress: Progress) -> DomainData | None:
     data, here = domain.data, errors.inside("data")
+    at_path = here.inside("path")
     if data is None:
         assert domain.source is not None
         if not os.path.isdir(domain.source):
             known = ", ".join(sorted(_built_in()))
             errors.add(f"{domain.source!r} is neither a folder nor built in ({known})", "source")
             return None
-        data = ImageFolder(format="image_folder", path=Path(domain.source))
-        here = errors.inside("source", whole=True)
+        data = data_formats.ImageFolder(format="image_folder", path=Path(domain.source))
+        here = at_path = errors.inside("source", whole=True)
     task = _find_task(domain, data.format, errors)
     if task is None:
         return None
     _check_fields(domain, task, errors)
-    if isinstance(data, References):
+    if isinstance(data, data_formats.References):
         _check_references(domain, errors)
     try:
-        items = _read(data, task, domain, here)
+        items = _read(data, task, domain, here, at_path)
     except OSError as error:
-        here.add(f"{error.filename} cannot be read: {error.strerror}", "path")
+        at_path.add(f"{error.filename} cannot be read: {error.strerror}")
         return None
     parts = {item.part for item in items}
     if parts and not parts & {None, "train"}:
-        here.add(f"the data has samples of {' and '.join(sorted(map(str, parts)))}, but none of train", "path")
+        at_path.add(f"the data has samples of {' and '.join(sorted(map(str, parts)))}, but none of train")
     if (domain.head or HEADS[task][0]) != WORDS:
-        _check_questions(domain, task, items, here)
-    seen = verify_items(items, here, progress, domain.name)
+        _check_questions(domain, task, items, at_path)
+    seen = verify_items(items, at_path, progress, domain.name)
     if here:
         return None
     teacher_result = None
-    if isinstance(data, Unlabelled):
+    if isinstance(data, data_formats.Unlabelled):
         from fusion.teachers.labelling import label_by_teacher
 
         labelling = label_by_teacher(domain, task, items, errors, progress)
@@ -203,8 +195,9 @@ def _load_user_data(domain: DomainPlan, seed: int, errors: PlanErrors, progress:
         labelled, teacher_result = labelling
         kept = [(item, one) for item, one in zip(labelled, seen, strict=True) if item is not None]
         items, seen = [item for item, _ in kept], [one for _, one in kept]
-    splits, digests = _split_samples(domain, data, task, items, seen, seed, here)
-    return None if here else DomainData(splits, teacher_result, tuple(here.notes), digests)
+    splits, digests = _split_samples(domain, data, task, items, seen, seed, here, at_path)
+    notes = tuple(dict.fromkeys((*at_path.notes, *here.notes)))
+    return None if here else DomainData(splits, teacher_result, notes, digests)
 
 
 def _find_task(domain: DomainPlan, form: str, errors: PlanErrors) -> str | None:
@@ -220,7 +213,6 @@ def _find_task(domain: DomainPlan, form: str, errors: PlanErrors) -> str | None:
 
 
 def _check_fields(domain: DomainPlan, task: str, errors: PlanErrors) -> None:
-    """Check that metric, head and labels match the task."""
     known = METRICS["vqa" if domain.head == WORDS else task]
     if domain.metric == "mae":
         errors.add(f"'mae' is an error; a threshold needs a score from 0 to 1: {', '.join(known)}", "metric")
@@ -238,7 +230,6 @@ def _check_fields(domain: DomainPlan, task: str, errors: PlanErrors) -> None:
 
 
 def _check_references(domain: DomainPlan, errors: PlanErrors) -> None:
-    """Check that the question has a place for the expression, and that the metric compares boxes."""
     if EXPRESSION not in domain.question:
         errors.add(
             f"must contain {EXPRESSION} in place of the expression, for example: where is {EXPRESSION} ?", "question"
@@ -254,17 +245,8 @@ def _check_questions(domain: DomainPlan, task: str, items: Sequence[Item], error
         if item.question not in ("", domain.question):
             errors.add(
                 f"{item.place}: the question {item.question!r} is not the domain's {domain.question!r}, which a head "
-                f"always answers; use {words}task vqa, or one domain per question",
-                "path",
+                f"always answers; use {words}task vqa, or one domain per question"
             )
-
-
-def _check_overlap_targets(splits: Splits, errors: PlanErrors) -> None:
-    targets = [str(sample.target) for part in splits.parts.values() for sample in part]
-    if other := next((target for target in targets if box_of_words(target) is None), None):
-        errors.add(
-            f"is 'overlap', but the answer {other!r} is not a box in thousandths ([0, 250, 500, 1000])", "metric"
-        )
 
 
 def _check_margin(domain: DomainPlan, plan: Plan, errors: PlanErrors) -> None:
@@ -301,34 +283,38 @@ def _check_threshold(domain: DomainPlan, plan: Plan, data: DomainData, errors: P
         )
 
 
-def _read(data: DataPlan, task: str, domain: DomainPlan, errors: PlanErrors) -> list[Item]:
+def _read(
+    data: data_formats.DataPlan, task: str, domain: DomainPlan, errors: PlanErrors, at_path: PlanErrors
+) -> list[Item]:
+    """errors: of `data`. at_path: of its path."""
     match data:
-        case ImageFolder():
-            return read_images(data, errors)
-        case Coco():
-            return read_coco(data, task, errors)
-        case Yolo():
-            return read_yolo(data, task, errors)
-        case Voc():
-            return read_voc(data, task, errors)
-        case VideoFolder():
-            return read_videos(data, errors) if data.labels is None else read_labelled_videos(data, errors)
-        case Questions():
+        case data_formats.ImageFolder():
+            return read_labelled(data, at_path)
+        case data_formats.Coco():
+            return read_coco(data, task, at_path)
+        case data_formats.Yolo():
+            return read_yolo(data, task, at_path)
+        case data_formats.Voc():
+            return read_voc(data, task, at_path)
+        case data_formats.VideoFolder():
+            return read_labelled(data, at_path) if data.labels is None else read_labelled_videos(data, errors)
+        case data_formats.Questions():
             return read_questions(data, task == "multi_label", errors)
-        case References():
+        case data_formats.References():
             return read_references(data, domain.question, errors)
-        case Unlabelled():
-            return read_unlabelled(data, errors)
+        case data_formats.Unlabelled():
+            return read_unlabelled(data, at_path)
 
 
 def _split_samples(
     domain: DomainPlan,
-    data: DataPlan,
+    data: data_formats.DataPlan,
     task: str,
     items: Sequence[Item],
     seen: Sequence[FileInfo],
     seed: int,
     errors: PlanErrors,
+    at_path: PlanErrors,
 ) -> tuple[Splits, dict[Part, frozenset[str]]]:
     labels, targets = targets_of(task, items, domain.labels, errors)
     whole = [(item, one, t) for item, one, t in zip(items, seen, targets, strict=True) if t is not None]
@@ -336,9 +322,7 @@ def _split_samples(
         _note_contradictions([(one.digest, item) for item, one, _ in whole], errors)
     parts_given = Counter(item.part for item in items)
     if 0 < parts_given[None] < len(items):
-        errors.add(
-            f"{parts_given[None]} of {len(items)} samples have no split; set it for all samples or for none", "path"
-        )
+        at_path.add(f"{parts_given[None]} of {len(items)} samples have no split; set it for all samples or for none")
     if items and all(parts_given[part] for part in PARTS) and "split" in data.model_fields_set:
         errors.add("the data defines its own parts; remove this field", "split")
     # Equal pictures form one group, whatever their paths.
@@ -353,7 +337,7 @@ def _split_samples(
             samples[part].append(Sample(item.frames, target, item.question, str(clusters[place])))
     splits = Splits(task, labels, samples["train"], samples["validation"], samples["test"], real=True)
     if not errors:
-        check_parts(splits, errors)
+        check_parts(splits, at_path)
     digests = {
         part: frozenset(one.digest for (_, one, _), own in zip(whole, parts, strict=True) if own == part)
         for part in PARTS
@@ -380,7 +364,6 @@ def _note_contradictions(seen: Sequence[tuple[str, Item]], errors: PlanErrors) -
 
 def verify_items(items: Sequence[Item], errors: PlanErrors, progress: Progress, name: str) -> list[FileInfo]:
     """Decode every file once, and report pictures that occur in two parts. name: the domain's name."""
-    field = "path"
     different = list(dict.fromkeys(item.frames for item in items))  # a picture may have many questions
     found: dict[Frames, FileInfo | str] = {}
     with (
@@ -395,14 +378,14 @@ def verify_items(items: Sequence[Item], errors: PlanErrors, progress: Progress, 
     reported: set[tuple[str, Path]] = set()
     for why in found.values():
         if isinstance(why, str):
-            errors.add(why, field)
+            errors.add(why)
     for item in items:
         one = found[item.frames]
         if isinstance(one, str):
             continue
         files.append(one)
         if item.size not in (None, one.size):
-            errors.add(f"{item.place} has size {item.size}, but {item.frames.file} has {one.size}", field)
+            errors.add(f"{item.place} has size {item.size}, but {item.frames.file} has {one.size}")
         before = first.setdefault(one.digest, item)
         pair = (one.digest, item.frames.file)
         if before.part != item.part and pair not in reported:
@@ -410,10 +393,7 @@ def verify_items(items: Sequence[Item], errors: PlanErrors, progress: Progress, 
             same = (
                 "is also in" if before.frames.file == item.frames.file else f"is identical to {before.frames.file} in"
             )
-            errors.add(
-                f"{item.frames.file} in {item.part} {same} {before.part}; parts must not share a picture",
-                field,
-            )
+            errors.add(f"{item.frames.file} in {item.part} {same} {before.part}; parts must not share a picture")
     return files
 
 
@@ -425,22 +405,17 @@ def _verify_file(frames: Frames) -> FileInfo | str:
 
 
 def check_parts(splits: Splits, errors: PlanErrors) -> None:
-    """Check that every part has samples, and samples of every label."""
     for name, part in splits.parts.items():
         if not part:
-            errors.add(f"{name} is empty", "path")
+            errors.add(f"{name} is empty")
     if errors or splits.task not in _SHOWS_LABELS:
         return
-    shown = {
-        name: Counter(itertools.chain.from_iterable(labels_shown(splits.task, sample.target) for sample in part))
-        for name, part in splits.parts.items()
-    }
+    shown = splits.label_counts()
     for number, label in enumerate(splits.labels):
         missing = [name for name, counts in shown.items() if not counts[number]]
         if missing:
             there = ", ".join(f"{counts[number]} in {name}" for name, counts in shown.items() if counts[number])
             errors.add(
                 f"the label {label!r} is missing from {' and '.join(missing)}: {there or 'none anywhere'}; add some, "
-                "or remove the label",
-                "path",
+                "or remove the label"
             )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
-from fusion.data.boxes import Annotated, Drawn, Edges, boxed_items, seem_shares
+from fusion.data.boxes import Annotated, Drawn, boxed_items, seem_shares
 from fusion.data.frames import find_file, read_text
 from fusion.data.samples import Item
 from fusion.plan.data_formats import Voc
@@ -25,13 +25,13 @@ def read_voc(data: Voc, task: str, errors: PlanErrors) -> list[Item]:
     """Read one item per XML file (`boxed_items`). Pictures without one are left out."""
     root = data.path
     if not root.is_dir():
-        errors.add(f"{root} is not a folder", "path")
+        errors.add(f"{root} is not a folder")
         return []
     parsed = [
         (file, part, content) for file, part in _files(root, errors) if (content := _parse(file, errors)) is not None
     ]
     if not parsed and not errors:
-        errors.add(f"{root} contains no XML file with an <annotation>", "path")
+        errors.add(f"{root} contains no XML file with an <annotation>")
     objects = [list(_objects(file, content, errors)) for file, _, content in parsed]
     edges = [drawn.edges for own in objects for drawn in own]
     in_shares = seem_shares(edges)
@@ -40,7 +40,9 @@ def read_voc(data: Voc, task: str, errors: PlanErrors) -> list[Item]:
     elif edges and all(edge % 1 == 0 for own in edges for edge in own) and min(map(min, edges)) >= 1:
         # Pascal VOC counts pixels from 1, and a box contains its last pixel; tools that count from 0 write some zeros.
         errors.note("no box begins at 0, so pixels are counted from 1, as in Pascal VOC")
-        objects = [[one._replace(edges=_from_zero(one.edges)) for one in own] for own in objects]
+        objects = [
+            [one._replace(edges=(one.edges[0] - 1, one.edges[1] - 1, *one.edges[2:])) for one in own] for own in objects
+        ]
     if difficult := sum(one.findtext("difficult") == "1" for _, _, content in parsed for one in content.iter("object")):
         errors.note(f"{difficult} objects marked as difficult are kept like others")
     pictures = [
@@ -77,7 +79,7 @@ def _files(root: Path, errors: PlanErrors) -> list[tuple[Path, Part | None]]:
                 if entry in by_name:
                     chosen.append((by_name[entry], _LISTS[name]))
                 else:
-                    errors.add(f"{listed}, line {number}: there is no XML file of {entry!r}", "path")
+                    errors.add(f"{listed}, line {number}: there is no XML file of {entry!r}")
     if left := len(files) - len({file for file, _ in chosen}):
         errors.note(
             f"{left} XML files are in none of {', '.join(file.name for file in lists.values())} and are left out"
@@ -91,7 +93,7 @@ def _parse(file: Path, errors: PlanErrors) -> ElementTree.Element | None:
         declared = _ENCODING.match(data)  # expat reads none with several bytes a character
         content = ElementTree.fromstring(data.decode(declared[1].decode()) if declared else data)
     except (ElementTree.ParseError, ValueError, LookupError) as error:
-        errors.add(f"{file} is not XML: {error}", "path")
+        errors.add(f"{file} is not XML: {error}")
         return None
     return content if content.tag == "annotation" else None
 
@@ -104,19 +106,14 @@ def _objects(file: Path, content: ElementTree.Element, errors: PlanErrors) -> It
         try:
             left, top, right, bottom = (float(text or "") for text in texts)
         except ValueError:
-            errors.add(f"{place}: {written} is no box; expected are the numbers xmin, ymin, xmax, ymax", "path")
+            errors.add(f"{place}: {written} is no box; expected are the numbers xmin, ymin, xmax, ymax")
             continue
         if not name:
-            errors.add(f"{place}: has no <name>", "path")
+            errors.add(f"{place}: has no <name>")
         elif not all(abs(edge) < 2**31 for edge in (left, top, right, bottom)):
-            errors.add(f"{place}: {written} is not in pixels", "path")
+            errors.add(f"{place}: {written} is not in pixels")
         else:
             yield Drawn(name, (left, top, right, bottom), place, written)
-
-
-def _from_zero(edges: Edges) -> Edges:
-    left, top, right, bottom = edges
-    return left - 1, top - 1, right, bottom
 
 
 def _size(content: ElementTree.Element) -> tuple[int | None, int | None]:

@@ -49,7 +49,7 @@ def read_yolo(data: Yolo, task: str, errors: PlanErrors) -> list[Item]:
     elif path.is_dir():
         found = _from_folder(path, data.images, errors)
     else:
-        errors.add(f"there is no folder {path}, and it is no data.yaml", "path")
+        errors.add(f"there is no folder {path}, and it is no data.yaml")
         return []
     if found is None:
         return []
@@ -63,7 +63,7 @@ def read_yolo(data: Yolo, task: str, errors: PlanErrors) -> list[Item]:
             objects = [] if labels is None else list(_read(labels, found, errors))
             pictures.append(Annotated(file, objects, str(labels or file), part))
     if pictures and unlabelled == len(pictures):
-        errors.add(f"none of {len(pictures)} pictures has a label file; expected is, for the first, {expected}", "path")
+        errors.add(f"none of {len(pictures)} pictures has a label file; expected is, for the first, {expected}")
     elif unlabelled:
         errors.note(f"{unlabelled} of {len(pictures)} pictures have no label file and are read as without objects")
     return list(boxed_items(pictures, task, data.exif, True, errors))
@@ -75,25 +75,21 @@ def _from_yaml(file: Path, errors: PlanErrors) -> _Set | None:
     try:
         _, content = read_yaml(file)
     except BadPlan as error:
-        errors.add(str(error), "path")
+        errors.add(str(error))
         return None
     content = content if isinstance(content, dict) else {}
     names = content.get("names")
     if isinstance(names, dict):
         numbers = {int(key) for key in names if str(key).isdecimal()}
         if len(numbers) < len(names) or numbers != set(range(len(names))):
-            errors.add(
-                f"{file}: `names` has the numbers {', '.join(map(str, names))}; they must be 0, 1, 2, ...", "path"
-            )
+            errors.add(f"{file}: `names` has the numbers {', '.join(map(str, names))}; they must be 0, 1, 2, ...")
             return None
         names = [name for _, name in sorted(names.items(), key=lambda entry: int(entry[0]))]
     if not isinstance(names, list) or not names:
-        errors.add(f"{file}: `names` is {names!r}; it must name the classes, for example `names: [car, bus]`", "path")
+        errors.add(f"{file}: `names` is {names!r}; it must name the classes, for example `names: [car, bus]`")
         return None
     if content.get("nc") not in (None, len(names)):
-        errors.add(
-            f"{file}: `nc` is {content['nc']!r}, but `names` has {len(names)} classes; correct one of them", "path"
-        )
+        errors.add(f"{file}: `nc` is {content['nc']!r}, but `names` has {len(names)} classes; correct one of them")
     bases = [file.parent]
     root = str(content.get("path") or ".")
     if not isinstance(base := find_file(file.parent, root, "folder"), str):
@@ -109,9 +105,9 @@ def _from_yaml(file: Path, errors: PlanErrors) -> _Set | None:
                 parts.setdefault(part, []).extend(pictures)
                 others = [other for other, files in read.items() if Path(other) != Path(name) and files == pictures]
                 if pictures and others and not name.endswith(".txt"):
-                    errors.add(f"{file}: {others[0]} and {name} are both {pictures[0].parent}; correct one", "path")
+                    errors.add(f"{file}: {others[0]} and {name} are both {pictures[0].parent}; correct one")
     if not parts:
-        errors.add(f"{file}: `train` is missing; it is a folder of pictures, a list of folders, or a text file", "path")
+        errors.add(f"{file}: `train` is missing; it is a folder of pictures, a list of folders, or a text file")
     return _Set(
         [str(name) for name in names],
         {part: files for part, files in parts.items() if files},
@@ -127,17 +123,14 @@ def _find(bases: list[Path], above: set[str], name: str, what: str) -> Path | st
 
 
 def _pictures(bases: list[Path], above: set[str], name: str, part: Part | None, errors: PlanErrors) -> list[Path]:
-    """The pictures of one entry of a data.yaml or of an obj.data."""
     folder = _find(bases, above, name, "folder")
     if isinstance(folder, Path):
         return _in_folder(folder, errors)
     if not name.endswith(".txt"):
-        (errors.note if part != "train" else lambda text: errors.add(text, "path"))(
-            f"{folder}, which is named for {part}"
-        )
+        (errors.add if part == "train" else errors.note)(f"{folder}, which is named for {part}")
         return []
     if isinstance(listed := _find(bases, above, name, "file"), str):
-        errors.add(listed, "path")
+        errors.add(listed)
         return []
     pictures = []
     for number, line in enumerate(_text(listed, errors).splitlines(), 1):
@@ -145,7 +138,7 @@ def _pictures(bases: list[Path], above: set[str], name: str, part: Part | None, 
         if isinstance(found, Path):
             pictures.append(found)
         elif found:
-            errors.add(f"{listed}, line {number}: {found}", "path")
+            errors.add(f"{listed}, line {number}: {found}")
     return pictures
 
 
@@ -154,7 +147,7 @@ def _from_darknet(file: Path, errors: PlanErrors) -> _Set | None:
     fields = dict(re.findall(r"^\s*(\w+)\s*=\s*(.+?)\s*$", _text(file, errors), re.MULTILINE))
     names = _find([file.parent], _OF_CVAT, fields.get("names", "obj.names"), "file")
     if isinstance(names, str):
-        errors.add(f"{file}: {names}", "path")
+        errors.add(f"{file}: {names}")
         return None
     parts: dict[Part | None, list[Path]] = {}
     for key, part in _LISTS.items():
@@ -173,8 +166,7 @@ def _from_folder(root: Path, images: Path | None, errors: PlanErrors) -> _Set | 
     if names is None:
         errors.add(
             f"{root} has no data.yaml and no {' or '.join(_NAMES[:3])} that names the classes; write classes.txt with "
-            "a class a line, in the order of their numbers",
-            "path",
+            "a class a line, in the order of their numbers"
         )
         return None
     parts: dict[Part | None, list[Path]] = {}
@@ -183,7 +175,7 @@ def _from_folder(root: Path, images: Path | None, errors: PlanErrors) -> _Set | 
         part = next((PART_NAMES[step.lower()] for step in steps if step.lower() in PART_NAMES), None)
         parts.setdefault(part, []).append(file)
     if not pictures:
-        errors.add(f"{images or root} contains no picture", "path")
+        errors.add(f"{images or root} contains no picture")
     return _Set(_lines(names, errors), parts)
 
 
@@ -228,7 +220,7 @@ def _text(file: Path, errors: PlanErrors) -> str:
     try:
         return read_text(file)
     except ValueError as error:
-        errors.add(str(error), "path")
+        errors.add(str(error))
         return ""
 
 
@@ -244,17 +236,14 @@ def _read(file: Path, found: _Set, errors: PlanErrors) -> Iterator[Drawn]:
         try:
             numbers = [float(word) for word in words]
         except ValueError:
-            errors.add(
-                f"{place}: {shown} is not all numbers; expected are class, center x, center y, width, height",
-                "path",
-            )
+            errors.add(f"{place}: {shown} is not all numbers; expected are class, center x, center y, width, height")
             continue
         edges = _edges(numbers[1:], found.keypoints)
         if numbers[0] not in range(len(found.names)):
             known = ", ".join(f"{each} ({name})" for each, name in list(enumerate(found.names))[:10])
-            errors.add(f"{place}: class {words[0]} is unknown; known: {known}", "path")
+            errors.add(f"{place}: class {words[0]} is unknown; known: {known}")
         elif isinstance(edges, str):
-            errors.add(f"{place}: {shown} {edges}", "path")
+            errors.add(f"{place}: {shown} {edges}")
         else:
             yield Drawn(found.names[int(numbers[0])], edges, place, shown)
 

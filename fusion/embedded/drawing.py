@@ -28,21 +28,6 @@ COLORS: dict[str, Color] = {
 }
 SHAPES = ("circle", "square", "triangle", "star", "ring", "cross")
 VEHICLES = ("car", "truck", "bus", "bike")
-PATTERNS = (
-    "stripes",
-    "bars",
-    "diagonals",
-    "checks",
-    "dots",
-    "bricks",
-    "waves",
-    "grain",
-    "clouds",
-    "specks",
-    "strokes",
-    "lines",
-    "rings",
-)
 FONTS = (
     cv2.FONT_HERSHEY_SIMPLEX,
     cv2.FONT_HERSHEY_DUPLEX,
@@ -87,7 +72,6 @@ def pick(rng: np.random.Generator, options: tuple[str, ...] | list[str]) -> str:
 
 
 def jitter(rng: np.random.Generator, color: Color, dim: float = 1.0) -> Color:
-    """A nearby colour, darkened by `dim`."""
     red, green, blue = (int(np.clip(part * dim + rng.integers(-18, 19), 0, 255)) for part in color)
     return red, green, blue
 
@@ -126,8 +110,6 @@ def plain_background(rng: np.random.Generator) -> np.ndarray:
 
 
 class StreetBackground(NamedTuple):
-    """A road seen from a fixed camera."""
-
     canvas: np.ndarray
     night: bool
 
@@ -149,7 +131,6 @@ def street_background(rng: np.random.Generator) -> StreetBackground:
 
 
 def pattern_background(rng: np.random.Generator, kind: str, contrast: float = 1.0) -> np.ndarray:
-    """A canvas filled with one of PATTERNS in two random colours."""
     mask = _PATTERN_MASKS[kind](rng)
     low = rng.integers(0, 200, 3).astype(np.float32)
     difference = rng.integers(60, 160, 3) * (1 if chance(rng, 0.5) else -1)
@@ -195,18 +176,11 @@ def _waves(rng: np.random.Generator) -> np.ndarray:
     return (np.sin((_Y + bend) * 2 * math.pi / period) * 0.5 + 0.5).astype(np.float32)
 
 
-def _grain(rng: np.random.Generator) -> np.ndarray:
-    side = int(rng.integers(32, 97))
+def _enlarged(rng: np.random.Generator, low: int, high: int, interpolation: int) -> np.ndarray:
+    side = int(rng.integers(low, high))
     start = int(rng.integers(len(_NOISE) - side * side))
     small = _NOISE[start : start + side * side].reshape(side, side)
-    return np.clip(cv2.resize(small, (SIZE, SIZE), interpolation=cv2.INTER_LINEAR) * 0.35 + 0.5, 0, 1)
-
-
-def _clouds(rng: np.random.Generator) -> np.ndarray:
-    side = int(rng.integers(4, 12))
-    start = int(rng.integers(len(_NOISE) - side * side))
-    small = _NOISE[start : start + side * side].reshape(side, side)
-    return np.clip(cv2.resize(small, (SIZE, SIZE), interpolation=cv2.INTER_CUBIC) * 0.35 + 0.5, 0, 1)
+    return np.clip(cv2.resize(small, (SIZE, SIZE), interpolation=interpolation) * 0.35 + 0.5, 0, 1)
 
 
 def _specks(rng: np.random.Generator) -> np.ndarray:
@@ -253,13 +227,14 @@ _PATTERN_MASKS = {
     "dots": _dots,
     "bricks": _bricks,
     "waves": _waves,
-    "grain": _grain,
-    "clouds": _clouds,
+    "grain": lambda rng: _enlarged(rng, 32, 97, cv2.INTER_LINEAR),
+    "clouds": lambda rng: _enlarged(rng, 4, 12, cv2.INTER_CUBIC),
     "specks": _specks,
     "strokes": _strokes,
     "lines": _lines,
     "rings": _rings,
 }
+PATTERNS = tuple(_PATTERN_MASKS)
 
 
 # -- things ------------------------------------------------------------------------------------------------------------
@@ -367,7 +342,6 @@ def draw_text(
 
 
 def draw_arrow(canvas: np.ndarray, direction: str, center: tuple[int, int], radius: int, color: Color) -> None:
-    """A straight arrow that points left, right or up."""
     x, y = center
     dx, dy = {"left": (-1, 0), "right": (1, 0), "up": (0, -1)}[direction]
     tail = (round(x - dx * radius * 0.65), round(y - dy * radius * 0.65))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -22,13 +21,11 @@ from fusion.training.trainer import LoraTrainer
 from vlora.config import EngineConfig, Quantize
 from vlora.engine import LocalEngine
 from vlora.models.loading import load_model
-from vlora.models.processing import InputProcessor
+from vlora.models.processing import EncodedPrompt, InputProcessor
 from vlora.types import Request, SamplingParams
 
-STEPS, _TRAINED_AT_ONCE = (
-    480,
-    16,
-)  # many small steps are better than few large ones: F1 0.69 instead of 0.58 in the same time
+# Many small steps are better than few large ones: F1 0.69 instead of 0.58 in the same time.
+STEPS, _TRAINED_AT_ONCE = 480, 16
 _TRAINING_S = 60.0
 _STOP_AFTER_S = 57.0  # leaves time for the last step
 TIMED = 9
@@ -49,6 +46,11 @@ QUESTIONS = {
     "drawn-traffic-detection": "find all vehicles and persons.",
 }
 """The question for each built-in domain."""
+
+
+Asked = tuple[list[Image.Image], world.Question]
+"""The pictures that a question is about, and the question."""
+T = TypeVar("T")
 
 
 class Gate(NamedTuple):
@@ -99,18 +101,20 @@ def accuracy_by_skill(
         blank: ask about grey pictures instead, as a control.
     """
     asked = list(_questions(seed, num_scenes, blank=blank))
-    right: dict[str, list[bool]] = defaultdict(list)
-    for (_, question), answer in zip(asked, answers_of(EngineConfig(model=str(checkpoint)), asked), strict=True):
-        right[question.skill].append(answer == question.answer)
-    every = [hit for hits in right.values() for hit in hits]
-    return {
-        skill: Accuracy(float(np.mean(hits)), len(hits)) for skill, hits in (*sorted(right.items()), ("overall", every))
-    }
+    answers = answers_of(EngineConfig(model=str(checkpoint)), asked)
+    right = [answer == question.answer for (_, question), answer in zip(asked, answers, strict=True)]
+    return {skill: Accuracy(float(np.mean(hits)), len(hits)) for skill, hits in _by_skill(asked, right).items()}
 
 
-def _questions(
-    seed: int, num_scenes: int, *, blank: bool = False
-) -> Iterator[tuple[list[Image.Image], world.Question]]:
+def _by_skill(asked: Sequence[Asked], found: Sequence[T]) -> dict[str, list[T]]:
+    """What was found for the questions of each skill, and overall."""
+    skills: dict[str, list[T]] = {}
+    for (_, question), one in sorted(zip(asked, found, strict=True), key=lambda pair: pair[0][1].skill):
+        skills.setdefault(question.skill, []).append(one)
+    return {**skills, "overall": [*found]}
+
+
+def _questions(seed: int, num_scenes: int, *, blank: bool = False) -> Iterator[Asked]:
     rng = np.random.default_rng(seed)
     scenes = [world.still_scene(rng) for _ in range(num_scenes)]
     for scene in scenes + [world.clip_scene(rng) for _ in range(num_scenes // 4)]:
@@ -119,27 +123,29 @@ def _questions(
         yield from ((pictures, question) for question in scene.questions)
 
 
-def answers_of(config: EngineConfig, asked: Sequence[tuple[list[Image.Image], world.Question]]) -> list[str]:
+def answers_of(config: EngineConfig, asked: Sequence[Asked]) -> list[str]:
     engine, processor = LocalEngine(config), InputProcessor.from_pretrained(config.model)
     words: list[str] = []
     for first in range(0, len(asked), _ASKED_AT_ONCE):
         requests = []
         for number, (pictures, question) in enumerate(asked[first : first + _ASKED_AT_ONCE]):
             encoded = processor.encode(processor.chat(question.text, len(pictures)), pictures)
-            sampling = SamplingParams(max_tokens=_MAX_NEW_TOKENS)
-            request = Request(
-                request_id=str(number), prompt_ids=encoded.prompt_ids, vision=encoded.vision, sampling=sampling
-            )
-            requests.append(request)
+            requests.append(_request(number, encoded, _MAX_NEW_TOKENS))
         for outputs in engine.run(requests).values():
             words.append(processor.decode([token for output in outputs for token in output.token_ids]))
     return words
 
 
+def _request(number: int, encoded: EncodedPrompt, max_tokens: int, **fields: Any) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return Request(
+        request_id=str(number), prompt_ids=encoded.prompt_ids, vision=encoded.vision, sampling=sampling, **fields
+    )
+
+
 def _ask(
     checkpoint: str, seeds: Sequence[int], num_scenes: int, say: Callable[[str], None]
 ) -> tuple[list[ExamRow], list[Gate]]:
-    """Accuracy on held-out scenes, and for the same questions with a grey picture."""
     seen: list[dict[str, Accuracy]] = []
     blank: list[dict[str, Accuracy]] = []
     for seed in seeds:
@@ -186,9 +192,8 @@ def _adapt(checkpoint: str, folder: Path, say: Callable[[str], None]) -> tuple[l
         trainer.save(folder / source, trainer.adapter.snapshot())
         teacher_score = None
         if source in TEACHERS:
-            teacher = TEACHERS[source]()
-            teacher.fit(splits)
-            teacher_score = domain.task.metric(teacher.answers(splits.test), [sample.target for sample in splits.test])
+            answers = TEACHERS[source](splits).answers(splits.test)
+            teacher_score = domain.task.metric(answers, [sample.target for sample in splits.test])
         data = "real" if splits.real else "synthetic"
         rows.append(ExamRow(source, data, right, without, teacher_score, len(splits.test), seconds))
         say(f"{source}: {right:.3f} after {seconds:.0f} s of training")
@@ -222,15 +227,8 @@ def _time(checkpoint: str, adapter: Path) -> list[Gate]:
         started = time.perf_counter()
         text = scene.questions[0].text if kind == "question" else QUESTIONS["sklearn-digits"]
         encoded = processor.encode(processor.chat(text, 1), [Image.fromarray(frame)])
-        fields: dict[str, Any] = {"adapter": "digits", "head": "sklearn-digits"} if kind == "head" else {}
-        request = Request(
-            request_id=str(turn),
-            prompt_ids=encoded.prompt_ids,
-            vision=encoded.vision,
-            sampling=SamplingParams(max_tokens=8),
-            **fields,
-        )
-        engine.run([request])
+        fields = {"adapter": "digits", "head": "sklearn-digits"} if kind == "head" else {}
+        engine.run([_request(turn, encoded, 8, **fields)])
         answers[kind].append(time.perf_counter() - started)
     question, head = (statistics.median(answers[kind][2:]) for kind in ("question", "head"))
     return [
@@ -264,28 +262,19 @@ def compare(
     num_scenes: int,
     say: Callable[[str], None],
 ) -> tuple[list[LostRow], list[Gate]]:
-    """Compare answers per skill and overall.
-
-    Args:
-        checkpoint: A folder with a model and a processor.
-        num_scenes: Pictures per seed; a quarter as many clips are added.
-    """
+    """Compare answers per skill and overall. num_scenes: as of `examine`."""
     asked = [pair for seed in seeds for pair in _questions(seed, num_scenes)]
     say(f"{len(asked)} questions without quantization")
     plain = answers_of(EngineConfig(model=checkpoint), asked)
     say(f"{len(asked)} questions in {quantize}")
     quantized = answers_of(EngineConfig(model=checkpoint, quantize=quantize, quantize_head=quantize_head), asked)
-    skills: dict[str, list[tuple[bool, bool, bool]]] = defaultdict(list)
-    for (_, question), before, after in zip(asked, plain, quantized, strict=True):
-        found = (before == question.answer, after == question.answer, before == after)
-        skills[question.skill].append(found)
-        skills["overall"].append(found)
-    overall = skills.pop("overall")
-    rows = [_row(skill, found) for skill, found in (*sorted(skills.items()), ("overall", overall))]
+    found = [
+        (before == question.answer, after == question.answer, before == after)
+        for (_, question), before, after in zip(asked, plain, quantized, strict=True)
+    ]
+    rows = []
+    for skill, own in _by_skill(asked, found).items():
+        right, right_after, same = (float(np.mean(column)) for column in zip(*own, strict=True))
+        rows.append(LostRow(skill, right, right_after, 100 * (right - right_after), same, len(own)))
     goal = [Gate(f"points lost in {quantize}", rows[-1].lost_points, _LOST_GOAL, at_most=True)]
     return rows, goal if quantize in ("int8", "fp8") else []
-
-
-def _row(skill: str, found: Sequence[tuple[bool, bool, bool]]) -> LostRow:
-    right, quantized, same = (float(np.mean(column)) for column in zip(*found, strict=True))
-    return LostRow(skill, right, quantized, 100 * (right - quantized), same, len(found))

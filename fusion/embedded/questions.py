@@ -103,7 +103,6 @@ def _kind_skill(kind: str) -> str:
 
 
 def _names(item: Placed) -> tuple[str, str, str]:
-    """The names of an object: its kind, its colour, and both."""
     return item.kind, item.color, item.words
 
 

@@ -131,10 +131,6 @@ CELL_KINDS = (
 )
 CELL_COLORS = ("none", *COLORS)
 CELL_MOVES = ("none", *MOVES)
-_KIND_ID = {kind: index for index, kind in enumerate(CELL_KINDS)}
-_COLOR_ID = {color: index for index, color in enumerate(CELL_COLORS)}
-_MOVE_ID = {move: index for index, move in enumerate(CELL_MOVES)}
-
 # Channels of a scene's cell labels.
 KIND, COLOR, CENTER, MOVE = range(4)
 UNKNOWN = -100
@@ -156,9 +152,9 @@ def _mark(cells: np.ndarray, box: Box, kind: str, color: str, move: str = "none"
     across = (middle >= box[0] - 3) & (middle <= box[2] + 3)
     down = (middle >= box[1] - 3) & (middle <= box[3] + 3)
     covered = down[:, None] & across[None, :]
-    cells[KIND][covered] = _KIND_ID[kind]
-    cells[COLOR][covered] = _COLOR_ID[color]
-    cells[MOVE][covered] = _MOVE_ID[move]
+    cells[KIND][covered] = CELL_KINDS.index(kind)
+    cells[COLOR][covered] = CELL_COLORS.index(color)
+    cells[MOVE][covered] = CELL_MOVES.index(move)
     row, column = ((box[1] + box[3]) // 2 // CELL, (box[0] + box[2]) // 2 // CELL)
     if 0 <= row < GRID and 0 <= column < GRID:
         cells[CENTER, row, column] = 1
@@ -194,10 +190,6 @@ def things_scene(rng: np.random.Generator) -> Scene:
         _mark(cells, box, item.kind, item.color)
         placed.append(item)
     return Scene(canvas[None], tuple(ask_things(rng, placed, night)), cells[None])
-
-
-def glyph_scene(rng: np.random.Generator) -> Scene:
-    return _board_scene(rng) if chance(rng, 0.35) else _printed_scene(rng)
 
 
 def _printed_scene(rng: np.random.Generator) -> Scene:
@@ -305,7 +297,7 @@ def _draw_on_board(
 def pattern_scene(rng: np.random.Generator) -> Scene:
     kind = pick(rng, PATTERNS)
     cells = np.zeros((4, GRID, GRID), np.int64)
-    cells[KIND] = _KIND_ID[kind]
+    cells[KIND] = CELL_KINDS.index(kind)
     questions = (make_question(rng, "pattern", "pattern", kind),)
     return Scene(pattern_background(rng, kind)[None], questions, cells[None])
 
@@ -359,5 +351,5 @@ def still_scene(rng: np.random.Generator) -> Scene:
     if which < 0.54:
         return things_scene(rng)
     if which < 0.8:
-        return glyph_scene(rng)
+        return _board_scene(rng) if chance(rng, 0.35) else _printed_scene(rng)
     return pattern_scene(rng) if which < 0.88 else texture_scene(rng)

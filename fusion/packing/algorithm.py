@@ -277,11 +277,6 @@ def at_random(domains: Sequence[str], seed: int) -> tuple[str, ...]:
     return tuple(domains[place] for place in np.random.default_rng(seed).permutation(len(domains)))
 
 
-def hardest_first(alone: Mapping[str, float]) -> tuple[str, ...]:
-    """Sort by the accuracy of each domain in an adapter of its own, lowest first."""
-    return tuple(sorted(alone, key=lambda name: alone[name]))
-
-
 def by_similarity(features: Mapping[str, np.ndarray]) -> tuple[str, ...]:
     """Start at the first domain; each next one is the most similar by the cosine of mean features [hidden]."""
     # The mean over all domains is subtracted, since it would dominate their differences.

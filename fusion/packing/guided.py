@@ -339,7 +339,7 @@ def _scores_of(trained: TrainingResult, names: Collection[str]) -> TrainingResul
     return TrainingResult({name: trained.scores[name] for name in names}, trained.seconds, trained.losses)
 
 
-def trained_alone(plan: Plan, teacher_scores: Mapping[str, float]) -> tuple[str, ...]:
+def trained_alone(plan: Plan, teacher_scores: Mapping[str, float | None]) -> tuple[str, ...]:
     """Domains that are trained alone in any case: for their thresholds, or for the order."""
     every = "hardest_first" in plan.order
     return tuple(
@@ -349,43 +349,26 @@ def trained_alone(plan: Plan, teacher_scores: Mapping[str, float]) -> tuple[str,
     )
 
 
-def min_trainings(plan: Plan, alone: Sequence[str]) -> int:
-    """Minimum number of single-domain trainings of a run, if every domain fits where it is tried first.
+def num_trainings(plan: Plan, alone: Sequence[str]) -> tuple[int, int]:
+    """Minimum and maximum number of single-domain trainings of a run; a joint training counts once per domain.
 
-    A joint training counts once per domain.
-
-    Args:
-        alone: domains that are trained alone in any case.
-    """
-    number = len(plan.domains)
-    if number == 1:
-        return 1
-    if plan.packing == "guided":
-        return len(alone) + number * (1 if starts_with_all(number, len(alone) == number) else BUDGET)
-    orders = 1 if plan.packing == "jointly" else len(plan.order)
-    again = plan.packing != "jointly" and plan.domains[0].name in alone  # the first domain starts alone in its adapter
-    return len(alone) + orders * number - (1 if again else 0)
-
-
-def max_trainings(plan: Plan, alone: Sequence[str]) -> int:
-    """Maximum number of single-domain trainings of a run.
-
-    Guided packing has a budget. With the others every domain is trained alone, and also: into the last adapter (naive);
-    into each adapter that earlier domains created (first fit); or all jointly, then one fewer each time, and every pair
-    of the remaining sets (jointly).
+    The minimum is for domains that fit where they are tried first. Guided packing has a budget. With the others, at
+    most every domain is trained alone, and also: into the last adapter (naive); into each adapter that earlier domains
+    created (first fit); or all jointly, then one fewer each time, and every pair of the remaining sets (jointly).
 
     Args:
         alone: domains that are trained alone in any case.
     """
     number = len(plan.domains)
     if number == 1:
-        return 1
+        return 1, 1
     if plan.packing == "guided":
-        return len(alone) + BUDGET * number
+        first = 1 if starts_with_all(number, len(alone) == number) else BUDGET
+        return len(alone) + number * first, len(alone) + number * BUDGET
     pairs = number * (number - 1) // 2
-    beside_others = {
-        "naive": (number - 1) * len(plan.order),
-        "first_fit": pairs * len(plan.order),
-        "jointly": pairs + number + pairs * number,
-    }
-    return number + beside_others[plan.packing]
+    if plan.packing == "jointly":
+        return len(alone) + number, number + pairs + number + pairs * number
+    fewest = len(alone) + len(plan.order) * number
+    beside_others = number - 1 if plan.packing == "naive" else pairs
+    # The first domain alone is already the first adapter.
+    return fewest - (plan.domains[0].name in alone), number + beside_others * len(plan.order)

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from fusion.block_diagonal.blocks import num_parameters, undivided
 from fusion.data.load import DomainData
 from fusion.embedded import checkpoint_path
-from fusion.packing.guided import max_trainings, min_trainings, trained_alone
+from fusion.packing.guided import num_trainings, trained_alone
 from fusion.plan.schema import HEAD_SAMPLES, HEAD_STEPS, READ_IMAGES, Plan
 from fusion.training.frozen_base import Domain, FrozenBase
 from fusion.training.scoring import MAX_SAMPLES, answers_before_training
@@ -47,10 +47,8 @@ class LoraSize:
 
 
 def shapes_of(plan: Plan, errors: PlanErrors) -> HFModel | None:
-    """The plan's base model without weights, on the meta device.
-
-    Returns None and reports an error if the model cannot be loaded or its family is not supported.
-    """
+    """The plan's base model without weights, on the meta device. Returns None and reports an error if it cannot be
+    loaded or its family is not supported."""
     base = checkpoint_path() if plan.base == "embedded" else plan.base
     try:
         config = from_pretrained(AutoConfig, base)
@@ -62,10 +60,8 @@ def shapes_of(plan: Plan, errors: PlanErrors) -> HFModel | None:
 
 
 def lora_size(plan: Plan, hf_model: HFModel, errors: PlanErrors) -> LoraSize | None:
-    """Size of the plan's adapters for a base model, of which only shapes are read.
-
-    Returns None and reports an error for targets or blocks that the model does not support.
-    """
+    """Size of the plan's adapters. Returns None and reports an error for targets or blocks that the model does not
+    support."""
     known = sorted({name.rpartition(".")[2] for name in hf_model.language_linears})
     wanted = plan.lora.targets or known
     language = {name: each for name, each in hf_model.language_linears.items() if name.rpartition(".")[2] in wanted}
@@ -117,14 +113,6 @@ class Estimate:
     features_bytes: int
 
 
-class _Rates(NamedTuple):
-    """Seconds per sample, by domain: encoding its pictures, scoring it, and asking the base model about it."""
-
-    encode: Mapping[str, float]
-    score: Mapping[str, float]
-    ask: Mapping[str, float]
-
-
 class _Measured(NamedTuple):
     """A whole step's duration, from `steps` measured steps of `samples` samples."""
 
@@ -145,46 +133,46 @@ def estimate(plan: Plan, data: Mapping[str, DomainData], base: FrozenBase) -> Es
     Raises:
         BadPlan: a sample cannot be encoded for the base model.
     """
-    rates, domains = _encode_few(plan, data, base, 1)
+    encode_s, domains = _encode_few(plan, data, base, 1)
     trainer = LoraTrainer(base, domains, plan)
     heads = [name for name in data if trainer.adapter.is_independent(name)]  # they are not in the LoRA's batches
     rows = list(itertools.islice(itertools.cycle(name for name in data if name not in heads), plan.training.batch_size))
-    lora = _measure_steps(plan, data, base, trainer, rows, rates) if rows else None
+    lora = _measure_steps(plan, data, base, trainer, rows, encode_s) if rows else None
     alone = {name: _measure_head(plan, trainer, name) for name in heads}
     shown = lora or next(iter(alone.values()))
     training = [_training_s(plan, HEAD_STEPS * plan.training.steps, own.whole) for own in alone.values()]
     if lora is not None:
         training += [_training_s(plan, plan.training.steps, lora.whole)] * (len(data) - len(heads))
-    score = {name: _score_s_per_sample(trainer, name) for name in trainer.domains}
-    ask = {name: _decode_s_per_sample(domain) for name, domain in trainer.domains.items()}
-    once, validation = _run_s(plan, data, _Rates(rates, score, ask))
+    once, validation, features = 0.0, 0.0, 0.0
+    for name, domain in trainer.domains.items():
+        parts = data[name].splits.parts
+        count = sum(map(len, parts.values()))
+        if not plan.lora.vision:  # else every step encodes its own pictures
+            once += encode_s[name] * count
+        ask_s, score_s = _ask_s(domain), _score_s(trainer, name)
+        once += ask_s * min(MAX_SAMPLES, len(parts["test"])) + score_s * len(parts["test"])
+        validation += score_s * len(parts["validation"]) / len(data)
+        features += _features_bytes(domain) * count
+    # In sequence, an adapter holds half of the domains on average and all are scored; jointly, each is scored once.
+    validation *= 1.0 if plan.packing in ("guided", "jointly") else (len(data) + 1) / 2
     one = sum(training) / len(training) + validation
-    teacher_scores = {name: own.teacher_score for name, own in data.items() if own.teacher_score is not None}
-    first = trained_alone(plan, teacher_scores)
+    alone_first = trained_alone(plan, {name: own.teacher_score for name, own in data.items()})
+    fewest, most = num_trainings(plan, alone_first)
+    device = base.hf_model.device
+    on_cpu, of_gpu = device.type == "cpu", torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return Estimate(
-        at_least_s=once + one * min_trainings(plan, first),
-        at_most_s=once + one * max_trainings(plan, first),
+        at_least_s=once + one * fewest,
+        at_most_s=once + one * most,
         training_s=one,
         step_s=shown.whole.wall_s,
         batch_size=len(rows) or HEAD_SAMPLES * plan.training.batch_size,
         measured_steps=shown.steps,
         measured_samples=shown.samples,
-        device=base.hf_model.device.type,
-        threads=torch.get_num_threads() if base.hf_model.device.type == "cpu" else None,
-        memory_bytes=_memory_bytes(base.hf_model.device),
-        features_bytes=round(
-            sum(
-                _features_bytes(domain) * sum(map(len, data[name].splits.parts.values()))
-                for name, domain in trainer.domains.items()
-            )
-        ),
+        device=device.type,
+        threads=torch.get_num_threads() if on_cpu else None,
+        memory_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if on_cpu else of_gpu,
+        features_bytes=round(features),
     )
-
-
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _features_bytes(domain: Domain) -> float:
@@ -199,9 +187,9 @@ def _measure_steps(
     base: FrozenBase,
     trainer: LoraTrainer,
     rows: Sequence[str],
-    rates: dict[str, float],
+    encode_s: dict[str, float],
 ) -> _Measured:
-    """Measure steps of the LoRA; encodes more samples for a whole batch and then updates `rates`."""
+    """Measure steps of the LoRA; encodes more samples for a whole batch and then updates `encode_s`."""
     few = rows[: len(set(rows))]
     with base.progress.work("measuring steps", _MOST_STEPS, "steps") as update:
         trainer.time_step(few)  # the first step of a process is slower than later ones
@@ -209,10 +197,10 @@ def _measure_steps(
         while len(tried) < _TRIES and _wall_s(tried) < _BUDGET_S:
             tried.append(trainer.time_step(few))
         measured, samples = [min(tried)], len(few)
-        expected = measured[0].wall_s * len(rows) / samples + sum(rates[name] for name in rows)
+        expected = measured[0].wall_s * len(rows) / samples + sum(encode_s[name] for name in rows)
         if expected < _BUDGET_S:
             again, domains = _encode_few(plan, data, base, math.ceil(len(rows) / len(few)))
-            rates.update(again)
+            encode_s.update(again)
             trainer.domains.update(domains)
             measured, samples = [], len(rows)
             while not measured or (len(measured) < _MOST_STEPS and _wall_s(measured) + measured[-1].wall_s < _BUDGET_S):
@@ -243,19 +231,6 @@ def _training_s(plan: Plan, steps: int, step: StepTime) -> float:
     return plan.training.seconds * step.wall_s / step.cpu_s
 
 
-def _run_s(plan: Plan, data: Mapping[str, DomainData], rates: _Rates) -> tuple[float, float]:
-    """Seconds of the work that a run does once, and of the scoring after one training of one domain."""
-    once, validation = 0.0, 0.0
-    for name, own in data.items():
-        splits = own.splits
-        if not plan.lora.vision:  # else every step encodes its own pictures
-            once += rates.encode[name] * sum(map(len, splits.parts.values()))
-        once += rates.ask[name] * min(MAX_SAMPLES, len(splits.test)) + rates.score[name] * len(splits.test)
-        validation += rates.score[name] * len(splits.validation) / len(data)
-    # In sequence, an adapter holds half of the domains on average and all are scored; jointly, each is scored once.
-    return once, validation * (1.0 if plan.packing in ("guided", "jointly") else (len(data) + 1) / 2)
-
-
 def _encode_few(
     plan: Plan, data: Mapping[str, DomainData], base: FrozenBase, most: int
 ) -> tuple[dict[str, float], dict[str, Domain]]:
@@ -269,18 +244,17 @@ def _encode_few(
     return rates, domains
 
 
-def _score_s_per_sample(trainer: LoraTrainer, name: str) -> float:
+def _score_s(trainer: LoraTrainer, name: str) -> float:
     """Seconds to score a sample: one forward, or decoding an answer if the metric compares texts."""
-    samples = trainer.domains[name].validation
+    samples, evaluator = trainer.domains[name].validation, trainer.evaluator
+    in_words = trainer.domains[name].task.needs_text
     began = time.perf_counter()
-    if trainer.domains[name].task.needs_text:
-        trainer.evaluator.decode_answers(name, samples)
-    else:
-        trainer.evaluator.accuracy_in_words(name, samples)
+    (evaluator.decode_answers if in_words else evaluator.accuracy_in_words)(name, samples)
     return (time.perf_counter() - began) / len(samples)
 
 
-def _decode_s_per_sample(domain: Domain) -> float:
+def _ask_s(domain: Domain) -> float:
+    """Seconds to ask the base model about a sample."""
     began = time.perf_counter()
     answers = answers_before_training(domain)
     return (time.perf_counter() - began) / len(answers)

@@ -7,7 +7,16 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from fusion.plan.data_formats import DataPlan, Unlabelled
 from fusion.plan.teacher_kinds import TeacherPlan
@@ -171,6 +180,19 @@ Threshold = Annotated[
 ]
 
 
+def _next_to_plan(name: str, info: ValidationInfo) -> str:
+    """The full path of a folder next to the plan file; any other name unchanged."""
+    folder = (info.context or {}).get("folder")
+    if folder is None or name in ("", "embedded") or not os.path.isdir(folder / name):
+        return name
+    from fusion.synthetic.sources import BUILT_IN  # loads torch, which takes seconds, before other errors in the plan
+
+    return name if name in BUILT_IN else str(folder / name)
+
+
+FolderName = Annotated[str, AfterValidator(_next_to_plan)]
+
+
 class DomainPlan(PlanModel):
     """One domain.
 
@@ -183,7 +205,7 @@ class DomainPlan(PlanModel):
 
     name: Name
     task: Task | None = None
-    source: str | None = None
+    source: FolderName | None = None
     data: DataPlan | None = None
     teacher: TeacherPlan | None = None
     question: str = Field(pattern=r"\S")
@@ -191,11 +213,6 @@ class DomainPlan(PlanModel):
     metric: Metric | None = None
     threshold: Threshold
     head: Head | None = None
-
-    @field_validator("source")
-    @classmethod
-    def _folder_from_plan(cls, source: str | None, info: ValidationInfo) -> str | None:
-        return _next_to_plan(source, info) if source else source
 
     @model_validator(mode="after")
     def _fits(self) -> DomainPlan:
@@ -233,7 +250,7 @@ class Plan(PlanModel):
     """
 
     name: Name = "fused"
-    base: str = "embedded"
+    base: FolderName = "embedded"
     quantize: Quantize = "none"
     seed: Whole = Field(0, ge=0)
     packing: Packer = "guided"
@@ -244,11 +261,6 @@ class Plan(PlanModel):
     )
     confidence: Number | None = Field(0.95, gt=0.5, lt=1)
     domains: tuple[DomainPlan, ...]
-
-    @field_validator("base")
-    @classmethod
-    def _folder_from_plan(cls, base: str, info: ValidationInfo) -> str:
-        return _next_to_plan(base, info)
 
     # A field that the plan sets is applied or refused. A default is not checked here.
     @field_validator("order")
@@ -283,16 +295,6 @@ class Plan(PlanModel):
                 raise ValueError(f"two domains are named {domain.name!r}; names must be unique")
             seen.add(domain.name)
         return self
-
-
-def _next_to_plan(name: str, info: ValidationInfo) -> str:
-    """The full path of a folder next to the plan file; any other name unchanged."""
-    folder = (info.context or {}).get("folder")
-    if folder is None or name == "embedded" or not os.path.isdir(folder / name):
-        return name
-    from fusion.synthetic.sources import BUILT_IN  # loads torch, which takes seconds, before other errors in the plan
-
-    return name if name in BUILT_IN else str(folder / name)
 
 
 _FORMS = ("data", "teacher", "threshold")

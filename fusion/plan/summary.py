@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,25 +12,10 @@ import numpy as np
 from rich.console import Console
 
 from fusion.data.load import DomainData
-from fusion.data.samples import Sample
-from fusion.data.targets import answer_in_words, labels_shown
-from fusion.packing.guided import max_trainings, trained_alone
+from fusion.data.samples import answer_in_words
+from fusion.packing.guided import num_trainings, trained_alone
+from fusion.plan import schema
 from fusion.plan.check import PlanChecked, check_plan
-from fusion.plan.schema import (
-    HEADS,
-    MEANS,
-    METRIC_DESCRIPTIONS,
-    METRICS,
-    WORDS,
-    DomainPlan,
-    LoraPlan,
-    Plan,
-    PlanFile,
-    RelativeThreshold,
-    head_training,
-    read_plan_file,
-    trains_by_itself,
-)
 from fusion.progress import Progress, duration
 from vlora.run_folder import whole
 
@@ -81,7 +64,7 @@ class DomainSummary:
 
 
 def explain(
-    plan: PlanFile | Path | str,
+    plan: schema.PlanFile | Path | str,
     *,
     device: str = "cpu",
     json_out: bool = False,
@@ -98,7 +81,7 @@ def explain(
         BadConfig: the base model's weights or its processor cannot be loaded.
     """
     with Progress(Console(stderr=True)) as progress:
-        checked = check_plan(read_plan_file(plan), progress)
+        checked = check_plan(schema.read_plan_file(plan), progress)
         from fusion.plan.estimate import estimate  # errors in the plan need no torch
         from fusion.report.examples import contact_sheet
         from fusion.training.frozen_base import load_frozen_base
@@ -124,6 +107,9 @@ def summarize(checked: PlanChecked) -> list[DomainSummary]:
 
 def as_json(checked: PlanChecked, estimate: Estimate) -> str:
     plan, size = checked.plan, checked.size
+    training_s = None  # processor seconds of training in the longest possible run
+    if plan.training.seconds is not None:
+        training_s = plan.training.seconds * num_trainings(plan, trained_alone(plan, checked.teacher_scores))[1]
     return json.dumps(
         {
             "base": plan.base,
@@ -139,7 +125,7 @@ def as_json(checked: PlanChecked, estimate: Estimate) -> str:
             "order": plan.order,
             "packing": plan.packing,
             "confidence": plan.confidence,
-            "training_s_at_most": _max_training_s(checked),
+            "training_s_at_most": training_s,
             "estimate": dataclasses.asdict(estimate),
             "domains": [dataclasses.asdict(domain) for domain in summarize(checked)],
         }
@@ -153,7 +139,7 @@ def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) ->
         rows = {
             "question": domain.question,
             "samples": ", ".join(f"{count} {part}" for part, count in domain.counts.items())
-            + f", {_frames(domain)} each",
+            + f", {'one picture' if domain.frames == 1 else f'{domain.frames} frames'} each",
             "power": _sample_size(domain, checked.plan.confidence),
             "classes" if domain.classes else "answers": _shown(domain),
             "threshold": domain.rule,
@@ -164,6 +150,7 @@ def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) ->
         _block(console, f"{domain.name}: {kind}", rows)
     where = "language model and vision side" if plan.lora.vision else "language model"
     in_order = "" if plan.packing in ("guided", "jointly") else f"order {' and '.join(plan.order)}, "
+    rounded = "" if plan.quantize == "none" else f", its weights in {plan.quantize}"
     rows = {
         "adapter": f"{_kind(plan.lora)}, on "
         f"{size.layers} layers of the {where}: {size.parameters:,} parameters, {size.num_bytes / 1e6:.1f} MB",
@@ -174,15 +161,13 @@ def print_summary(checked: PlanChecked, estimate: Estimate, console: Console) ->
         "memory": f"about {estimate.memory_bytes / 2**30:.1f} GiB, the most that these steps took",
         "disk": _disk(size.num_bytes, domains, estimate),
     }
-    _block(
-        console, f"run: {len(plan.domains)} domain{'s' * (len(plan.domains) > 1)} on {plan.base}{_rounded(plan)}", rows
-    )
+    _block(console, f"run: {len(plan.domains)} domain{'s' * (len(plan.domains) > 1)} on {plan.base}{rounded}", rows)
 
 
-def _training(plan: Plan, domains: Sequence[DomainSummary]) -> str:
+def _training(plan: schema.Plan, domains: Sequence[DomainSummary]) -> str:
     training = plan.training
-    apart = [domain.name for domain in domains if trains_by_itself(domain.task, vision=plan.lora.vision)]
-    steps = head_training(training.steps, training.batch_size)
+    apart = [domain.name for domain in domains if schema.trains_by_itself(domain.task, vision=plan.lora.vision)]
+    steps = schema.head_training(training.steps, training.batch_size)
     heads = f"{steps} for each head that trains by itself ({', '.join(apart)})"
     if len(apart) == len(domains):
         return heads
@@ -196,7 +181,6 @@ def _training(plan: Plan, domains: Sequence[DomainSummary]) -> str:
 
 
 def _sample_size(domain: DomainSummary, confidence: float | None) -> str:
-    """How many validation samples the domain's threshold needs; empty without a confidence."""
     if confidence is None:
         return ""
     if domain.better == 0:
@@ -207,7 +191,7 @@ def _sample_size(domain: DomainSummary, confidence: float | None) -> str:
     count = domain.counts["validation"]
     most = "" if domain.threshold is not None else "at most "
     needs = f"more than {MOST}" if domain.needs is None else f"{most}{domain.needs}"
-    exact = domain.metric in MEANS - {"token_f1"}
+    exact = domain.metric in schema.MEANS - {"token_f1"}
     text = (
         f"needs {'' if exact else 'about '}{needs} validation samples at a confidence of {confidence:g}, so that an "
         f"adapter {domain.better:g} above the threshold passes in {POWER:.0%} of runs; there are {count}"
@@ -216,7 +200,7 @@ def _sample_size(domain: DomainSummary, confidence: float | None) -> str:
     return f"{text} (warning: too few, so a good adapter may be rejected)" if few else text
 
 
-def _kind(lora: LoraPlan) -> str:
+def _kind(lora: schema.LoraPlan) -> str:
     blocks, each = (f" in {lora.blocks} blocks", f"rank / {lora.blocks}") if lora.blocks > 1 else ("", "rank")
     kind = "activated, " if lora.activated else ""
     return f"{kind}rank {lora.rank}{blocks}, alpha {lora.alpha}{f' / sqrt({each})' if lora.rslora else ''}"
@@ -228,63 +212,52 @@ def _block(console: Console, title: str, rows: Mapping[str, str]) -> None:
 
 
 def _answered(domain: DomainSummary) -> str:
-    if domain.head == WORDS:
+    if domain.head == schema.WORDS:
         return "the language model in words"
     head = f"{'an' if domain.head[0] in 'aeiou' else 'a'} {domain.head} head"
     return f"{head} (and in words; the report gives both accuracies)" if domain.also_in_words else head
 
 
-def _frames(domain: DomainSummary) -> str:
-    return "one picture" if domain.frames == 1 else f"{domain.frames} frames"
-
-
-def _domain(domain: DomainPlan, plan: Plan, data: DomainData) -> DomainSummary:
+def _domain(domain: schema.DomainPlan, plan: schema.Plan, data: DomainData) -> DomainSummary:
     splits = data.splits
-    metric = domain.metric or METRICS[splits.task][0]
+    metric = domain.metric or schema.METRICS[splits.task][0]
     value = domain.threshold_before_training(data.teacher_score)
-    better = domain.threshold.minus if isinstance(domain.threshold, RelativeThreshold) else _BETTER
+    better = domain.threshold.minus if isinstance(domain.threshold, schema.RelativeThreshold) else _BETTER
+    shown = splits.label_counts()
+    labels = () if splits.task == "regression" else splits.labels
+    classes = {label: {name: of[number] for name, of in shown.items()} for number, label in enumerate(labels)}
     return DomainSummary(
         name=domain.name,
         task=domain.task or splits.task,
         real_or_synthetic="real" if splits.real else "synthetic",
         question=domain.question,
-        head=domain.head or HEADS[splits.task][0],
+        head=domain.head or schema.HEADS[splits.task][0],
         metric=metric,
         threshold=value,
         rule=_threshold(domain, plan, data, metric, value),
         counts={name: len(part) for name, part in splits.parts.items()},
         needs=None if plan.confidence is None else samples_needed(value, better, plan.confidence),
         better=better,
-        classes=_classes(splits.task, splits.labels, splits.parts),
+        classes=classes,
         answers=len({str(sample.target) for sample in splits.train}),
         frames=splits.num_frames,
         teacher=None if data.teacher_result is None else dataclasses.asdict(data.teacher_result),
-        also_in_words=HEADS[splits.task][0] != WORDS
+        also_in_words=schema.HEADS[splits.task][0] != schema.WORDS
         and any(answer_in_words(splits, sample) for sample in splits.train),
         notes=data.notes,
     )
 
 
-def _threshold(domain: DomainPlan, plan: Plan, data: DomainData, metric: str, value: float | None) -> str:
-    what = f"{metric} ({METRIC_DESCRIPTIONS[metric]})" if METRIC_DESCRIPTIONS[metric] != metric else metric
-    if value is None:
-        assert isinstance(domain.threshold, RelativeThreshold)
-        text = f"{what} of at least the score of an adapter for this domain alone, minus {domain.threshold.minus:g}"
-    else:
-        text = f"{what} of at least {value:.3f}"
-    if isinstance(domain.threshold, RelativeThreshold) and value is not None and data.teacher_result is not None:
-        text += f" (its teacher's {data.teacher_result.score:.3f} minus {domain.threshold.minus:g})"
+def _threshold(domain: schema.DomainPlan, plan: schema.Plan, data: DomainData, metric: str, value: float | None) -> str:
+    wanted = domain.threshold
+    text = f"{metric} ({schema.METRIC_DESCRIPTIONS[metric]}) of at least "
+    if value is not None:
+        text += f"{value:.3f}"
+    if isinstance(wanted, schema.RelativeThreshold) and value is None:
+        text += f"the score of an adapter for this domain alone, minus {wanted.minus:g}"
+    elif isinstance(wanted, schema.RelativeThreshold) and data.teacher_result is not None:
+        text += f" (its teacher's {data.teacher_result.score:.3f} minus {wanted.minus:g})"
     return f"{text}, at a confidence of {plan.confidence:g}" if plan.confidence else text
-
-
-def _classes(task: str, labels: tuple[str, ...], parts: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, int]]:
-    shown = {
-        name: Counter(itertools.chain.from_iterable(labels_shown(task, sample.target) for sample in part))
-        for name, part in parts.items()
-    }
-    if task == "regression":
-        return {}
-    return {label: {name: shown[name][number] for name in parts} for number, label in enumerate(labels)}
 
 
 def _shown(domain: DomainSummary) -> str:
@@ -303,12 +276,10 @@ def _teacher(teacher: Mapping[str, object] | None) -> str:
     return f"{teacher['name']}: {teacher['score']:.3f} on validation data; {left}{beyond}"
 
 
-def _time(plan: Plan, estimate: Estimate) -> str:
+def _time(plan: schema.Plan, estimate: Estimate) -> str:
     least, most = duration(estimate.at_least_s), duration(estimate.at_most_s)
-    if plan.packing in ("guided", "jointly"):
-        fits = "if all domains fit into one adapter"
-    else:
-        fits = "if every domain fits into the first adapter"
+    at_once = plan.packing in ("guided", "jointly")
+    fits = f"if {'all domains fit into one' if at_once else 'every domain fits into the first'} adapter"
     text = f"about {least} {fits}, at most {most}" if least != most else f"about {least}"
     threads = "" if estimate.threads is None else f", {estimate.threads} thread{'s' * (estimate.threads > 1)}"
     measured = (
@@ -329,7 +300,7 @@ def _disk(adapter_bytes: int, domains: Sequence[DomainSummary], estimate: Estima
     return f"{estimate.features_bytes / 1e6:,.0f} MB for image features ({per_picture}; they stay in --out), and {each}"
 
 
-def _expected(plan: Plan, domain: DomainSummary) -> str:
+def _expected(plan: schema.Plan, domain: DomainSummary) -> str:
     """What detection heads of the embedded model have reached with about as many training pictures."""
     if domain.head != "detection" or plan.base != "embedded":
         return ""
@@ -339,8 +310,9 @@ def _expected(plan: Plan, domain: DomainSummary) -> str:
         f"F1 {of_photos:.2f} was measured with {photos} training pictures of one user's photographs; on rendered "
         f"streets {reached} (docs/decisions/0070); there are {count}"
     )
-    on_drawings = max((score for number, score in _F1_OF_DRAWINGS.items() if number <= count), default=0.0)
-    likely = of_photos if domain.real_or_synthetic == "real" else on_drawings
+    likely = of_photos
+    if domain.real_or_synthetic != "real":
+        likely = max((score for number, score in _F1_OF_DRAWINGS.items() if number <= count), default=0.0)
     if domain.metric != "f1" or domain.threshold is None or domain.threshold <= likely:
         return text
     return (
@@ -348,18 +320,6 @@ def _expected(plan: Plan, domain: DomainSummary) -> str:
         "unlabelled` and `teacher: {kind: onnx_detector}`, or serve a small detector itself: on rendered streets it "
         "reached 1.00 and this head 0.92, docs/decisions/0069)"
     )
-
-
-def _max_training_s(checked: PlanChecked) -> float | None:
-    """Processor seconds of training in the longest possible run; None if the plan sets no limit."""
-    plan = checked.plan
-    if plan.training.seconds is None:
-        return None
-    return plan.training.seconds * max_trainings(plan, trained_alone(plan, checked.teacher_scores))
-
-
-def _rounded(plan: Plan) -> str:
-    return "" if plan.quantize == "none" else f", its weights in {plan.quantize}"
 
 
 def samples_needed(threshold: float | None, better: float, confidence: float) -> int | None:

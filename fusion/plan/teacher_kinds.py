@@ -35,7 +35,7 @@ class BuiltInTeacher(_Teacher):
     kind: Literal["built_in"]
 
 
-class _Detector(_Teacher):
+class DetectorPlan(_Teacher):
     """absent: the label of a picture without detections, for the task classification. only: the labels of boxes that
     count; if empty, all of them. Counting and binary need it where the detector has several labels."""
 
@@ -43,7 +43,7 @@ class _Detector(_Teacher):
     only: tuple[str, ...] = Field((), min_length=1)
 
 
-class CascadeTeacher(_Detector):
+class CascadeTeacher(DetectorPlan):
     """An OpenCV cascade, which detects one kind of object. file: XML; None for OpenCV's frontal faces. label: name of
     the detected objects."""
 
@@ -52,7 +52,7 @@ class CascadeTeacher(_Detector):
     label: str = "face"
 
 
-class HogTeacher(_Detector):
+class HogTeacher(DetectorPlan):
     """OpenCV's detector of people. label: name of the detected people."""
 
     kind: Literal["hog"]
@@ -94,13 +94,13 @@ class OnnxTeacher(_Network):
     kind: Literal["onnx"]
 
 
-class OnnxDetectorTeacher(_Detector):
+class OnnxDetectorTeacher(DetectorPlan):
     """An ONNX detector run by onnxruntime.
 
     labels: of each class, in order, a background class included; None for the names that Ultralytics stores in the
     file. size: height and width in pixels, if the file leaves them open. mean, std: normalisation of
     colours from 0 to 1. resize: "letterbox" keeps the aspect ratio, with grey borders. layout: of the outputs
-    (`fusion.teachers.detector_layouts`); None to recognise it. boxes: whether edges are pixels of the input or shares
+    (`fusion.teachers.onnx_detector`); None to recognise it. boxes: whether edges are pixels of the input or shares
     of it; None to recognise it. overlap: suppression drops the less confident of two boxes of one label with more IoU
     than this.
     """
@@ -118,7 +118,7 @@ class OnnxDetectorTeacher(_Detector):
     min_confidence: Number = Field(0.25, gt=0, le=1)
 
 
-class TransformersTeacher(_Detector):
+class TransformersTeacher(DetectorPlan):
     """A classifier of pictures or videos, or a detector, from a local folder in transformers' format. Weights that are
     not safetensors run code. rename: maps its labels to the domain's."""
 

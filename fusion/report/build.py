@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +14,9 @@ import cv2
 import msgspec
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from fusion.data.samples import Splits
-from fusion.data.targets import answer_in_words
+from fusion.data.samples import Splits, answer_in_words
 from fusion.folder import former_adapters, replace_results
-from fusion.packing.algorithm import Adapter, Packing, names_of
+from fusion.packing.algorithm import Packing, names_of
 from fusion.plan.schema import Plan
 from fusion.report.examples import Example, confusion_of, examples_of
 from fusion.report.report import (
@@ -68,21 +67,69 @@ def report_run(
     data = session.data
     tested = answer_test_data(packing, session)
     names = names_of(packing.adapters, data.plan.name, former_adapters(out), tuple(data.domains))
-    before = {name: one.score for name, one in untrained.items()}
-    report = make_report(data, before, thresholds, packing, optimum, tested, names, time.perf_counter() - started)
+    plan, domains = data.plan, data.domains
+    targets = {name: [sample.target for sample in own.splits.test] for name, own in domains.items()}
+    report = FusionReport(
+        base=plan.base,
+        seed=plan.seed,
+        seconds=time.perf_counter() - started,
+        confidence=plan.confidence,
+        domains=tuple(
+            DomainReport(
+                name=name,
+                task=domains[name].splits.task,
+                real_or_synthetic="real" if domains[name].splits.real else "synthetic",
+                metric=domains[name].task.metric_name,
+                threshold=thresholds[name],
+                before=untrained[name].score,
+                validation=trained.scores[name].value,
+                bound=trained.scores[name].lower,
+                after=domains[name].task.metric(tested[name].answers, targets[name]),
+                met=name not in packing.missed,
+                adapter=names[adapter],
+                num_test=len(targets[name]),
+                words=tested[name].words,
+            )
+            for adapter, trained in packing.adapters.items()
+            for name in adapter
+        ),
+        adapters=tuple(
+            AdapterReport(
+                name, adapter, (own := packing.histories[adapter]).together, tuple(new for _, new in own.joins)
+            )
+            for adapter, name in names.items()
+        ),
+        rollbacks=tuple(
+            RollbackReport(
+                step.domains,
+                step.into,
+                {name: BrokenReport(*score, thresholds[name]) for name, score in step.broken.items()},
+                tuple(name for name in step.domains if step.kept and name not in step.removed),
+            )
+            for step in packing.rollbacks
+        ),
+        timeline=timeline(packing),
+        confusions=tuple(
+            confusion
+            for name, own in domains.items()
+            if (confusion := confusion_of(name, own.splits.labels, tested[name].answers, targets[name])) is not None
+        ),
+        oracle=optimum,
+        plan=plan.model_dump(mode="json"),
+    )
     examples = {
         name: examples_of(own.splits.test, tested[name].answers, own.splits.labels, own.task, own.plan.question)
-        for name, own in data.domains.items()
+        for name, own in domains.items()
     }
     with replace_results(out) as folder:
         for adapter in report.adapters:
             place = folder / "adapters" / adapter.name
             state = session.cache.state_of(packing.histories[adapter.domains], adapter.domains)
             session.trainer.save(place, state, {name: tested[name].parameters or {} for name in adapter.domains})
-            domains = [_domain(one, data, tested[one.name]) for one in report.domains if one.adapter == adapter.name]
-            (place / DOMAINS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode({"domains": domains})) + b"\n")
+            declared = [_domain(one, data, tested[one.name]) for one in report.domains if one.adapter == adapter.name]
+            (place / DOMAINS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode({"domains": declared})) + b"\n")
             (place / "README.md").write_text(model_card(report, adapter))
-        write_test_data(folder / "test", data.plan, {name: own.splits for name, own in data.domains.items()})
+        write_test_data(folder / "test", plan, {name: own.splits for name, own in domains.items()})
         (folder / "report.html").write_text(page(report, examples))
         report.write(folder / "report.json")
     data.features.keep_only({name for one in untrained.values() for name in one.pictures})
@@ -131,69 +178,6 @@ def _domain(report: DomainReport, data: RunData, tested: Tested) -> DomainSummar
         head_accuracy=by_head,
         words_accuracy=by_words,
         threshold=report.threshold,
-    )
-
-
-def make_report(
-    data: RunData,
-    before: Mapping[str, float],
-    thresholds: Mapping[str, float],
-    packing: Packing,
-    optimum: OracleReport | None,
-    tested: Mapping[str, Tested],
-    names: Mapping[Adapter, str],
-    seconds: float,
-) -> FusionReport:
-    """The report of a run. names: of its adapters. seconds: its duration."""
-    plan, domains = data.plan, data.domains
-    targets = {name: [sample.target for sample in own.splits.test] for name, own in domains.items()}
-    return FusionReport(
-        base=plan.base,
-        seed=plan.seed,
-        seconds=seconds,
-        confidence=plan.confidence,
-        domains=tuple(
-            DomainReport(
-                name=name,
-                task=domains[name].splits.task,
-                real_or_synthetic="real" if domains[name].splits.real else "synthetic",
-                metric=domains[name].task.metric_name,
-                threshold=thresholds[name],
-                before=before[name],
-                validation=trained.scores[name].value,
-                bound=trained.scores[name].lower,
-                after=domains[name].task.metric(tested[name].answers, targets[name]),
-                met=name not in packing.missed,
-                adapter=names[adapter],
-                num_test=len(targets[name]),
-                words=tested[name].words,
-            )
-            for adapter, trained in packing.adapters.items()
-            for name in adapter
-        ),
-        adapters=tuple(
-            AdapterReport(
-                name, adapter, (own := packing.histories[adapter]).together, tuple(new for _, new in own.joins)
-            )
-            for adapter, name in names.items()
-        ),
-        rollbacks=tuple(
-            RollbackReport(
-                step.domains,
-                step.into,
-                {name: BrokenReport(*score, thresholds[name]) for name, score in step.broken.items()},
-                tuple(name for name in step.domains if step.kept and name not in step.removed),
-            )
-            for step in packing.rollbacks
-        ),
-        timeline=timeline(packing),
-        confusions=tuple(
-            confusion
-            for name, own in domains.items()
-            if (confusion := confusion_of(name, own.splits.labels, tested[name].answers, targets[name])) is not None
-        ),
-        oracle=optimum,
-        plan=plan.model_dump(mode="json"),
     )
 
 
@@ -246,12 +230,8 @@ _WIDTH, _HEIGHT, _LEFT = 640, 320, 48  # of the chart in report.html.j2
 def lanes_of(steps: Sequence[StepReport], adapters: Sequence[Sequence[str]]) -> tuple[int, ...]:
     """For each training, the index of the adapter that it went into or was rolled back from. For domains that did not
     fit when trained jointly: the adapter that holds most of them."""
-
-    def lane(step: StepReport) -> int:
-        names = set(step.into or step.domains)
-        return max(range(len(adapters)), key=lambda number: len(names & set(adapters[number])))
-
-    return tuple(map(lane, steps))
+    held = [{*(step.into or step.domains)} for step in steps]
+    return tuple(max(range(len(adapters)), key=lambda number: len(own & {*adapters[number]})) for own in held)
 
 
 def outcome_of(step: StepReport, thresholds: Mapping[str, float]) -> tuple[str, tuple[str, ...]]:
@@ -279,31 +259,24 @@ def capacity_points(steps: Sequence[StepReport]) -> dict[str, list[CapacityPoint
     return points
 
 
-def curves_of(names: Iterable[str]) -> tuple[tuple[str, str, str], ...]:
-    """For each domain of the capacity chart its name, colour and dashes; the colours repeat with dashes."""
-    return tuple(
-        (name, COLORS[place % len(COLORS)], "6 4" if place // len(COLORS) % 2 else "")
-        for place, name in enumerate(names)
-    )
+class Chart:
+    """The capacity chart. curves: the name, colour and dashes of each domain; the colours repeat with dashes. most:
+    domains in an adapter. floor: the lowest value."""
 
-
-class ChartSize(NamedTuple):
-    """The capacity chart's axes and their places in the SVG. most: domains in an adapter. floor: the lowest value."""
-
-    most: int
-    floor: float
+    def __init__(self, points: Mapping[str, Sequence[CapacityPoint]]) -> None:
+        every = [point for own in points.values() for point in own]
+        self.floor = max(0.0, int(min((point.value for point in every), default=0.0) * 10 - 0.5) / 10)
+        self.most = max((point.domains for point in every), default=1)
+        self.curves = [
+            (name, COLORS[place % len(COLORS)], "6 4" if place // len(COLORS) % 2 else "")
+            for place, name in enumerate(points)
+        ]
 
     def x_of(self, count: int) -> float:
         return round(_LEFT + (_WIDTH - _LEFT) * (count - 0.7) / max(1.0, self.most - 0.4), 1)
 
     def y_of(self, value: float) -> float:
         return round(16 + (_HEIGHT - 16) * (1 - value) / (1 - self.floor), 1)
-
-
-def chart_size(points: Mapping[str, Sequence[CapacityPoint]]) -> ChartSize:
-    everything = [point for own in points.values() for point in own]
-    floor = max(0.0, int(min((point.value for point in everything), default=0.0) * 10 - 0.5) / 10)
-    return ChartSize(max((point.domains for point in everything), default=1), floor)
 
 
 def ticks_of(total: float) -> list[float]:
@@ -314,12 +287,9 @@ def ticks_of(total: float) -> list[float]:
 
 def page(report: FusionReport, examples: Mapping[str, Sequence[Example]]) -> str:
     """Render the page; its links to adapters are relative to its folder. examples: by domain."""
+    loader = PackageLoader("fusion.report", ".")
     environment = Environment(
-        loader=PackageLoader("fusion.report", "."),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
     thresholds = {domain.name: domain.threshold for domain in report.domains}
     points = capacity_points(report.timeline)
@@ -333,8 +303,7 @@ def page(report: FusionReport, examples: Mapping[str, Sequence[Example]]) -> str
         ticks=ticks_of(total),
         lowest=min((value for step in report.timeline for value in step.values.values()), default=0.0),
         points=points,
-        chart=chart_size(points),
-        curves=curves_of(points),
+        chart=Chart(points),
         examples=examples,
     )
 

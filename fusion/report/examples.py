@@ -10,8 +10,7 @@ import cv2
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from fusion.data.samples import Sample, Splits, Target
-from fusion.data.targets import labels_shown
+from fusion.data.samples import Sample, Splits, Target, labels_shown
 from fusion.report.report import ConfusionReport
 from fusion.training.objectives import Objective
 from heads import Box
@@ -71,7 +70,7 @@ def examples_of(
 
 def _example(sample: Sample, answer: object, labels: Sequence[str], question: str, score: float) -> Example:
     return Example(
-        tuple(_as_url(_drawn(frame, place, sample.target, answer, labels)) for place, frame in _shown(sample)),
+        tuple(_drawn(frame, place, sample.target, answer, labels) for place, frame in _shown(sample)),
         sample.question or question,
         _in_words(sample.target, labels),
         None if answer is None or isinstance(answer, bool) else _in_words(answer, labels),
@@ -97,8 +96,8 @@ def _in_words(value: object, labels: Sequence[str]) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _drawn(frame: np.ndarray, place: int, target: object, answer: object, labels: Sequence[str]) -> np.ndarray:
-    """The picture at the report's size, with target boxes (thin) and predicted boxes."""
+def _drawn(frame: np.ndarray, place: int, target: object, answer: object, labels: Sequence[str]) -> str:
+    """The picture at the report's size, with target boxes (thin) and predicted boxes, as a URL."""
     scale = _HEIGHT / frame.shape[0]
     size = (max(1, round(frame.shape[1] * scale)), _HEIGHT)
     picture = cv2.resize(frame, size, interpolation=cv2.INTER_CUBIC if scale > 1 else cv2.INTER_AREA)
@@ -111,10 +110,6 @@ def _drawn(frame: np.ndarray, place: int, target: object, answer: object, labels
                 if value is answer:
                     at = (corners[0][0], max(10, corners[0][1] - 3))
                     cv2.putText(picture, labels[box.label], at, cv2.FONT_HERSHEY_SIMPLEX, 0.36, color, 1, cv2.LINE_AA)
-    return picture
-
-
-def _as_url(picture: np.ndarray) -> str:
     encoded = cv2.imencode(".jpg", cv2.cvtColor(picture, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, 88])[1]
     return f"data:image/jpeg;base64,{base64.b64encode(encoded.tobytes()).decode()}"
 

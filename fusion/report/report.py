@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +169,6 @@ def _number(count: int, noun: str) -> str:
 
 
 def model_card(report: FusionReport, adapter: AdapterReport) -> str:
-    """An adapter's README: its domains, scores, training and use."""
     lora = report.plan["lora"]
     own = [domain for domain in report.domains if domain.adapter == adapter.name]
     rows = "\n".join(
@@ -182,13 +180,14 @@ def model_card(report: FusionReport, adapter: AdapterReport) -> str:
     vision = " and all of the vision side" if lora["vision"] else ""
     blocks = f" in {lora['blocks']} blocks" if lora["blocks"] > 1 else ""
     sure = "no confidence set" if report.confidence is None else f"confidence {report.confidence:g}"
+    rounded = "" if report.plan["quantize"] == "none" else f" (with its weights in {report.plan['quantize']})"
     return f"""---
 base_model: {report.base}
 library_name: peft
 ---
 # {adapter.name}
 
-A LoRA adapter for {report.base}{_rounded(report.plan)} that holds {len(own)} of the {len(report.domains)} domains of
+A LoRA adapter for {report.base}{rounded} that holds {len(own)} of the {len(report.domains)} domains of
 one fusion run (seed {report.seed}).
 
 | domain | task | pixels | metric | threshold | validation | lower bound ({sure}) | test | test samples |
@@ -201,10 +200,6 @@ Rank {lora["rank"]}{blocks}, alpha {lora["alpha"]}{", rank-stabilised" if lora["
 `peft.PeftModel.from_pretrained(base, FOLDER)` loads the adapter; `vlora serve --adapter NAME=FOLDER` serves it with its
 task heads (`heads.safetensors`), if it has any. Requests name a domain, which stands for the adapter (`domains.json`).
 """
-
-
-def _rounded(plan: Mapping[str, Any]) -> str:
-    return "" if plan["quantize"] == "none" else f" (with its weights in {plan['quantize']})"
 
 
 def _how_trained(report: FusionReport, adapter: AdapterReport) -> str:

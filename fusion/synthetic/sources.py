@@ -15,17 +15,7 @@ import numpy as np
 
 from fusion.data.samples import Sample, Splits
 from fusion.embedded.drawing import NUMBERS, SIZE
-from fusion.synthetic.road_signs import ACTIONS, CLIP_FRAMES, SIGNS, draw_action, draw_sign, render_stream
-from fusion.synthetic.streets import (
-    KINDS,
-    ask_traffic,
-    caption_traffic,
-    count_vehicles,
-    find_things,
-    look_for_person,
-    refer_to_thing,
-    render_traffic,
-)
+from fusion.synthetic import drawn
 
 Source = Callable[[int], Splits]
 
@@ -117,14 +107,13 @@ def _crop(region: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def _signs(seed: int) -> Splits:
-    """Drawn road signs in front of plain backgrounds (synthetic)."""
     rng = np.random.default_rng(seed + 1)
 
     def part(count: int) -> list[Sample]:
-        labels = [int(rng.integers(len(SIGNS))) for _ in range(count)]
-        return [Sample((draw_sign(SIGNS[label], rng),), label) for label in labels]
+        labels = [int(rng.integers(len(drawn.SIGNS))) for _ in range(count)]
+        return [Sample((drawn.draw_sign(drawn.SIGNS[label], rng),), label) for label in labels]
 
-    return Splits("classification", SIGNS, part(1000), part(400), part(400), real=False)
+    return Splits("classification", drawn.SIGNS, part(1000), part(400), part(400), real=False)
 
 
 def _actions(num_frames: int, salt: int) -> Source:
@@ -134,10 +123,11 @@ def _actions(num_frames: int, salt: int) -> Source:
         rng = np.random.default_rng(seed + salt)
 
         def part(count: int) -> list[Sample]:
-            labels = [int(rng.integers(len(ACTIONS))) for _ in range(count)]
-            return [Sample(tuple(draw_action(ACTIONS[label], rng, num_frames)), label) for label in labels]
+            labels = [int(rng.integers(len(drawn.ACTIONS))) for _ in range(count)]
+            clips = [drawn.draw_passing(drawn.ACTIONS[label], rng, num_frames).frames for label in labels]
+            return [Sample(tuple(frames), label) for frames, label in zip(clips, labels, strict=True)]
 
-        return Splits("action", ACTIONS, part(900), part(240), part(320), real=False)
+        return Splits("action", drawn.ACTIONS, part(900), part(240), part(320), real=False)
 
     return load
 
@@ -176,30 +166,30 @@ BUILT_IN: dict[str, Source] = {
     "lfw-faces": _faces,
     "library-photos": _photos,
     "drawn-signs": _signs,
-    "drawn-actions": _actions(CLIP_FRAMES, 2),
-    "drawn-traffic-questions": _drawn("vqa", (), ask_traffic, 3),
-    "drawn-traffic-captions": _drawn("captioning", (), caption_traffic, 4),
-    "drawn-traffic-references": _drawn("referring", (), refer_to_thing, 5),
-    "drawn-traffic-detection": _drawn("detection", KINDS, find_things, 6),
-    "drawn-traffic-counts": _drawn("counting", NUMBERS[:6], count_vehicles, 7),
+    "drawn-actions": _actions(drawn.CLIP_FRAMES, 2),
+    "drawn-traffic-questions": _drawn("vqa", (), drawn.ask_traffic, 3),
+    "drawn-traffic-captions": _drawn("captioning", (), drawn.caption_traffic, 4),
+    "drawn-traffic-references": _drawn("referring", (), drawn.refer_to_thing, 5),
+    "drawn-traffic-detection": _drawn("detection", drawn.KINDS, drawn.find_things, 6),
+    "drawn-traffic-counts": _drawn("counting", NUMBERS[:6], drawn.count_vehicles, 7),
     "drawn-short-actions": _actions(2, 9),
-    "drawn-traffic-persons": _drawn("binary", ("no", "yes"), look_for_person, 8),
+    "drawn-traffic-persons": _drawn("binary", ("no", "yes"), drawn.look_for_person, 8),
 }
 
 Stream = Callable[[Path, int], list[str] | None]
 
 
 def _counts_in_video(path: Path, seed: int) -> list[str]:
-    return [NUMBERS[street.num_vehicles] for street in render_traffic(path, seed)]
+    return [NUMBERS[street.num_vehicles] for street in drawn.render_traffic(path, seed)]
 
 
 def _boxes_in_video(path: Path, seed: int) -> None:
-    render_traffic(path, seed + 1)
+    drawn.render_traffic(path, seed + 1)
 
 
 STREAMS: dict[str, Stream] = {
-    "drawn-actions": render_stream,
-    "drawn-short-actions": render_stream,
+    "drawn-actions": drawn.render_stream,
+    "drawn-short-actions": drawn.render_stream,
     "drawn-traffic-counts": _counts_in_video,
     "drawn-traffic-detection": _boxes_in_video,
 }

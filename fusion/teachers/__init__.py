@@ -29,6 +29,8 @@ class TeacherResult:
     beyond: int = 0
 
 
+_SHOWN = 5
+
 Clip = Sequence[np.ndarray]
 """One sample's frames: RGB uint8 [height, width, 3]."""
 
@@ -67,6 +69,11 @@ def classify(outputs: np.ndarray, labels: Sequence[str]) -> Labelled:
     mean = rows.mean(0)
     best = int(mean.argmax())
     return Labelled(labels[best], float(mean[best]))
+
+
+def few(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 @dataclasses.dataclass

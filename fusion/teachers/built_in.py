@@ -6,8 +6,8 @@ references have none; their answers come from the renderer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import cv2
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fusion.data.samples import Sample, Splits
-from fusion.synthetic.road_signs import ACTIONS
+from fusion.synthetic.drawn import ACTIONS
 from fusion.teachers.opencv import FACES
 from heads import TASKS
 
@@ -23,22 +23,25 @@ _GRID = (6, 6)
 _EPOCHS = 12
 
 
-class Learner(Protocol):
+class Learner:
+    """Trained when it is created, if it needs a training."""
+
     name: str
 
-    def fit(self, splits: Splits) -> None:
-        """Train on the training part."""
+    def __init__(self, splits: Splits) -> None:
+        pass
 
     def answers(self, samples: Sequence[Sample]) -> list[object]:
         """One label index per sample, or its boxes."""
+        raise NotImplementedError
 
 
-class SupportVectors:
+class SupportVectors(Learner):
     """scikit-learn's support vector classifier on grey pixels of 8 x 8."""
 
     name = "SVC"
 
-    def fit(self, splits: Splits) -> None:
+    def __init__(self, splits: Splits) -> None:
         from sklearn.svm import SVC
 
         self._model = SVC(gamma=0.02 * 16, C=10).fit(self._small(splits.train), [s.target for s in splits.train])
@@ -51,32 +54,25 @@ class SupportVectors:
         return np.stack([cv2.resize(grey, (8, 8), interpolation=cv2.INTER_AREA).ravel() / 255 for grey in inner])
 
 
-class FaceCascade:
-    """OpenCV's Haar cascade for frontal faces; label 0 if it detects one. Needs no training."""
+class FaceCascade(Learner):
+    """OpenCV's Haar cascade for frontal faces; label 0 if it detects one."""
 
     name = "Haar cascade"
 
-    def __init__(self) -> None:
-        self._cascade = cv2.CascadeClassifier(str(FACES))
-
-    def fit(self, splits: Splits) -> None:
-        pass
-
     def answers(self, samples: Sequence[Sample]) -> list[object]:
-        return [0 if self._finds(sample.frames[0]) else 1 for sample in samples]
+        cascade = cv2.CascadeClassifier(str(FACES))
+        found: list[object] = []
+        for sample in samples:
+            grey = cv2.cvtColor(sample.frames[0], cv2.COLOR_RGB2GRAY)
+            grey = cv2.copyMakeBorder(grey, 24, 24, 24, 24, cv2.BORDER_REPLICATE)
+            found.append(0 if len(cascade.detectMultiScale(grey, 1.05, 1, minSize=(48, 48))) else 1)
+        return found
 
-    def _finds(self, frame: np.ndarray) -> bool:
-        grey = cv2.copyMakeBorder(cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY), 24, 24, 24, 24, cv2.BORDER_REPLICATE)
-        return len(self._cascade.detectMultiScale(grey, 1.05, 1, minSize=(48, 48))) > 0
 
-
-class MotionRules:
+class MotionRules(Learner):
     """Rules on how the difference to the clip's median frame moves. Written for drawn street clips."""
 
     name = "motion rules"
-
-    def fit(self, splits: Splits) -> None:
-        pass
 
     def answers(self, samples: Sequence[Sample]) -> list[object]:
         return [ACTIONS.index(self._name(sample.frames)) for sample in samples]
@@ -97,7 +93,7 @@ class MotionRules:
         return "waits" if abs(across) < 8 else "drives left" if across < 0 else "drives right"
 
 
-class SmallNetwork:
+class SmallNetwork(Learner):
     """Four strided convolutions with about 50,000 weights over all frames of a sample, trained from scratch in seconds.
 
     It has the loss and the answers of the task's head. For a task in words it chooses among the answers in the training
@@ -106,7 +102,7 @@ class SmallNetwork:
 
     name = "small CNN"
 
-    def fit(self, splits: Splits) -> None:
+    def __init__(self, splits: Splits) -> None:
         self._words = () if splits.labels else tuple(sorted({str(sample.target) for sample in splits.train}))
         targets = [self._words.index(str(s.target)) if self._words else s.target for s in splits.train]
         kind = "classification" if self._words else splits.task
@@ -158,7 +154,7 @@ def _pixels(samples: Sequence[Sample]) -> torch.Tensor:
     return torch.from_numpy(frames).permute(0, 3, 1, 2).float().div(127.5).sub(1).contiguous()
 
 
-TEACHERS: dict[str, Callable[[], Learner]] = {
+TEACHERS: dict[str, type[Learner]] = {
     "sklearn-digits": SupportVectors,
     "lfw-faces": FaceCascade,
     "library-photos": SmallNetwork,

@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fusion.data.samples import Answer, Item, NamedBox, Splits
-from fusion.data.targets import default_labels, reader
+from fusion.data.samples import Answer, Item, NamedBox, Splits, default_labels, reader
 from fusion.plan.schema import WORDS, DomainPlan
 from fusion.plan.teacher_kinds import BuiltInTeacher
 from fusion.progress import Progress
-from fusion.teachers import Clip, Labelled, Teacher, TeacherResult
+from fusion.teachers import Clip, Labelled, Teacher, TeacherResult, few
 from fusion.teachers.built_in import TEACHERS
 from fusion.teachers.opening import open_teacher
 from fusion.training.objectives import metric_of_some, objective_of
@@ -21,7 +20,6 @@ from vlora.plan_files.errors import PlanErrors
 _AT_ONCE = 32  # samples per call of a teacher, which are in memory
 
 _NAMED = ("classification", "action", "binary", "multi_label", "detection")  # answered by label names
-_SHOWN = 5
 
 
 def label_by_teacher(
@@ -35,10 +33,9 @@ def label_by_teacher(
     """
     assert domain.teacher is not None, "unlabelled data has a teacher"
     here = errors.inside("teacher")
-    teacher = open_teacher(domain.teacher, task, here)
-    labelled = None if teacher is None else _ask(domain, teacher, [item.frames for item in items], here, progress)
-    if teacher is None or labelled is None:
+    if (asked := _ask(domain, task, [item.frames for item in items], here, progress)) is None:
         return None
+    teacher, labelled = asked
     floor = domain.teacher.min_confidence
     sure = [one for one in labelled if one.confidence >= floor]
     if not sure:
@@ -69,12 +66,11 @@ def compare_with_teacher(
     """
     if domain.teacher is None or isinstance(domain.teacher, BuiltInTeacher):
         return _score_of_built_in(domain, splits, errors)
-    samples = splits.validation
     here = errors.inside("teacher")
-    teacher = open_teacher(domain.teacher, splits.task, here)
-    labelled = None if teacher is None else _ask(domain, teacher, [sample.frames for sample in samples], here, progress)
-    if teacher is None or labelled is None:
+    clips = [sample.frames for sample in splits.validation]
+    if (asked := _ask(domain, splits.task, clips, here, progress)) is None:
         return None
+    teacher, labelled = asked
     within = _within(splits.task, splits.labels, labelled, teacher, here)
     if within is None:
         return None
@@ -105,8 +101,7 @@ def _score_of_built_in(domain: DomainPlan, splits: Splits, errors: PlanErrors) -
         field = "threshold" if domain.teacher is None else "teacher"
         errors.add(f"needs a `teacher`; only these sources have a built-in one: {', '.join(sorted(TEACHERS))}", field)
         return None
-    model = learner()
-    model.fit(splits)
+    model = learner(splits)
     return TeacherResult(model.name, _score(domain, splits, model.answers(splits.validation)))
 
 
@@ -120,8 +115,12 @@ def _score(domain: DomainPlan, splits: Splits, answers: Sequence[object]) -> flo
 
 
 def _ask(
-    domain: DomainPlan, teacher: Teacher, clips: Sequence[Clip], errors: PlanErrors, progress: Progress
-) -> list[Labelled] | None:
+    domain: DomainPlan, task: str, clips: Sequence[Clip], errors: PlanErrors, progress: Progress
+) -> tuple[Teacher, list[Labelled]] | None:
+    """The domain's teacher with an answer for each clip. Returns None, after reporting an error, if it fails."""
+    assert domain.teacher is not None, "the caller checks it"
+    if (teacher := open_teacher(domain.teacher, task, errors)) is None:
+        return None
     labelled: list[Labelled] = []
     with progress.work(f"asking {teacher.name} about {domain.name}", len(clips), "samples") as update:
         for first in range(0, len(clips), _AT_ONCE):
@@ -132,7 +131,7 @@ def _ask(
                 errors.add(f"{teacher.name} fails: {type(error).__name__}: {error}")
                 return None
             update(len(labelled))
-    return labelled
+    return teacher, labelled
 
 
 # Teachers with more labels than a domain, for example a thousand classes: handling of the other labels.
@@ -167,7 +166,7 @@ def restrict_answers(
     missing = [label for place, label in enumerate(labels) if place not in able]
     if beyond and missing:
         raise ValueError(
-            f"it answers {_list([name for name, _ in beyond.most_common()])} and has no label for {_list(missing)}; "
+            f"it answers {few([name for name, _ in beyond.most_common()])} and has no label for {few(missing)}; "
             "use the same names in both"
         )
     return RestrictedAnswers([_without(answer, beyond) for answer in answers], beyond.total())
@@ -196,8 +195,3 @@ def _without(answer: Answer, beyond: Counter[str]) -> Answer | None:
         return None if answer in beyond else answer
     kept = [(each, name) for each, name in zip(answer, _names(answer), strict=True) if name not in beyond]
     return tuple(each for each, _ in kept)  # type: ignore[return-value]  # all of the same kind, in order
-
-
-def _list(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,19 +22,8 @@ from transformers import (
 )
 
 from fusion.data.samples import Answer, NamedBox, answer_of
-from fusion.plan.teacher_kinds import (
-    BuiltInTeacher,
-    CallableTeacher,
-    CascadeTeacher,
-    HogTeacher,
-    OnnxDetectorTeacher,
-    OnnxTeacher,
-    SklearnTeacher,
-    TeacherPlan,
-    TorchTeacher,
-    TransformersTeacher,
-)
-from fusion.teachers import Classifier, Clip, Labelled, Teacher, network_input
+from fusion.plan import teacher_kinds as kinds
+from fusion.teachers import Classifier, Clip, Labelled, Teacher, few, network_input
 from fusion.teachers.onnx_detector import OnnxDetector
 from fusion.teachers.opencv import Cascade, People, onnx_classifier
 from vlora.plan_files.errors import PlanErrors
@@ -47,39 +35,35 @@ _KINDS = {
 }
 
 
-def load_pretrained(folder: Path, rename: Mapping[str, str], allow_code: bool) -> Classifier | PretrainedDetector:
+def open_pretrained(plan: kinds.TransformersTeacher, task: str) -> Teacher:
     """Load the architecture in the folder's config.
 
     Code in the folder is never run; weights that are not safetensors need allow_code. Raises ValueError if loading
     fails.
     """
-    safely = {"local_files_only": True, "trust_remote_code": False}
+    folder, safely = plan.path, {"local_files_only": True, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(folder, **safely)
         name = (config.architectures or ["none"])[0]
         kind = next((kind for kind in _KINDS if name.endswith(kind)), None)
         if kind is None:
             raise ValueError(f"its architecture is {name}; supported names end with {', '.join(_KINDS)}")
-        weights = None if allow_code else True  # None accepts any format
+        weights = None if plan.allow_code else True  # None accepts any format
         model = _KINDS[kind].from_pretrained(folder, use_safetensors=weights, **safely).eval()
         processor = AutoImageProcessor.from_pretrained(folder, **safely)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ValueError(f"{folder} cannot be loaded: {error}") from error
-    unknown = sorted(set(rename) - set(config.id2label.values()))
-    if unknown:
-        raise ValueError(f"renames {', '.join(unknown)}, which {folder} does not have")
     own = [config.id2label[number] for number in range(config.num_labels)]
-    labels = tuple(rename.get(label, label) for label in own)
+    if unknown := sorted(set(plan.rename) - set(own)):
+        raise ValueError(f"renames {', '.join(unknown)}, which {folder} does not have")
+    labels = tuple(plan.rename.get(label, label) for label in own)
     title = f"{name} {folder.name}"
     if kind == "ForObjectDetection":
-        return PretrainedDetector(title, model, processor, labels)
-    return _classifier(title, model, processor, labels, videos=kind == "ForVideoClassification")
-
-
-def _classifier(name: str, model: Any, processor: Any, labels: tuple[str, ...], *, videos: bool) -> Classifier:
-    """Labels a clip by the mean probability over its frames. videos: the model reads a clip as a whole, which is
-    resampled evenly to the model's number of frames."""
-    wanted = getattr(model.config, "num_frames", None) if videos else None
+        return _find(plan, PretrainedDetector(title, model, processor, labels), task)
+    if plan.only:
+        raise ValueError(f"{title} is a classifier, and `only` chooses boxes of a detector; remove it")
+    # A model of videos reads a clip as a whole, resampled evenly to its number of frames; others read frame by frame.
+    wanted = getattr(model.config, "num_frames", None) if kind == "ForVideoClassification" else None
 
     @torch.no_grad()
     def rows(clip: Clip) -> np.ndarray:
@@ -89,36 +73,29 @@ def _classifier(name: str, model: Any, processor: Any, labels: tuple[str, ...], 
         logits: np.ndarray = model(**processor(frames, return_tensors="pt")).logits.numpy()
         return logits
 
-    return Classifier(name, labels, rows)
+    return Classifier(title, labels, rows)
 
 
 class PretrainedDetector:
-    """Boxes from the model's own post-processing."""
-
     def __init__(self, name: str, model: Any, processor: Any, labels: tuple[str, ...]) -> None:
-        self.name = name
-        self._model, self._processor, self.labels = model, processor, labels
+        self.name, self.labels = name, labels
+        self._model, self._processor = model, processor
 
     @torch.no_grad()
     def find(self, frame: np.ndarray) -> list[NamedBox]:
-        height, width = frame.shape[:2]
         outputs = self._model(**self._processor(frame, return_tensors="pt"))
-        sizes = torch.tensor([[height, width]])
+        sizes = torch.ones(1, 2)  # edges as shares of the picture
         (found,) = self._processor.post_process_object_detection(outputs, threshold=0.0, target_sizes=sizes)
-        boxes = []
-        for score, label, (left, top, right, bottom) in zip(
-            found["scores"].tolist(), found["labels"].tolist(), found["boxes"].tolist(), strict=True
-        ):
-            x = [min(1.0, max(0.0, edge / width)) for edge in (left, right)]
-            y = [min(1.0, max(0.0, edge / height)) for edge in (top, bottom)]
-            if x[0] < x[1] and y[0] < y[1]:
-                boxes.append(NamedBox(self.labels[label], x[0], y[0], x[1], y[1], score))
-        return boxes
+        edges, scores, labels = found["boxes"].clamp(0, 1).tolist(), found["scores"].tolist(), found["labels"].tolist()
+        boxes = [
+            NamedBox(self.labels[label], left, top, right, bottom, score)
+            for (left, top, right, bottom), score, label in zip(edges, scores, labels, strict=True)
+        ]
+        return [box for box in boxes if box.left < box.right and box.top < box.bottom]
 
 
 _BOX_TASKS = ("detection", "counting", "binary", "multi_label", "classification")
 _UNNAMED = ("counting", "binary")  # answers that do not show the labels of boxes
-_SHOWN = 5
 
 
 class Detector(Protocol):
@@ -131,8 +108,6 @@ class Detector(Protocol):
 
 class FromBoxes:
     """Answers of one of _BOX_TASKS from a detector's boxes in a picture, or in a clip's first frame.
-
-    A picture with several boxes has the class of the most confident one.
 
     Args:
         floor: boxes below this confidence are dropped.
@@ -147,11 +122,11 @@ class FromBoxes:
         assert task in _BOX_TASKS, task
         if unknown := sorted(set(only) - set(detector.labels)):
             raise ValueError(
-                f"`only` names {', '.join(unknown)}, which {detector.name} lacks; it has {_few(detector.labels)}"
+                f"`only` names {', '.join(unknown)}, which {detector.name} lacks; it has {few(detector.labels)}"
             )
         if task in _UNNAMED and not only and len(set(detector.labels)) > 1:
             raise ValueError(
-                f"{task} would count boxes of all labels of {detector.name} ({_few(detector.labels)}); name those that "
+                f"{task} would count boxes of all labels of {detector.name} ({few(detector.labels)}); name those that "
                 f"count, for example `only: [{detector.labels[0]}]`"
             )
         self.name = detector.name
@@ -172,21 +147,14 @@ class FromBoxes:
         return Labelled(answer_of(boxes, self._task, self._absent), sure, len(found) - len(boxes))
 
 
-def _few(labels: Sequence[str]) -> str:
-    more = len(labels) - _SHOWN
-    return ", ".join(labels[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
 _NAMES = ("file", "path", "function")  # fields that identify a teacher
-_ALLOW = "set `allow_code: true` if you trust it"
 
 
-def open_teacher(plan: TeacherPlan, task: str, errors: PlanErrors) -> Teacher | None:
+def open_teacher(plan: kinds.TeacherPlan, task: str, errors: PlanErrors) -> Teacher | None:
     """Load a teacher for a task. Returns None, after reporting an error with its field, if that fails."""
-    refused = runs_code(plan)
-    if refused is not None and not plan.allow_code:
+    if not plan.allow_code and (refused := _runs_code(plan)) is not None:
         field, why = refused
-        errors.add(f"{why}; {_ALLOW}", field)
+        errors.add(f"{why}; set `allow_code: true` if you trust it", field)
         return None
     file = getattr(plan, "file", None) or getattr(plan, "path", None)
     if file is not None and not os.path.exists(file):  # also false for a name that is too long
@@ -199,76 +167,64 @@ def open_teacher(plan: TeacherPlan, task: str, errors: PlanErrors) -> Teacher | 
         return None
 
 
-def _open(plan: TeacherPlan, task: str) -> Teacher:
+def _open(plan: kinds.TeacherPlan, task: str) -> Teacher:
     match plan:
-        case CascadeTeacher():
+        case kinds.CascadeTeacher():
             return _find(plan, Cascade(plan.file, plan.label), task)
-        case HogTeacher():
+        case kinds.HogTeacher():
             return _find(plan, People(plan.label), task)
-        case SklearnTeacher():
-            return estimator(plan)
-        case TorchTeacher():
-            return module_classifier(plan)
-        case OnnxTeacher():
+        case kinds.SklearnTeacher():
+            return _estimator(plan)
+        case kinds.TorchTeacher():
+            return _module_classifier(plan)
+        case kinds.OnnxTeacher():
             return onnx_classifier(plan)
-        case OnnxDetectorTeacher():
+        case kinds.OnnxDetectorTeacher():
             return _find(plan, OnnxDetector(plan), task)
-        case TransformersTeacher():
-            return _pretrained(plan, task)
-        case CallableTeacher():
+        case kinds.TransformersTeacher():
+            return open_pretrained(plan, task)
+        case kinds.CallableTeacher():
             return UserFunction(plan.function)
-        case BuiltInTeacher():
+        case kinds.BuiltInTeacher():
             raise ValueError("a built-in teacher works only with a built-in source; choose another kind")
 
 
-def runs_code(plan: TeacherPlan) -> tuple[str, str] | None:
+def _runs_code(plan: kinds.TeacherPlan) -> tuple[str, str] | None:
     """The field that can run code when the teacher is loaded, and the reason; None if loading is safe."""
     match plan:
-        case SklearnTeacher(file=file) if file.suffix != ".skops":
+        case kinds.SklearnTeacher(file=file) if file.suffix != ".skops":
             return "file", f"{file.name} is a pickle, which can run any code when it is loaded (skops files cannot)"
-        case TorchTeacher(file=file):
+        case kinds.TorchTeacher(file=file):
             return "file", f"{file.name} is loaded together with code"
-        case CallableTeacher():
+        case kinds.CallableTeacher():
             return "function", f"{plan.function} is code"
     return None
 
 
-def _find(
-    plan: CascadeTeacher | HogTeacher | OnnxDetectorTeacher | TransformersTeacher, detector: Detector, task: str
-) -> Teacher:
+def _find(plan: kinds.DetectorPlan, detector: Detector, task: str) -> Teacher:
     if task not in _BOX_TASKS:
         raise ValueError(f"{detector.name} is a detector, which supports {', '.join(_BOX_TASKS)}, not {task}")
     return FromBoxes(detector, task, plan.min_confidence, plan.absent, plan.only)
 
 
-def _pretrained(plan: TransformersTeacher, task: str) -> Teacher:
-    found = load_pretrained(plan.path, plan.rename, plan.allow_code)
-    if isinstance(found, PretrainedDetector):
-        return _find(plan, found, task)
-    if plan.only:
-        raise ValueError(f"{found.name} is a classifier, and `only` chooses boxes of a detector; remove it")
-    return found
-
-
-def load_module(file: Path, builder: str | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Load a module, which runs code in all three formats. Raises ValueError if that fails."""
+def _module_classifier(plan: kinds.TorchTeacher) -> Classifier:
+    """A module from [1, 3, size, size] to logits [1, labels], of which loading runs code in all three formats. Raises
+    ValueError if it cannot be loaded, or its outputs have another shape."""
+    file = plan.file
     try:
+        module: Any
         if file.suffix == ".safetensors":
-            if builder is None:
+            if plan.module is None:
                 raise ValueError("weights alone are not a model; set `module` to the PACKAGE:NAME that builds it")
-            module = import_function(builder)()
+            module = import_function(plan.module)()
             module.load_state_dict(load_file(file))
-            return module.eval()  # type: ignore[no-any-return]
-        if file.suffix == ".pt2":
-            return torch.export.load(file).module()
-        return torch.jit.load(str(file), map_location="cpu").eval()  # type: ignore[no-any-return, no-untyped-call]
+            module.eval()
+        elif file.suffix == ".pt2":
+            module = torch.export.load(file).module()
+        else:
+            module = torch.jit.load(str(file), map_location="cpu").eval()  # type: ignore[no-untyped-call]
     except Exception as error:  # foreign code may raise any exception
         raise ValueError(f"{file} cannot be loaded: {error}") from error
-
-
-def module_classifier(plan: TorchTeacher) -> Classifier:
-    """A module from [1, 3, size, size] to logits [1, labels]. Raises ValueError if its outputs have another shape."""
-    module: Any = load_module(plan.file, plan.module)
 
     @torch.no_grad()
     def rows(clip: Clip) -> np.ndarray:
@@ -282,10 +238,10 @@ def module_classifier(plan: TorchTeacher) -> Classifier:
         raise ValueError(f"it fails on a black picture: {type(error).__name__}: {error}") from error
     if outputs.shape != (1, len(plan.labels)):
         raise ValueError(f"it gives outputs of the shape {outputs.shape} for {len(plan.labels)} labels")
-    return Classifier(f"torch {plan.file.name}", plan.labels, rows)
+    return Classifier(f"torch {file.name}", plan.labels, rows)
 
 
-def load_estimator(file: Path, allow_code: bool) -> Any:
+def _load_estimator(file: Path, allow_code: bool) -> Any:
     """Load a skops file, or any file that joblib reads, which runs code.
 
     Without allow_code, a skops file may contain only types that skops trusts. Raises ValueError if loading fails.
@@ -307,12 +263,12 @@ def load_estimator(file: Path, allow_code: bool) -> Any:
         raise ValueError(f"{file} cannot be loaded: {error}") from error
 
 
-def estimator(plan: SklearnTeacher) -> Classifier:
+def _estimator(plan: kinds.SklearnTeacher) -> Classifier:
     """Labels grey pixels of size x size, 0 to 1, row by row, with the model's `classes_`, or with `labels` instead.
 
     The confidence comes from `predict_proba`; it is 1 without that method. Raises ValueError if the model does not fit.
     """
-    model, size = load_estimator(plan.file, plan.allow_code), plan.size
+    model, size = _load_estimator(plan.file, plan.allow_code), plan.size
     if not hasattr(model, "predict") or not hasattr(model, "classes_"):
         raise ValueError(f"{type(model).__name__} is not a fitted classifier")
     wanted = getattr(model, "n_features_in_", size * size)
@@ -392,12 +348,8 @@ def _box(each: Any) -> NamedBox:
         raise ValueError(f"its box {each!r} has the label {box.label!r}; expected a name")
     if not (isinstance(box.confidence, Real) and 0 <= box.confidence <= 1):
         raise ValueError(f"its box {each!r} has the confidence {box.confidence!r}; expected 0 to 1")
-    edges = [float(edge) for edge in box[1:5]]
-    if (
-        not all(math.isfinite(edge) and 0 <= edge <= 1 for edge in edges)
-        or edges[0] >= edges[2]
-        or edges[1] >= edges[3]
-    ):
+    left, top, right, bottom = (float(edge) for edge in box[1:5])
+    if not (0 <= left < right <= 1 and 0 <= top < bottom <= 1):  # nor for NaN
         raise ValueError(
             f"its box {each!r} is invalid; expected (label, left, top, right, bottom) with edges from 0 to 1"
         )

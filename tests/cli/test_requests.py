@@ -330,7 +330,7 @@ def test_the_embedded_model_finds_what_a_query_names(vlora_command: Vlora, tmp_p
     import cv2
 
     from fusion.embedded import checkpoint_path
-    from fusion.synthetic.streets import draw_street
+    from fusion.synthetic.drawn import draw_street
     from vlora.config import EngineConfig
     from vlora.engine import LocalEngine
     from vlora.models.processing import InputProcessor

@@ -19,16 +19,6 @@ from benchmarks import adapters
 from benchmarks.fusion import domains
 from benchmarks.fusion import packing as packing_bench
 from benchmarks.fusion.domains import Pictures
-from benchmarks.fusion.packing import (
-    ALL,
-    ALONE,
-    DEFAULT,
-    JOINTLY,
-    NAIVE,
-    OPTIMUM,
-    PACKED,
-    Meter,
-)
 from fusion.data.load import load_domains
 from fusion.packing.algorithm import History, Score, TrainingResult
 from fusion.plan.schema import LoraPlan, read_plan_file
@@ -152,7 +142,7 @@ class Contradicting:
 
 def test_a_training_is_counted_once_in_single_domain_trainings() -> None:
     cache: Any = Contradicting()
-    meter = Meter(cache)
+    meter = packing_bench.Meter(cache)
     for _ in range(2):
         meter(("a",))
         meter.together(["a"])  # the same as in sequence
@@ -172,13 +162,13 @@ def a_table(seed: int, packed: float) -> dict[str, Any]:
         "seed": seed,
         "thresholds": {"a": 0.8, "b": 0.7},
         "methods": {
-            ALONE: method(2, 0.9, 0.9),
-            ALL: method(1, 0.9, 0.5),
-            DEFAULT: method(3, packed, 0.75),
-            NAIVE: method(2, 0.5, 0.6),
-            PACKED: method(2, 0.85, 0.8),
-            JOINTLY: method(1, 0.85, 0.8),
-            OPTIMUM: method(1, 0.85, 0.8),
+            packing_bench.ALONE: method(2, 0.9, 0.9),
+            packing_bench.ALL: method(1, 0.9, 0.5),
+            packing_bench.DEFAULT: method(3, packed, 0.75),
+            packing_bench.NAIVE: method(2, 0.5, 0.6),
+            packing_bench.PACKED: method(2, 0.85, 0.8),
+            packing_bench.JOINTLY: method(1, 0.85, 0.8),
+            packing_bench.OPTIMUM: method(1, 0.85, 0.8),
         },
         "missed alone": [],
         "lower bound": 2,
@@ -195,7 +185,7 @@ def test_missed_thresholds_are_counted_on_test_data(tmp_path: Path) -> None:
 
     tables = [a_table(seed, 0.81 if seed else 0.79) for seed in (0, 1, 2)]
     first = packing_bench.combine(results(*tables))
-    rows = [row for row in first.rows if row["method"] == DEFAULT]
+    rows = [row for row in first.rows if row["method"] == packing_bench.DEFAULT]
     assert [(row["seed"], row["broken"], round(row["worst"], 3)) for row in rows] == [
         (0, 1, -0.01),
         (1, 0, 0.01),
@@ -209,7 +199,7 @@ def test_missed_thresholds_are_counted_on_test_data(tmp_path: Path) -> None:
     tables[0]["missed alone"] = ["a"]  # it counts, too
     assert goals(*tables)[2] == broken
     for table in tables:  # beyond six domains the lower bound stands for the optimum
-        del table["methods"][OPTIMUM]
+        del table["methods"][packing_bench.OPTIMUM]
     assert goals(*tables)[0].value == 1
 
 

@@ -17,6 +17,7 @@ from fusion.data.samples import Sample, Splits
 from fusion.embedded import exam, world
 from fusion.embedded.exam import accuracy_by_skill
 from fusion.synthetic.sources import BUILT_IN, load_source
+from fusion.teachers.built_in import Learner
 from fusion.training.trainer import LoraTrainer
 from tests.fusion.small import write_base
 from tools.embedded_model import contact_sheet, unlearned_words
@@ -94,11 +95,8 @@ def test_bad_arguments_are_refused_before_anything_is_written(
     assert message in printed.getvalue() and not list(tmp_path.iterdir())
 
 
-class Guess:
-    name = "always the first"
-
-    def fit(self, splits: Splits) -> None:
-        pass
+class Guess(Learner):
+    """Always the first."""
 
     def answers(self, samples: Sequence[Sample]) -> list[object]:
         return [() if isinstance(sample.target, tuple) else 0 for sample in samples]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,7 +229,7 @@ def cvat_voc(root: Path) -> str:
 # -- COCO -------------------------------------------------------------------------------------------------------------
 
 
-def coco(root: Path, folder: str, numbers: Iterable[int] = range(COUNT), listed: str = "") -> dict[str, Any]:
+def coco(root: Path, folder: str, numbers: Sequence[int] = range(COUNT), listed: str = "") -> dict[str, Any]:
     kinds = [{"id": number, "name": name} for number, name in enumerate(("lots", *NAMES))]  # Roboflow's first has none
     content: dict[str, Any] = {"images": [], "annotations": [], "categories": kinds}
     for number in numbers:
@@ -238,6 +239,8 @@ def coco(root: Path, folder: str, numbers: Iterable[int] = range(COUNT), listed:
         content["images"].append(image)
         box = {"bbox": [left, top, right - left, bottom - top], "iscrowd": 0, "segmentation": []}
         content["annotations"].append({"id": number + 1, "image_id": number, "category_id": 1 + number % 2, **box})
+    crowd = {"counts": "PQR", "size": [HEIGHT, WIDTH]}
+    content["annotations"].append({"id": 99, "image_id": numbers[0], "iscrowd": 1, "segmentation": crowd})  # no object
     return content
 
 
@@ -273,13 +276,15 @@ def two_files(root: Path) -> str:
     return "{format: coco, path: .}"
 
 
-def in_coco(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Build:
-    """change: called with each picture and its annotation."""
+def in_coco(*changes: Callable[[dict[str, Any], dict[str, Any]], object]) -> Build:
+    """changes: called with each picture and its annotation."""
 
     def built(root: Path) -> str:
         content = coco(root, "images")
+        content["annotations"].pop()  # the crowd
         for image, annotation in zip(content["images"], content["annotations"], strict=True):
-            change(image, annotation)
+            for change in changes:
+                change(image, annotation)
         put(root / "result.json", json.dumps(content))
         return "{format: coco, path: result.json}"
 
@@ -293,6 +298,25 @@ def named_ids(image: dict[str, Any], annotation: dict[str, Any]) -> None:
 
 def url(image: dict[str, Any], annotation: dict[str, Any]) -> None:
     image["file_name"] = f"https://labels.example.org/data/up%20load/7/{image['file_name']}"
+
+
+def shares(image: dict[str, Any], annotation: dict[str, Any]) -> None:
+    annotation["bbox"] = [edge / side for edge, side in zip(annotation["bbox"], (WIDTH, HEIGHT) * 2, strict=True)]
+
+
+def polygons(image: dict[str, Any], annotation: dict[str, Any]) -> None:
+    left, top, width, height = annotation.pop("bbox")
+    middle = [left + width / 2, top, left + width, top + height / 2]
+    annotation["segmentation"] = [middle, [left + width / 2, top + height, left, top + height / 2]]
+
+
+def flat(image: dict[str, Any], annotation: dict[str, Any]) -> None:
+    annotation.update(bbox=[], segmentation=[*itertools.chain(*annotation["segmentation"])])
+
+
+def nulls(image: dict[str, Any], annotation: dict[str, Any]) -> None:
+    annotation.update(iscrowd=None, segmentation=None, caption=None)
+    image.update(width=None, height=None)
 
 
 def bare(image: dict[str, Any], annotation: dict[str, Any]) -> None:
@@ -406,6 +430,14 @@ LAYOUTS = {
     "coco, pictures by URL": Layout(in_coco(url)),
     "coco, pictures without a suffix": Layout(in_coco(bare)),
     "coco, attributes of CVAT": Layout(in_coco(cvat_attributes)),
+    "coco, shares": Layout(in_coco(shares), "all boxes are within 0 to 1; they are read as shares"),
+    "coco, polygons": Layout(in_coco(polygons)),
+    "coco, polygons in shares": Layout(in_coco(shares, polygons), "they are read as shares"),
+    "coco, flat polygons": Layout(in_coco(polygons, flat)),
+    "coco, nulls": Layout(in_coco(nulls)),
+    "coco, annotations without ids": Layout(in_coco(lambda image, annotation: annotation.pop("id"))),
+    "coco, one id for all": Layout(in_coco(lambda image, annotation: annotation.update(id=7))),
+    "coco, no sizes": Layout(in_coco(lambda image, annotation: [image.pop(side) for side in ("width", "height")])),
     "coco, absolute paths": Layout(of(label_studio_coco, "C:\\Users\\me\\lots\\images\\")),
 }
 

@@ -18,9 +18,8 @@ from torch import nn
 
 from fusion.data.samples import NamedBox
 from fusion.teachers import Teacher
-from fusion.teachers.detector_layouts import Output, raw_boxes
-from fusion.teachers.onnx_detector import place
-from tests.fusion.made import load_plan, open_plans_teacher, write_plan
+from fusion.teachers.onnx_detector import Output, place, raw_boxes
+from tests.fusion.made import open_plans_teacher
 from vlora.errors import BadPlan
 
 onnx = pytest.importorskip("onnx")
@@ -430,24 +429,3 @@ def test_labels_come_from_the_names_that_a_file_stores(tmp_path: Path) -> None:
     for names in ("", "[1, 2]", "{1: 'car'}", "__import__('os').getcwd()"):
         file = constant_model(tmp_path / "net.onnx", outputs, names=names)
         assert "contains no names of labels; set `labels`" in refused(file, labels=None)
-
-
-# -- in a plan --------------------------------------------------------------------------------------------------------
-
-
-def test_a_detector_labels_pictures_for_a_plan(tmp_path: Path) -> None:
-    (tmp_path / "pictures").mkdir()
-    for number in range(12):
-        cv2.imwrite(str(tmp_path / "pictures" / f"{number}.png"), np.full((40, 60, 3), 10 * number, np.uint8))
-    constant_model(tmp_path / "net.onnx", drawn_outputs("anchor_free", 0))
-    teacher = "{kind: onnx_detector, file: net.onnx, labels: [car, van, bus], min_confidence: 0.5}"
-    lines = f"data: {{format: unlabelled, path: pictures}}\ntask: detection\nteacher: {teacher}"
-    (data,) = load_plan(write_plan(tmp_path, lines)).values()
-    expected = decoded("anchor_free", drawn_outputs("anchor_free", 0), 40, 60, 0.5)
-    for sample in data.splits.train:
-        assert len(sample.target) == len(expected) > 1  # type: ignore[arg-type]
-    assert data.teacher_result is not None and data.teacher_result.dropped_boxes > 0
-    assert data.teacher_result.name == "ONNX detector net (anchor_free, 3 labels, 64 x 64)"
-    (tmp_path / "net.onnx").write_bytes(b"nothing")
-    with pytest.raises(BadPlan, match=r"plan.yaml, line 7, field `domains\[0\].teacher.file`: .*is not an ONNX model"):
-        load_plan(tmp_path / "plan.yaml")

@@ -1,4 +1,4 @@
-"""Packing: with scripted accuracies, simulated forgetting, within a budget, and the real trainer on real conflicts."""
+"""Packing: with scripted accuracies, simulated forgetting, and within a budget. `test_runs` has the real trainer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import random
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from fusion.data.samples import Sample, Splits
 from fusion.packing.algorithm import (
     Adapter,
     History,
@@ -25,20 +24,17 @@ from fusion.packing.algorithm import (
     at_random,
     by_similarity,
     by_value,
-    hardest_first,
     names_of,
     pack,
     pack_best,
     pack_in_sequence,
 )
-from fusion.packing.guided import BUDGET, Former, max_trainings, min_trainings, pack_guided, trained_alone
+from fusion.packing.guided import BUDGET, Former, num_trainings, pack_guided, trained_alone
 from fusion.packing.joint import MAX_DOMAINS, Oracle, pack_jointly
 from fusion.plan.schema import DomainPlan, Plan, RelativeThreshold
 from fusion.run import orders_of, packing_of, thresholds_of
-from fusion.training.checkpoint import Checkpoint
-from fusion.training.run_cache import RunCache
 from tests.example_counts import scaled
-from tests.fusion.small import COLORS, color_splits, inputs, plan_of, trainer_of
+from tests.fusion.small import plan_of
 
 THRESHOLDS = dict.fromkeys("abcdefgh", 0.8)
 
@@ -448,7 +444,6 @@ def test_candidate_orders() -> None:
     names = tuple("abcde")
     assert at_random(names, 3) == at_random(names, 3) and sorted(at_random(names, 3)) == sorted(names)
     assert len({at_random(names, seed) for seed in range(20)}) > 10
-    assert hardest_first({"a": 0.9, "b": 0.5, "c": 0.7}) == ("b", "c", "a")
     common = np.array([100.0, 0.0])  # common to all pictures, so without information
     turns = {name: np.radians(angle) for name, angle in {"a": 0.0, "b": 180.0, "c": 60.0, "d": 130.0}.items()}
     features = {name: common + np.array([np.cos(turn), np.sin(turn)]) for name, turn in turns.items()}
@@ -538,7 +533,7 @@ def test_how_many_trainings_a_packing_may_need(
     packing: str, order: tuple[str, ...], alone: tuple[str, ...], fewest: int, most: int
 ) -> None:
     plan = plan_of("x", ("a", "b", "c")).model_copy(update={"packing": packing, "order": order})
-    assert (min_trainings(plan, alone), max_trainings(plan, alone)) == (fewest, most)
+    assert num_trainings(plan, alone) == (fewest, most)
 
 
 def test_domains_that_are_trained_alone_in_any_case() -> None:
@@ -548,53 +543,3 @@ def test_domains_that_are_trained_alone_in_any_case() -> None:
     relative = [RelativeThreshold(relative_to="alone"), RelativeThreshold(relative_to="teacher")]
     domains = [d.model_copy(update={"threshold": t}) for d, t in zip(plan.domains, relative, strict=True)]
     assert trained_alone(plan.model_copy(update={"domains": tuple(domains)}), {"b": 0.5}) == ("a",)
-
-
-# -- the real trainer --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def trainings(base: str, tmp_path_factory: pytest.TempPathFactory) -> RunCache:
-    """The same pictures and prompt in three domains; in one of them every colour has another colour's name."""
-
-    def in_words(told: Mapping[int, int] | None = None) -> Splits:
-        plain = color_splits(told)
-        train, validation, test = (
-            [Sample(s.frames, COLORS[s.target]) for s in part]  # type: ignore[index]
-            for part in plain.parts.values()
-        )
-        return Splits("vqa", (), train, validation, test, real=False)
-
-    plan = plan_of(base, ("colors", "copy", "contrary"), steps=50, batch_size=10, learning_rate=4e-3)
-    splits = {"colors": in_words(), "copy": in_words(), "contrary": in_words({0: 1, 1: 2, 2: 0})}
-    made = Checkpoint(tmp_path_factory.mktemp("made"), resume=False)
-    return RunCache(trainer_of(plan, splits), made, inputs(*splits), rehearsal=0.5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("way", "domains", "adapters", "rolled_back"),
-    [
-        (pack, ("colors", "contrary"), [("colors",), ("contrary",)], [("contrary",)]),
-        (pack, ("colors", "copy"), [("colors", "copy")], []),
-        pytest.param(
-            pack_jointly,
-            ("colors", "copy", "contrary"),
-            [("colors", "copy"), ("contrary",)],
-            [("colors", "contrary", "copy")],
-            marks=pytest.mark.exhaustive,
-        ),
-    ],
-    ids=["contradictory", "equal", "jointly"],
-)
-def test_contradictory_domains_are_separated_and_equal_ones_share_an_adapter(
-    trainings: RunCache, way: Callable[..., Packing], domains: Adapter, adapters: list[Adapter], rolled_back: object
-) -> None:
-    """An answer is right in one domain and wrong in the other: accuracies sum to 1 at most; chance is a third."""
-    thresholds = dict.fromkeys(domains, 0.6)
-    packing = way(domains, thresholds, trainings.together if way is pack_jointly else trainings)
-    assert list(packing.adapters) == adapters and not packing.missed
-    assert [step.domains for step in packing.rollbacks][: len(adapters) - 1] == rolled_back
-    if way is pack:
-        naive = pack_in_sequence(domains, thresholds, by_value(trainings))
-        assert len(naive.adapters) == len(adapters) and len(naive.rollbacks) == len(adapters) - 1

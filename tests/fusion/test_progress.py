@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 import re
@@ -177,21 +176,6 @@ def test_a_training_has_a_first_line_a_line_a_minute_and_a_last_one(clock: Clock
         "training b: 10 steps (all trainings: about 4 min left)",
     ]
     assert progress.totals.finished == 1, "an interrupted training is not counted"
-
-
-def test_events_of_forks_are_shown_as_work_of_this_process(clock: Clock) -> None:
-    progress, shown = log(clock)
-    with progress:
-        work = Work(0, "training a", 10, "steps", 1, 0.0)
-        progress.receive("one", work)
-        work = dataclasses.replace(work, done=5, facts="loss 1", share=0.5)
-        progress.receive("one", work)
-        progress.receive("two", Work(0, "training b", 10, "steps", 1, 0.0))
-        assert len(progress.totals.open) == 2 and progress.totals.done == 0.5
-        progress.receive("one", dataclasses.replace(work, state="complete"))
-        progress.receive("two", None)  # it was killed
-    assert progress.totals.finished == 1 and not progress.totals.open
-    assert shown.getvalue().splitlines()[0] == "training a: 10 steps"
 
 
 def test_forks_run_two_at_a_time_and_the_parent_shows_their_progress(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ import torch
 from benchmarks.rivals import RIVALS, AnchorFreeDetector, SmallModel, detector_loss, export, pixels, targets_of_cells
 from fusion.data.samples import Sample, Splits
 from fusion.embedded.drawing import NUMBERS
-from fusion.synthetic.road_signs import ACTIONS, SIGNS, draw_action, draw_sign
-from fusion.synthetic.streets import KINDS, count_vehicles, find_things
+from fusion.synthetic.drawn import ACTIONS, KINDS, SIGNS, count_vehicles, draw_passing, draw_sign, find_things
 from fusion.training.objectives import objective_of
 from heads import Box
 from tests.fusion.test_teachers import dots
@@ -69,7 +68,7 @@ def drawn_sign(rng: np.random.Generator) -> Sample:
 
 def drawn_clip(rng: np.random.Generator) -> Sample:
     label = int(rng.integers(len(ACTIONS)))
-    return Sample(tuple(draw_action(ACTIONS[label], rng, 2)), label)
+    return Sample(tuple(draw_passing(ACTIONS[label], rng, 2).frames), label)
 
 
 DRAWN: dict[str, tuple[str, tuple[str, ...], Callable[[np.random.Generator], Sample]]] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,6 @@ from transformers import AutoModelForImageTextToText
 from fusion.data.frames import Picture
 from fusion.data.samples import Sample, Splits, Target
 from fusion.embedded import checkpoint_path
-from fusion.packing.algorithm import Score
 from fusion.plan.schema import DomainPlan, LoraPlan, Plan, TrainingPlan
 from fusion.training.checkpoint import Checkpoint, State
 from fusion.training.collator import group_by_length
@@ -388,30 +386,6 @@ def test_a_picture_that_the_base_cannot_be_shown_is_named(base: str, monkeypatch
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_training_is_scored_on_validation_samples_and_stored_once(tmp_path: Path) -> None:
-    """With a trainer that only counts."""
-    trainings: list[str] = []
-    scored: list[object] = []
-
-    def train(domain: str, beside: Sequence[str], *, rehearsal: float) -> tuple[float, ...]:
-        trainings.append(f"{domain} into {''.join(beside)}")
-        return (1.0,)
-
-    def score(name: str, samples: object) -> Score:
-        scored.append((name, samples))
-        return Score(0.5, 0.25)
-
-    adapter = SimpleNamespace(reset=lambda: None, restore=lambda state: None, snapshot=lambda: {"x": torch.ones(1)})
-    domains = {name: SimpleNamespace(train="learned", validation=f"of {name}", test="later") for name in "ab"}
-    evaluator = SimpleNamespace(bounded_score=score)
-    trainer: Any = SimpleNamespace(adapter=adapter, domains=domains, evaluator=evaluator, train=train)
-    for _ in range(2):  # the second process finds what the first has stored
-        cache = RunCache(trainer, Checkpoint(tmp_path, resume=True), inputs("a", "b"), rehearsal=0.5)
-        assert cache(("a", "b")).scores == {"a": (0.5, 0.25), "b": (0.5, 0.25)}
-    assert trainings == ["a into ", "b into a"]
-    assert scored == [("a", "of a"), ("a", "of a"), ("b", "of b")]
 
 
 @pytest.mark.parametrize(

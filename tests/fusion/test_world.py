@@ -31,9 +31,8 @@ from fusion.data.samples import Sample, Splits
 from fusion.embedded import checkpoint_path, drawing, world
 from fusion.embedded.drawing import NUMBERS, SIZE
 from fusion.embedded.questions import Question
-from fusion.synthetic.road_signs import ACTIONS
+from fusion.synthetic.drawn import ACTIONS, draw_street, look_for_person
 from fusion.synthetic.sources import BUILT_IN, COLUMNS, STREAMS, load_source
-from fusion.synthetic.streets import draw_street, look_for_person
 from tools.embedded_model import unlearned_words
 from tools.embedded_model.conversations import Conversations
 from tools.embedded_model.model import IMAGE_TOKENS
