@@ -16,9 +16,10 @@ import numpy as np
 from fusion.data.coco import EXPRESSION, read_coco, read_references
 from fusion.data.folders import read_labelled, read_unlabelled
 from fusion.data.frames import Clip, FileInfo, Frames
-from fusion.data.samples import Item, Sample, Splits, held_back, targets_of
+from fusion.data.samples import Item, Sample, Splits, held_back
 from fusion.data.split import clusters_of, divide
 from fusion.data.tables import read_labelled_videos, read_questions
+from fusion.data.targets import label_counts, targets_of
 from fusion.data.voc import read_voc
 from fusion.data.yolo import read_yolo
 from fusion.plan import data_formats
@@ -410,7 +411,7 @@ def check_parts(splits: Splits, errors: PlanErrors) -> None:
             errors.add(f"{name} is empty")
     if errors or splits.task not in _SHOWS_LABELS:
         return
-    shown = splits.label_counts()
+    shown = label_counts(splits)
     for number, label in enumerate(splits.labels):
         missing = [name for name, counts in shown.items() if not counts[number]]
         if missing:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fusion.data.samples import Target, labels_shown
+from fusion.data.samples import Target
+from fusion.data.targets import labels_shown
 from fusion.plan.data_formats import SplitPlan
 from vlora.plan_files.errors import PlanErrors
 from vlora.training.records import PARTS, Part

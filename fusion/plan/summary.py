@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from fusion.data.load import DomainData
-from fusion.data.samples import answer_in_words
+from fusion.data.targets import answer_in_words, label_counts
 from fusion.packing.guided import num_trainings, trained_alone
 from fusion.plan import schema
 from fusion.plan.check import PlanChecked, check_plan
@@ -223,7 +223,7 @@ def _domain(domain: schema.DomainPlan, plan: schema.Plan, data: DomainData) -> D
     metric = domain.metric or schema.METRICS[splits.task][0]
     value = domain.threshold_before_training(data.teacher_score)
     better = domain.threshold.minus if isinstance(domain.threshold, schema.RelativeThreshold) else _BETTER
-    shown = splits.label_counts()
+    shown = label_counts(splits)
     labels = () if splits.task == "regression" else splits.labels
     classes = {label: {name: of[number] for name, of in shown.items()} for number, label in enumerate(labels)}
     return DomainSummary(

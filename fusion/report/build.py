@@ -14,7 +14,8 @@ import cv2
 import msgspec
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from fusion.data.samples import Splits, answer_in_words
+from fusion.data.samples import Splits
+from fusion.data.targets import answer_in_words
 from fusion.folder import former_adapters, replace_results
 from fusion.packing.algorithm import Packing, names_of
 from fusion.plan.schema import Plan

@@ -10,7 +10,8 @@ import cv2
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from fusion.data.samples import Sample, Splits, Target, labels_shown
+from fusion.data.samples import Sample, Splits, Target
+from fusion.data.targets import labels_shown
 from fusion.report.report import ConfusionReport
 from fusion.training.objectives import Objective
 from heads import Box

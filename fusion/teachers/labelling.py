@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fusion.data.samples import Answer, Item, NamedBox, Splits, default_labels, reader
+from fusion.data.samples import Answer, Item, NamedBox, Splits
+from fusion.data.targets import default_labels, reader
 from fusion.plan.schema import WORDS, DomainPlan
 from fusion.plan.teacher_kinds import BuiltInTeacher
 from fusion.progress import Progress

@@ -14,7 +14,8 @@ from PIL import Image
 
 from atmm.formats import FORMATS
 from atmm.quantized import BLOCK
-from fusion.data.samples import Sample, Splits, answer_in_words, held_back
+from fusion.data.samples import Sample, Splits, held_back
+from fusion.data.targets import answer_in_words
 from fusion.embedded import checkpoint_path
 from fusion.plan.schema import DomainPlan, Plan
 from fusion.progress import Progress

@@ -9,7 +9,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from fusion.data.samples import Splits, Target, answer_in_words, reader
+from fusion.data.samples import Splits, Target
+from fusion.data.targets import answer_in_words, reader
 from fusion.packing.algorithm import Adapter, Score
 from fusion.plan.schema import MEANS
 from fusion.progress import Progress, ProgressCallback

@@ -11,7 +11,8 @@ from typing import Any
 import cv2
 import numpy as np
 
-from fusion.data.samples import Splits, Target, answer_in_words
+from fusion.data.samples import Splits, Target
+from fusion.data.targets import answer_in_words
 from fusion.training.objectives import objective_of
 from heads import Box
 from tests.fusion.made import load_plan

@@ -19,7 +19,8 @@ from scipy.stats import binom
 
 import heads
 from fusion.data.load import DomainData
-from fusion.data.samples import Sample, Splits, Target, answer_in_words
+from fusion.data.samples import Sample, Splits, Target
+from fusion.data.targets import answer_in_words
 from fusion.embedded.drawing import NUMBERS
 from fusion.plan.check import PlanChecked
 from fusion.plan.estimate import Estimate, LoraSize
