@@ -58,7 +58,7 @@ BUDGETS = (
     Budget("vlora/cli", 3_440, 2_600),
     Budget("vlora/bench", 4_440, 2_500),
     Budget("benchmarks", 8_200, 6_500),
-    Budget("fusion", 9_370, 6_200),
+    Budget("fusion", 9_380, 6_200),
     Budget("tools", 910, 800),
     Budget("atmm apps heads", 13_820, 10_500),
 )
