@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.cluster.in_process import V1, V2, Here, Maker, at, virtual
+from tests.cluster.in_process import V1, V2, V3, Here, Maker, at, virtual
 from tests.cluster.running import QUICK, SECRET, asked, check, joined, outputs_of, real
 from tests.cluster.test_scaling import busy, on_ray, states
 from tests.processes import PATIENCE_S
@@ -19,7 +19,7 @@ from vlora.cluster.adapter_state import AdapterFailure, DesiredAdapter
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.on_ray.front_ends import Change, FrontEnds, ServiceState, WatchService
 from vlora.cluster.on_ray.reports import Listens, Located, Opened, Service
-from vlora.errors import BadRequest, EngineDead, UnknownReplica
+from vlora.errors import Aborted, BadRequest, EngineDead, UnknownReplica
 from vlora.operations import DrainReplica, Operation, ResumeReplica, Scale
 from vlora.routing import Router
 from vlora.types import ErrorValue
@@ -138,17 +138,40 @@ async def test_the_other_one_makes_the_changes_after_the_first_one(cluster: Make
                 assert other.where("r") == "a"
                 check(asked("r", adapter="x"), await answer, V1)
             await here.cluster.close()
-            other._adapters.lead()  # noqa: SLF001
+            other._adapters.lead(1)  # noqa: SLF001
             await asyncio.sleep(0.5)
             assert not any(home.failures for home in homes.values())
             assert (await other.load_adapter("x", here.paths["2"])).version == V2
-            await asyncio.sleep(1.0)
             assert here.contents() == {V2}
             here.replicas["a"].kill()
             await asyncio.sleep(0.1)
             here.replicas["a"].start()
             await other.members["a"].wait_joined()
             assert here.contents() == {V2}
+
+
+@virtual
+async def test_a_former_owner_that_does_not_know_it_yet_changes_nothing(cluster: Maker) -> None:
+    """As one that was paused, or cut off from Ray: the replicas refuse it, until it makes the changes again."""
+    async with cluster("ab") as here:
+        await here.load("1")
+        async with beside(here) as other:
+            other._adapters.lead(7)  # noqa: SLF001
+            await other.load_adapter("x", here.paths["2"])
+            for change in (
+                here.cluster.load_adapter("x", here.paths["3"]),
+                here.cluster.register_adapters({"y": here.paths["3"]}),
+                here.cluster.pin_adapter("x", True),
+            ):
+                with pytest.raises(Aborted, match=r"^replica 'a': another front end makes the changes of this service"):
+                    await change
+            await here.restart("a")  # it takes what it gets from the first that connects, and then from the other one
+            await other.members["a"].wait_joined()
+            await asyncio.sleep(2.0)
+            assert here.contents() == {V2} and (await other.load_adapter("x", here.paths["3"])).version == V3
+            here.cluster._adapters.lead(8)  # noqa: SLF001
+            await here.load("1")
+            assert here.contents() == {V1}
 
 
 @virtual
@@ -198,7 +221,7 @@ async def test_replicas_that_drain_to_end_do_so_after_the_one_that_makes_the_cha
         found.front_ends.state = state
         found._follow_owner(state)  # noqa: SLF001
         assert states(found) == ["serving", "draining"]
-        found._own(SECRET)  # noqa: SLF001
+        found._own(SECRET, 1)  # noqa: SLF001
         await asyncio.sleep(1.0)
         assert states(found) == ["serving"] and not {*found.located, *found.members} & gone
 

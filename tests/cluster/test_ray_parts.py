@@ -366,14 +366,14 @@ def test_one_front_end_owns_a_service_and_others_follow(monkeypatch: pytest.Monk
         return existed
 
     monkeypatch.setattr(connecting, "store", store)
-    monkeypatch.setattr(connecting, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(connecting, "time", SimpleNamespace(monotonic=lambda: now_s, time=lambda: 0.0))
 
     def lease(key: str, namespace: str = "n", settings: str = "same", model: str = "m") -> Lease:
         return Lease(namespace, Service(key=key, settings=settings, model=model, host="h", pid=7))
 
     first, second = lease("a"), lease("b")
     assert first.take() is None and first.renew() is None
-    assert lease("a").take() is None  # another driver of the same front end
+    assert (again := lease("a")).take() is None and again.term == first.term  # another driver of the same front end
     assert lease("c", "another").take() is None and not first.is_followed
     used = r"^the Ray namespace 'n' is in use by a server of model 'm' \(process 7 on h\)"
     for other, message in (
@@ -398,7 +398,8 @@ def test_one_front_end_owns_a_service_and_others_follow(monkeypatch: pytest.Monk
     assert not first.release()
     assert second.renew() is None
     assert second.release()
-    assert {name for name, _ in stored} == {b"vlora:another"} and lease("d").take() is None
+    assert {name for name, key in stored if key != b"term"} == {b"vlora:another"}
+    assert (last := lease("d")).take() is None and (first.term, second.term, last.term) == (1, 2, 3)
     # Of two at once one is the owner.
     lease("e", "new").renew(first=True)
     hidden, get = [True], store.get
@@ -443,9 +444,9 @@ def test_replicas_of_other_front_ends_are_kept_if_they_have_the_same_settings(mo
         events.clear()
         ended.clear()
         owners = iter([msgspec.structs.replace(owner, settings=settings.service.settings), owner, None])
-        lease: Any = SimpleNamespace(take=lambda owners=owners: next(owners))
+        lease: Any = SimpleNamespace(take=lambda owners=owners: next(owners), term=3)
         driver.Driver(settings, None).run(lease)
-        assert events[-1] == Owns(secret * 16) and sorted(ended) == others
+        assert events[-1] == Owns(secret * 16, 3) and sorted(ended) == others
         # The secret of an owner without replicas is not known yet.
         assert [each.secret for each in events[:-1]] == ([secret * 16] if secret == b"its" else [])
 

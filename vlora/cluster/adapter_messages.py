@@ -1,4 +1,4 @@
-"""Messages about adapters' files, on the same connection as those of the engine. The replica's process answers them.
+"""Messages about adapters, on the same connection as those of the engine. The replica's process answers them.
 
 A front end offers a content. The replica answers with the folder in which it has it; otherwise its files follow in
 pieces.
@@ -76,4 +76,15 @@ class Hold(Operation, frozen=True):
 
 FilesOperation = Offer | Piece | Finish | Hold
 
-decode_operation = msgspec.msgpack.Decoder(EngineOperation | FilesOperation).decode
+
+class Lead(Operation, frozen=True):
+    """The front end makes the changes. From now on the replica refuses those of front ends with an earlier term.
+
+    Attributes:
+        term: Larger than that of each front end that made them before.
+    """
+
+    term: int
+
+
+decode_operation = msgspec.msgpack.Decoder(EngineOperation | FilesOperation | Lead).decode

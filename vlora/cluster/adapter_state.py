@@ -54,12 +54,13 @@ class Goal(NamedTuple):
 
     Attributes:
         kept: Contents by name to keep when others replace them.
-        leads: This front end makes the changes. Otherwise it only says which former contents it needs.
+        term: See `Lead`; None: another front end makes the changes, and this one only says which former contents it
+            needs.
     """
 
     adapters: Mapping[str, DesiredAdapter]
     kept: Mapping[str, Collection[str]]
-    leads: bool
+    term: int | None
 
 
 class _Stored(msgspec.Struct, forbid_unknown_fields=True):

@@ -58,6 +58,7 @@ class ReplicatedAdapters:
         """
         self.state = state
         self.homes: dict[str, ReplicaAdapters] = {}
+        self._term = 0
         self._mirrored: Mapping[str, Mapping[str, AdapterFailure]] | None = None  # by replica; None: not `follow`
         self.former = FormerContents(unfinished, self._content_ended)
         self._on_usable = on_usable
@@ -161,9 +162,9 @@ class ReplicatedAdapters:
         await self._send(wanted.values())
         return wanted
 
-    def lead(self) -> None:
-        """Make the changes from now on, in place of another front end."""
-        self._mirrored = None
+    def lead(self, term: int) -> None:
+        """Make the changes from now on, perhaps in place of another front end. term: see `Lead`."""
+        self._term, self._mirrored = term, None
         self._wake()
 
     # -- changes by operators -----------------------------------------------------------------------------------------
@@ -342,7 +343,7 @@ class ReplicatedAdapters:
                 self._set_content(name, own.version)
 
     def _goal(self) -> Goal:
-        return Goal(self.state.adapters, self.former.kept, leads=self._mirrored is None)
+        return Goal(self.state.adapters, self.former.kept, term=self._term if self._mirrored is None else None)
 
     async def _read_content(self, name: str) -> str | None:
         """The hash of an adapter's present content; None if no replica has read it."""
@@ -376,7 +377,7 @@ class ReplicatedAdapters:
             if self._is_desired(name, version):
                 if all(home.is_done(name) for home in self.homes.values()):
                     self.former.drop(name, version)
-            elif not any(home.has_applied(name, version) for home in self.homes.values()):
+            elif not any(home.has_content(name, version, kept=False) for home in self.homes.values()):
                 self.former.end(name, version)  # no further answer begins with it
 
     def _is_desired(self, name: str, version: str) -> bool:

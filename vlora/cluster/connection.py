@@ -28,7 +28,7 @@ _VALID = datetime.timedelta(days=3650)  # peers compare a certificate, not its d
 
 def protocol(server: str = "replica", version: str | None = None) -> Protocol:
     """version: of vlora on this end; None is the installed one."""
-    return Protocol(server, f"vlora {version or importlib.metadata.version('vlora')}, protocol 4", "cluster secret")
+    return Protocol(server, f"vlora {version or importlib.metadata.version('vlora')}, protocol 5", "cluster secret")
 
 
 async def connect(

@@ -16,17 +16,20 @@ from typing import NamedTuple
 import msgspec
 
 from vlora.cluster import adapter_messages
-from vlora.cluster.adapter_messages import Files, FilesOperation, Finish, Hold, Offer, Piece
+from vlora.cluster.adapter_messages import Files, FilesOperation, Finish, Hold, Lead, Offer, Piece
 from vlora.cluster.adapter_store import AdapterStore, Busy, check_versions, default_root
 from vlora.engine.ipc import messages
-from vlora.engine.operations import KeepAdapters
+from vlora.engine.operations import KeepAdapters, LoadAdapter, RegisterAdapters
 from vlora.errors import Aborted, BadRequest, OverCapacity, VLoraError
+from vlora.operations import PinAdapter, UnloadAdapter
 from vlora.types import ErrorValue, RequestOutput
 
 log = logging.getLogger("vlora.cluster")
 
 MAX_WAITING = 64  # messages; a front end sends few before it waits for the answers
 _CLOSE_S = 1.0
+_CHANGES = LoadAdapter | PinAdapter | RegisterAdapters | UnloadAdapter
+_FORMER = Aborted("another front end makes the changes of this service now; try again")
 
 
 class _Waiting(NamedTuple):
@@ -149,6 +152,7 @@ class Peer:
         num_taken, num_ended: See `LoadReport`.
         keeps, holds: Contents of adapters, as it last asked.
         sends_files: Whether it has sent files of adapters.
+        term: See `Lead`; 0 before one.
     """
 
     def __init__(self, send: Callable[[bytes], object]) -> None:
@@ -157,6 +161,7 @@ class Peer:
         self.keeps: dict[str, tuple[str, ...]] = {}
         self.holds: tuple[str, ...] = ()
         self.sends_files = False
+        self.term = 0
 
 
 class Peers:
@@ -171,6 +176,7 @@ class Peers:
         self._num_reported = 0
         self._calls: dict[int, tuple[Peer, int]] = {}  # whose, and its own id, by the id that the engine sees
         self._call_ids = itertools.count()
+        self._term = 0  # the latest of all
 
     def leave(self, key: str) -> None:
         """A front end is gone: nothing reads the answers of its requests."""
@@ -195,6 +201,13 @@ class Peers:
                 if isinstance(operation, FilesOperation):
                     self._about_files(sender, call_id, operation)
                     return
+                if isinstance(operation, Lead):
+                    sender.term, self._term = operation.term, max(operation.term, self._term)
+                if isinstance(operation, Lead | _CHANGES):
+                    error = ErrorValue.of(_FORMER) if sender.term < self._term else None
+                    if error is not None or isinstance(operation, Lead):
+                        sender.send(messages.encode(messages.Reply(call_id, error=error)))
+                        return
                 if isinstance(operation, KeepAdapters):
                     sender.keeps = operation.versions
                     operation = self._kept()

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
+from vlora.cluster.adapter_messages import Lead
 from vlora.cluster.adapter_sender import ReplicaFiles
 from vlora.cluster.adapter_state import FIRST_PAUSE_S, AdapterFailure, DesiredAdapter, Failure, Goal
 from vlora.cluster.former_contents import parts_of
@@ -64,7 +65,7 @@ class ReplicaAdapters:
         self._on_usable = on_usable
         self._on_applied = on_applied
         self._applied: dict[str, DesiredAdapter] = {}
-        self._is_known = False  # what the replica has: its engine may have served another front end
+        self._term: int | None = None  # since when it is known what the replica has, see `Goal`
         self._kept: Mapping[str, Collection[str]] | None = None  # another front end may have asked for some
         self._held: Mapping[str, Collection[str]] = {}  # of these, those that it had when it was asked
         self._changed, self._to_send = asyncio.Event(), asyncio.Event()
@@ -73,22 +74,24 @@ class ReplicaAdapters:
     # -- a change that this replica tries first, while `calling` is held; errors are raised ----------------------------
 
     async def register(self, adapters: Mapping[str, DesiredAdapter]) -> None:
-        await self._keep(self._goal())
+        await self._prepare(self._goal())
         paths = [await self.send(wanted) for wanted in adapters.values()]
         await self._register(adapters, dict(zip(adapters, paths, strict=True)))
 
     async def load(self, name: str, wanted: DesiredAdapter) -> AdapterStatus:
-        await self._keep(self._goal())
+        await self._prepare(self._goal())
         path = await self.send(wanted)
         try:
             status = await self._answer(self._client.load_adapter(name, path, wanted.version))
         except Aborted as error:
-            self.fail(name, ErrorValue.of(error))  # it may still take effect
+            if isinstance(error.__cause__, TimeoutError):  # it may still take effect
+                self.fail(name, ErrorValue.of(error))
             raise
         self._apply({name: DesiredAdapter(wanted.path, status.version)})
         return status
 
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
+        await self._prepare(self._goal())
         status = await self._answer(self._client.pin_adapter(name, pinned))
         if (applied := self._applied.get(name)) is not None:
             self._applied[name] = DesiredAdapter(applied.path, applied.version, pinned)
@@ -108,10 +111,10 @@ class ReplicaAdapters:
     @property
     def is_settled(self) -> bool:
         """Whether nothing is to be done now. One that another front end changes is always settled."""
-        desired, _, leads = self._goal()
+        desired, _, term = self._goal()
         different = {name for name, wanted in desired.items() if self._applied.get(name) != wanted}
         as_desired = different <= self.failures.keys() and self._applied.keys() <= desired.keys()
-        return not leads or (self._is_known and as_desired)
+        return term is None or (term == self._term and as_desired)
 
     def is_done(self, name: str) -> bool:
         """Whether an adapter is as desired, or has failed and is tried again later."""
@@ -122,8 +125,8 @@ class ReplicaAdapters:
 
     def problem(self, name: str) -> str:
         """Why an adapter is not as desired; empty if it is."""
-        if (failure := self.failures.get(name)) is not None:
-            return failure.error.message
+        if name in self.failures:
+            return self.failures[name].error.message
         return "" if self.is_done(name) else "it has not answered yet"
 
     async def sync(self) -> None:
@@ -131,19 +134,14 @@ class ReplicaAdapters:
         goal = self._goal()
         desired = dict(goal.adapters)
         async with self.calling:
-            await self._keep(goal)
-            if not goal.leads:
-                self._is_known = False
+            await self._prepare(goal)
+            if goal.term is None:
                 self._forget_settled(())
                 return await self._hold()
-            if not self._is_known:
-                await self._read()
-        known = self._applied.keys() | {name for name in self.failures if not is_composed(name)}
-        for name in known - desired.keys():
-            async with self.calling:
-                if self._is_still(name, None):
-                    await self._unload(name)
-        due = self._due(desired)
+        for name in filter(self._is_due, (self._applied.keys() | self.failures.keys()) - desired.keys()):
+            if not is_composed(name):
+                await self._try(name, None, self._unload)
+        due = [name for name, each in desired.items() if self._applied.get(name) != each and self._is_due(name)]
         self._forget_settled(due)
         contents = {name: (each.path, each.version) for name, each in self._applied.items()}
         changed = [name for name in due if contents.get(name) != (desired[name].path, desired[name].version)]
@@ -189,12 +187,12 @@ class ReplicaAdapters:
         """Note that an adapter cannot be served there. It is tried again after a pause, each time a longer one."""
         before = self.failures.get(name)
         failure = self.failures[name] = Failure(error, before, bars=bars)
-        if self._goal().leads and name in self._goal().adapters:
+        if self._goal().term is not None and not is_composed(name):
             if before is None or before.error != error:
                 log.warning("replica %r cannot serve adapter %r: %s", self.name, name, error.message)
         else:
             failure.due_s += RETRY_S - failure.pause_s
-            composed = [each for each in self.failures if each not in self._goal().adapters]
+            composed = [each for each in self.failures if is_composed(each)]
             for oldest in composed[:-MAX_COMPOSITIONS]:  # there may be any number, since weights are free
                 self._forget_failure(oldest)
         if bars:
@@ -225,12 +223,10 @@ class ReplicaAdapters:
         """An adapter as the replica was last asked to have it; None if it does not, or if that has failed."""
         return self._applied.get(name)
 
-    def has_applied(self, name: str, version: str) -> bool:
-        return name in self._applied and self._applied[name].version == version
-
-    def has_content(self, name: str, version: str) -> bool:
-        """Whether the replica has a content of an adapter, the present one or one that it keeps."""
-        return self.has_applied(name, version) or version in self._held.get(name, ())
+    def has_content(self, name: str, version: str, *, kept: bool = True) -> bool:
+        """Whether the replica has a content of an adapter, the present one or, with `kept`, one that it keeps."""
+        applied = self._applied.get(name)
+        return (applied is not None and applied.version == version) or (kept and version in self._held.get(name, ()))
 
     def bars(self, name: str) -> bool:
         return name in self.failures and self.failures[name].bars
@@ -252,11 +248,9 @@ class ReplicaAdapters:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _due(self, desired: Mapping[str, DesiredAdapter]) -> list[str]:
-        now = asyncio.get_running_loop().time()
-        different = [name for name, wanted in desired.items() if self._applied.get(name) != wanted]
-        failures = self.failures
-        return [name for name in different if name not in failures or failures[name].is_due(now)]
+    def _is_due(self, name: str) -> bool:
+        """Whether an adapter has not failed, or is to be tried again."""
+        return name not in self.failures or self.failures[name].is_due(asyncio.get_running_loop().time())
 
     def _is_unread(self, name: str) -> bool:
         """Whether an adapter has not failed before; only then its header suffices to try it."""
@@ -273,8 +267,7 @@ class ReplicaAdapters:
 
     def _forget_settled(self, due: Collection[str]) -> None:
         """Forget failures that nothing is left to be done about, as of a pin that is not desired any more."""
-        now = asyncio.get_running_loop().time()
-        for name in [name for name, each in self.failures.items() if each.is_due(now) and name not in due]:
+        for name in [name for name in self.failures if self._is_due(name) and name not in due]:
             self._forget_failure(name)
 
     async def _follow(self) -> None:
@@ -301,19 +294,19 @@ class ReplicaAdapters:
         except TimeoutError as error:
             raise Aborted(f"it did not answer within {limit_s:g} s; its disk may hang") from error
 
-    async def _read(self) -> None:
-        """Read which adapters the replica has, and forget what another front end said of it."""
-        statuses = await self.statuses()
-        # The folders are not known, so each adapter is compared with the desired one.
-        self._applied = {each.name: DesiredAdapter("", each.version, each.pinned) for each in statuses}
-        for name in tuple(self.failures):
-            self._forget_failure(name)
-        self._is_known = True
-
-    async def _keep(self, goal: Goal) -> None:
+    async def _prepare(self, goal: Goal) -> None:
+        """Before other calls: say what is to be kept, and read what the replica has if another one made changes."""
         if goal.kept != self._kept:
             self._held = await self._answer(self._client.keep_adapters(goal.kept))
             self._kept = goal.kept
+        if goal.term not in (None, self._term):
+            await self._answer(self._client.call(Lead(goal.term)))
+            # The folders are not known, so each adapter is compared with the desired one.
+            found = await self.statuses()
+            self._applied = {each.name: DesiredAdapter("", each.version, each.pinned) for each in found}
+            for name in tuple(self.failures):
+                self._forget_failure(name)
+        self._term = goal.term
 
     async def _register(self, adapters: Mapping[str, DesiredAdapter], paths: Mapping[str, str]) -> None:
         """paths: On the replica's machine."""
@@ -417,7 +410,7 @@ class ReplicaAdapters:
     async def _try(
         self,
         name: str,
-        wanted: DesiredAdapter,
+        wanted: DesiredAdapter | None,
         call: Callable[[str], Coroutine[object, object, object]],
         *,
         bars: bool = True,

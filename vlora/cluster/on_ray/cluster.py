@@ -356,8 +356,8 @@ class RayCluster(RayReplicas):
         match event:
             case Found(address):
                 self._begin(self._listen(address))
-            case Owns(secret):
-                self._own(secret)
+            case Owns(secret, term):
+                self._own(secret, term)
             case Follows(service, secret):
                 self._secret = secret
                 self.front_ends.follow(service, secret)
@@ -374,11 +374,12 @@ class RayCluster(RayReplicas):
         except VLoraError as error:
             self.hear(Failed("", ErrorValue.of(error)))
 
-    def _own(self, secret: bytes) -> None:
+    def _own(self, secret: bytes, term: int) -> None:
         """Make the changes of the service, perhaps in place of another front end."""
         self._secret = secret
         state = self.front_ends.state if self.front_ends.owner is not None else None
         self.front_ends.own(secret)
+        self._adapters.lead(term)
         if state is None:
             return
         log.warning("this front end makes the changes of the service from now on")
@@ -388,7 +389,6 @@ class RayCluster(RayReplicas):
         for name in self.located.keys() - kept:  # the driver ends it
             self._begin(self._release(name))
         self._autoscaler.take_over(state.scaling)
-        self._adapters.lead()
 
     def _make_state(self) -> ServiceState:
         return ServiceState(

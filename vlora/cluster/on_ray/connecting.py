@@ -109,17 +109,18 @@ class Lease:
     Front ends that follow note it in a second entry.
 
     Attributes:
+        term: Of this front end since it took the service: larger than that of each owner before.
         is_followed: Whether one follows.
     """
 
     RENEW_S, STALE_S = 1.0, 10.0
-    _OWNER, _FOLLOWED = b"service", b"followed"
+    _OWNER, _FOLLOWED, _TERM = b"service", b"followed", b"term"
 
     def __init__(self, namespace: str, service: Service) -> None:
         self._namespace = f"vlora:{namespace}".encode()
         self._service = service
         self._what = namespace
-        self._count = 0
+        self._count = self.term = 0
         # As last seen, and since when.
         self._owner: tuple[tuple[Service, int, int] | None, float] = (None, -math.inf)
         self._followed: tuple[bytes | None, float] = (None, -math.inf)
@@ -137,6 +138,10 @@ class Lease:
             return self.take()  # another one was first
         if found is None or found[0].key == self._service.key or (found == before and now - since_s > self.STALE_S):
             store.delete(self._FOLLOWED, namespace=self._namespace)
+            self.term = int(store.get(self._TERM, namespace=self._namespace) or 0)
+            if found is None or found[0].key != self._service.key:  # otherwise with another driver
+                self.term = max(self.term + 1, int(time.time()))  # Ray's head may have lost the one before
+                store.put(self._TERM, b"%d" % self.term, overwrite=True, namespace=self._namespace)
             self.renew(first=True)
             return None
         if found[0].settings == self._service.settings:

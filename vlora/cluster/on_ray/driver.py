@@ -117,7 +117,7 @@ class Driver:
         threading.Thread(target=self.renew, args=(lease,), daemon=True).start()
         secret = self._secret(ends_others=True) or self._settings.replica.secret
         self._replica = msgspec.msgpack.encode(msgspec.structs.replace(self._settings.replica, secret=secret))
-        self.say(Owns(secret))
+        self.say(Owns(secret, lease.term))
         self._owns = True
         self.scale(self._number)
 

@@ -173,9 +173,11 @@ class Owns(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         secret: Of the replicas, which may have been started by another front end.
+        term: Larger than that of each owner before.
     """
 
     secret: bytes
+    term: int
 
 
 class Located(msgspec.Struct, frozen=True, tag=True):
