@@ -36,27 +36,6 @@ MAX_DEATHS = 3  # of replicas under a request, before it counts as the cause
 _NO_CONTENT = (BadAdapter.code, UnknownAdapter.code, AdapterChanged.code)
 
 
-class _Suspects:
-    """Ids of requests that may be the cause of deaths, in order. The first one runs, so a death finds the cause."""
-
-    def __init__(self) -> None:
-        self._ids: list[str] = []
-
-    def add(self, request_id: str) -> bool:
-        """Add a request, unless it is a suspect already. Returns whether it may run now."""
-        if request_id not in self._ids:
-            self._ids.append(request_id)
-        return self._ids[0] == request_id
-
-    def remove(self, request_id: str) -> str | None:
-        """Remove a request that has ended, if it is a suspect. Returns the one that may run now."""
-        if request_id not in self._ids:
-            return None
-        was_first = self._ids[0] == request_id
-        self._ids.remove(request_id)
-        return self._ids[0] if was_first and self._ids else None
-
-
 class InFlightRequests:
     """The requests by id, each until its last output.
 
@@ -93,7 +72,7 @@ class InFlightRequests:
         self._needs: dict[str, Need] = {}
         self._arrivals = itertools.count()
         self._key, self._attempts = key, itertools.count(1)
-        self._suspects = _Suspects()
+        self._suspects: list[str] = []  # ids in order; the first one runs, so a further death finds the cause
         self._placed: deque[str] = deque()  # requests that `send` has still to follow
         self._is_sending = False
         self._loop = asyncio.get_running_loop()
@@ -278,8 +257,14 @@ class InFlightRequests:
         elif in_flight.num_deaths >= MAX_DEATHS:
             deaths = f"{in_flight.num_deaths} replicas died while they computed this request"
             self._fail(in_flight, StepFailed(f"{deaths}, the last one: {cause}"))
-        elif in_flight.num_deaths < MAX_DEATHS - 1 or self._suspects.add(in_flight.request.request_id):
+        elif in_flight.num_deaths < MAX_DEATHS - 1 or self._may_run(in_flight.request.request_id):
             self._submit(in_flight)
+
+    def _may_run(self, request_id: str) -> bool:
+        """Suspect a request to be the cause of deaths. Returns whether it may run now."""
+        if request_id not in self._suspects:
+            self._suspects.append(request_id)
+        return self._suspects[0] == request_id
 
     def _start(self, in_flight: InFlightRequest, name: str) -> None:
         client = self._client_of(name)
@@ -352,8 +337,11 @@ class InFlightRequests:
         self._forget_lacking(in_flight)
         placed = self._router.ended(request_id)
         self.send(placed)
-        if (following := self._suspects.remove(request_id)) is not None:
-            self._submit(self.open[following])
+        if request_id in self._suspects:
+            ran = self._suspects[0] == request_id
+            self._suspects.remove(request_id)
+            if ran and self._suspects:
+                self._submit(self.open[self._suspects[0]])
 
     def _detach(self, in_flight: InFlightRequest) -> None:
         """Cancel the current attempt; nothing of it is expected any more."""
