@@ -373,19 +373,14 @@ class AdapterCatalog:
 
     async def _complete(self, change: Coroutine[Any, Any, T]) -> T:
         """Complete a change of the engine's adapters also when its caller is cancelled, as the engine does."""
-        task = asyncio.create_task(self._apply(change))
+        task = asyncio.create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._on_changed)
         return await asyncio.shield(task)
 
-    async def _apply(self, change: Coroutine[Any, Any, T]) -> T:
-        try:
-            return await change
-        finally:
-            self.invalidate()
-
     def _on_changed(self, task: asyncio.Task[Any]) -> None:
         self._changes.discard(task)
+        self.invalidate()
         if not task.cancelled():
             task.exception()  # retrieve the error when the caller was cancelled
 

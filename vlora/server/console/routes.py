@@ -46,6 +46,8 @@ _HEADERS = {
 
 _PRIVATE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
+_COUNTS = ("waiting", "running", "answered", "dropped", "failed")  # of frames
+
 INTERVAL_S = 0.5
 MAX_STEPS = 2000  # kept for new viewers
 
@@ -117,19 +119,12 @@ def _stream_json(watched: OpenStream, caller: Token | None) -> dict[str, Any]:
     return {
         "number": watched.number,
         "owner": watched.owner,
-        "name": stream.options.name,
+        **{name: getattr(stream.options, name) for name in ("name", "fps", "drop", "max_latency_s")},
+        **{f"num_{name}": getattr(stream, f"num_{name}") for name in _COUNTS},
         "asks": [
             *(f"{head} / {adapter}" for adapter, head in stream.options.heads),  # cards cut the end of long texts
             *(f"{each.question} / {each.adapter or 'base model'}" for each in stream.options.questions),
         ],
-        "fps": stream.options.fps,
-        "drop": stream.options.drop,
-        "max_latency_s": stream.options.max_latency_s,
-        "num_waiting": stream.num_waiting,
-        "num_running": stream.num_running,
-        "num_answered": stream.num_answered,
-        "num_dropped": stream.num_dropped,
-        "num_failed": stream.num_failed,
         "last": None
         if last is None
         else {

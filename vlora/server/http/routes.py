@@ -22,8 +22,7 @@ from starlette.types import ASGIApp
 from vlora.client.values import Answer, HeadOutcome
 from vlora.config import Token
 from vlora.errors import BadRequest, UnknownAdapter, VLoraError, listed
-from vlora.server.batches.routes import FileRoutes
-from vlora.server.batches.runner import BatchRunner
+from vlora.server.batches.runner import BatchRunner, FileRoutes
 from vlora.server.batches.store import FileStore
 from vlora.server.console.routes import ConsoleRoutes
 from vlora.server.detokenizer import Piece
