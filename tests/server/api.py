@@ -20,8 +20,8 @@ def running_api(
     return running_server(engine=engine, processor=processor, model=model, http=True, **settings)
 
 
-def data_url(image: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(image).decode()
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def image_part(data: bytes) -> dict[str, Any]:

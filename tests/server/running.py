@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from PIL import Image
 
 from tests.processes import PATIENCE_S, until
@@ -149,4 +150,11 @@ def running_server(
 def png(brightness: int = 200, size: tuple[int, int] = (8, 8), kind: str = "PNG", mode: str = "RGB") -> bytes:
     stream = io.BytesIO()
     Image.new(mode, size, (brightness,) * len(mode)).save(stream, kind)
+    return stream.getvalue()
+
+
+def noise(seed: int, size: tuple[int, int]) -> bytes:
+    """A PNG of random pixels. size: height and width."""
+    stream = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 255, (*size, 3), dtype=np.uint8)).save(stream, "PNG")
     return stream.getvalue()

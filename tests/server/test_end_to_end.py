@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -24,6 +23,7 @@ from fusion.folder import replace_results
 from heads import HeadSpec, TaskHead, save_heads
 from tests.families import build_model
 from tests.processors import write_checkpoint
+from tests.server.running import noise
 from tests.server.served import Served, call, served
 from tools.embedded_model.model import build_model as build_embedded
 from tools.embedded_model.processor import build_processor
@@ -117,10 +117,7 @@ def local(folder: Path) -> Local:
 
 
 def picture(seed: int) -> bytes:
-    stream = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 255, (80, 120, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(stream, "PNG")
-    return stream.getvalue()
+    return noise(seed, (80, 120))
 
 
 SAMPLING: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -18,13 +17,13 @@ from transformers import AutoModelForImageTextToText
 
 from fusion.embedded import checkpoint_path
 from tests.processes import until
-from tests.server.api import Api, running_api
+from tests.server.api import Api, image_part, running_api
 from tests.server.running import png
-from vlora.config import EngineConfig, Token
+from tests.server.test_security import ADMIN, TOKENS, USER
+from vlora.config import EngineConfig
 from vlora.engine import LocalEngine
 from vlora.models.processing import InputProcessor
 
-TOKEN, ADMIN = "user-token-0123456789", "admin-token-0123456789"
 QUESTION = "what is in the picture ?"
 LINEARS = r".*language_model.*\.(q|v)_proj"
 
@@ -54,22 +53,20 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
 def api(adapted: tuple[Any, str], processor: InputProcessor, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     engine = LocalEngine(EngineConfig(model=str(checkpoint_path()), dtype="float32", arena_bytes=128 * 2**20))
     engine.engine.load_adapter("streets", adapted[1])
-    tokens = (Token(name="user", secret=TOKEN), Token(name="ops", secret=ADMIN, admin=True))
     files = str(tmp_path_factory.mktemp("files"))
-    with running_api(engine, processor, "embedded", tokens=tokens, file_folder=files) as made:
+    with running_api(engine, processor, "embedded", tokens=TOKENS, file_folder=files) as made:
         yield made
         made.on_loop(engine.close())
 
 
 @pytest.fixture(scope="module")
 def client(api: Api) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{api.url}/v1", api_key=TOKEN, max_retries=0, timeout=30) as made:
+    with openai.OpenAI(base_url=f"{api.url}/v1", api_key=USER, max_retries=0, timeout=30) as made:
         yield made
 
 
 def content(*colors: int) -> list[dict[str, Any]]:
-    urls = ["data:image/png;base64," + base64.b64encode(png(color, (96, 96))).decode() for color in colors]
-    return [{"type": "text", "text": QUESTION}, *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
+    return [{"type": "text", "text": QUESTION}, *(image_part(png(color, (96, 96))) for color in colors)]
 
 
 def ask(client: openai.OpenAI, *colors: int, model: str = "embedded", **fields: Any) -> Any:
@@ -202,7 +199,7 @@ def test_embeddings_are_the_last_states_of_plain_transformers(
     )
     body = {"model": "streets", "messages": [{"role": "user", "content": content(200)[1:]}]}
     found: Any = client.post("/embeddings", body=body, cast_to=object)
-    with api._replace(token=TOKEN).client() as rpyc:
+    with api._replace(token=USER).client() as rpyc:
         (values,) = rpyc.embed([[png(200, (96, 96))]], "streets")
     assert found["data"][0]["embedding"] == want == list(values)
 
@@ -210,7 +207,7 @@ def test_embeddings_are_the_last_states_of_plain_transformers(
 def test_scores_and_token_ids_of_a_real_model(
     api: Api, client: openai.OpenAI, model: Any, processor: InputProcessor
 ) -> None:
-    part, asked, user = content(200)[1], "Is there a circle?", api._replace(token=TOKEN)
+    part, asked, user = content(200)[1], "Is there a circle?", api._replace(token=USER)
     prompt = processor.encode(processor.chat(asked, 1), [Image.new("RGB", (96, 96), (200,) * 3)])
     yes = plain_logits(model, processor, (200,), 1, asked)[0].softmax(-1)[processor.encode("yes").prompt_ids[-1]]
     body = {"model": "embedded", "text_1": "a circle", "text_2": {"content": [part]}}
@@ -267,7 +264,7 @@ def test_a_conversation_continues_with_its_answers(client: openai.OpenAI) -> Non
 def test_metrics_of_a_real_engine(api: Api, client: openai.OpenAI) -> None:
     for _ in range(2):
         ask(client, 90, model="streets")
-    _, text = api._replace(token=TOKEN).call("GET", "/metrics")
+    _, text = api._replace(token=USER).call("GET", "/metrics")
     values = {key: float(value) for key, value in (line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")}
     assert values['vlora_adapters{state="registered"}'] == 1
     assert values['vlora_arena_bytes{use="kv"}'] == 0  # no request is active
@@ -277,7 +274,7 @@ def test_metrics_of_a_real_engine(api: Api, client: openai.OpenAI) -> None:
         *(f'vlora_engine_prompt_tokens_total{{source="{source}"}}' for source in ("computed", "reused")),
     ):
         assert values[name] > 0, name
-    assert TOKEN not in text and ADMIN not in text
+    assert USER not in text and ADMIN not in text
 
 
 NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 2, "maxItems": 4}

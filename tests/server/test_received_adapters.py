@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
-import http.server
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +18,7 @@ from huggingface_hub import constants, snapshot_download
 from tests.server.api import Api, running_api
 from tests.server.scripted import ScriptedInterface, write_adapter
 from tests.server.test_security import ADMIN, TOKENS, USER
+from tests.sites import Page, site
 from vlora.cluster.adapter_sender import ShippingLimits
 from vlora.errors import BadAdapter
 from vlora.operations import PinAdapter
@@ -149,47 +149,38 @@ def test_the_adapter_used_longest_ago_makes_room(source: Path) -> None:
 # -- the hub ----------------------------------------------------------------------------------------------------------
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
+@dataclasses.dataclass
+class Hub:
     """The hub's API of models and its files, as huggingface_hub asks for them."""
 
-    files: ClassVar[dict[str, dict[str, bytes]]] = {}
-    asked: ClassVar[list[str]] = []
-    broken: ClassVar[bool] = False
+    files: dict[str, dict[str, bytes]]
+    asked: list[str] = dataclasses.field(default_factory=list)
+    broken: bool = False
 
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0].strip("/").split("/")
-        Hub.asked.append(f"{self.command} {self.path}")
+    def page(self, path: str) -> Page:
+        steps = path.partition("?")[0].strip("/").split("/")
+        self.asked.append(path)
         content, headers = None, {"X-Repo-Commit": "0" * 40}
-        if path[:2] == ["api", "models"]:
-            repository = "/".join(path[2:4])
+        if steps[:2] == ["api", "models"]:
+            repository = "/".join(steps[2:4])
             known = {"acme/moved": "other/a"}.get(repository, repository)
             if known in self.files:
                 siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files[known].items()]
                 tree = [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in self.files[known]]
                 info = {"id": known, "sha": "0" * 40, "siblings": siblings}
-                content = json.dumps(tree if "tree" in path else info).encode()
-        elif path[2:3] == ["resolve"]:
-            content = self.files.get("/".join(path[:2]), {}).get("/".join(path[4:]))
+                content = json.dumps(tree if "tree" in steps else info).encode()
+        elif steps[2:3] == ["resolve"]:
+            content = self.files.get("/".join(steps[:2]), {}).get("/".join(steps[4:]))
             headers["ETag"] = f'"{hashlib.sha256(content or b"").hexdigest()}"'
         if content is None and not self.broken:
             headers["X-Error-Code"] = "RepoNotFound"
-        self.send_response(500 if self.broken else 404 if content is None else 200)
-        for name, value in (headers | {"Content-Length": str(len(content or b""))}).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content or b"")
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_: Any) -> None:
-        pass
+        return Page(content or b"", status=500 if self.broken else 404 if content is None else 200, headers=headers)
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     good = {"adapter_config.json": CONFIG, "adapter_model.safetensors": b"x" * 100, "README.md": b"?"}
-    Hub.files = {
+    files = {
         "acme/a": good | {"heads.json": b"{}"},
         "acme/more": good | {"model.safetensors": b"?"},
         "acme/large": good | {"adapter_model.safetensors": b"x" * 1000},
@@ -198,20 +189,17 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
         "acme/c": good | {"adapter_model.safetensors": b"z" * 800},
         "other/a": good,
     }
-    Hub.asked, Hub.broken = [], False
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    yield Hub
-    server.shutdown()
-    server.server_close()
+    made = Hub(files)
+    with site(made.page) as served:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "ENDPOINT", served.url(""))
+        template = served.url("/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield made
 
 
-def test_adapters_of_an_organisation_of_the_hub(hub: type[Hub], source: Path, tmp_path: Path) -> None:
+def test_adapters_of_an_organisation_of_the_hub(hub: Hub, source: Path, tmp_path: Path) -> None:
     with running_api(adapter_source=("hub:acme", str(source))) as api:
         receive(api, ShippingLimits(900, 1700), tmp_path / "r")
         assert ask(api, "a") == (200, "x") and ask(api, "d") == (200, "x")
@@ -242,7 +230,7 @@ def test_adapters_of_an_organisation_of_the_hub(hub: type[Hub], source: Path, tm
     assert not [*(tmp_path / "r").glob("unfinished-*")]
 
 
-def test_offline_only_the_hubs_cache_is_read(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_only_the_hubs_cache_is_read(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot_download("acme/a", allow_patterns=["adapter_*", "heads*"])
     number = len(hub.asked)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tests.server.api import Api, running_api
 from tests.server.running import png
+from tests.sites import Page, site
 from vlora import tracing as module
 from vlora.config import ServerConfig, Token
 from vlora.errors import BadConfig, UnknownAdapter
@@ -119,30 +118,16 @@ def test_choices_have_their_own_phases_and_a_wrong_header_begins_a_trace(api: Ap
 
 
 def test_spans_reach_a_receiver_of_otlp(monkeypatch: pytest.MonkeyPatch) -> None:
-    received: list[tuple[str, ExportTraceServiceRequest]] = []
-
-    class Receiver(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            received.append((f"{self.path} {self.headers['x-key']}", ExportTraceServiceRequest.FromString(body)))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as receiver:
-        threading.Thread(target=receiver.serve_forever, daemon=True).start()
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{receiver.server_port}")
+    with site(lambda path: Page()) as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url(""))
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=7")
         for real in (OTLPSpanExporter, BatchSpanProcessor):
             monkeypatch.setattr(module, real.__name__, real)
         with running_api(tracing=True) as api:
             api.call("POST", "/v1/chat/completions", CHAT, headers={"traceparent": PARENT})
-        receiver.shutdown()  # the end of the server sends all spans
-    ((path, message),) = received
-    (resource,) = message.resource_spans
-    assert path == "/v1/traces 7"
+    ((path, headers),), (body,) = receiver.requested, receiver.bodies  # the end of the server sends all spans
+    (resource,) = ExportTraceServiceRequest.FromString(body).resource_spans
+    assert (path, headers["x-key"]) == ("/v1/traces", "7")
     assert {each.key: each.value.string_value for each in resource.resource.attributes}["service.name"] == "vlora"
     spans = resource.scope_spans[0].spans
     assert {span.trace_id.hex() for span in spans} == {PARENT.split("-")[1]}

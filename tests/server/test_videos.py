@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import functools
 import io
 import itertools
@@ -23,7 +22,7 @@ from PIL import Image
 from tests.processes import until
 from tests.processors import write_checkpoint
 from tests.server.api import Api, data_url, running_api
-from tests.server.running import png
+from tests.server.running import noise, png
 from tests.video_files import NIGHT, write_times
 from vlora.client import Video, VideoFile
 from vlora.config import EngineConfig, Token
@@ -55,13 +54,7 @@ def api(folder: Path) -> Iterator[Api]:
 
 
 def frames() -> list[bytes]:
-    encoded = []
-    for seed in range(len(TIMES)):
-        stream = io.BytesIO()
-        pixels = np.random.default_rng(seed).integers(0, 255, (32, 40, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(stream, "PNG")
-        encoded.append(stream.getvalue())
-    return encoded
+    return [noise(seed, (32, 40)) for seed in range(len(TIMES))]
 
 
 @functools.cache
@@ -147,8 +140,7 @@ def test_frames_are_those_that_a_player_shows() -> None:
             assert video.choose(times) == chosen, (video, times)
 
 
-def video_url(content: bytes) -> str:
-    return "data:video/mp4;base64," + base64.b64encode(content).decode()
+video_url = functools.partial(data_url, kind="video/mp4")
 
 
 def ask(api: Api, path: Path, **options: Any) -> tuple[int, Any]:
