@@ -46,7 +46,7 @@ class Budget(NamedTuple):
 BUDGETS = (
     Budget("vlora vlora/types vlora/plan_files vlora/wording", 3_690, 2_200),
     Budget("vlora/client", 1_890, 900),
-    Budget("vlora/server", 9_800, 4_900),
+    Budget("vlora/server", 9_770, 4_900),
     Budget("vlora/engine vlora/parallel", 6_620, 4_900),
     Budget("vlora/orchestrator vlora/routing", 5_450, 4_000),
     Budget("vlora/memory vlora/lora vlora/models", 12_060, 8_300),
