@@ -23,7 +23,7 @@ from atmm.places import FactorTable
 from atmm.processor import prefers_float32
 from atmm.quantized import QuantizedWeight
 from atmm.segments import BatchStats, SegmentPlan, Strategy, check_not_capturing
-from atmm.strategies.hybrid import Hybrid, Loop, Unpacked
+from atmm.strategies.hybrid import Hybrid, Loop
 from atmm.strategies.registry import NEED_NO_COPY, STRATEGIES, known, lies_transposed, prepare, prepare_tiled
 from atmm.tuning.tables import DTYPES
 
@@ -217,7 +217,7 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, sit
                 f"{site.name}: strategy {plan.strategy!r} needs a packed copy of {', '.join(missing)} for {x.dtype} on "
                 f"{x.device}; pack the group, or use {' or '.join(map(repr, sorted(NEED_NO_COPY)))}"
             )
-        return Unpacked(plan.lanes)
+        return Loop(plan.lanes, checks=True)
     stats = BatchStats(plan, packed.layout)
     if not stats.lanes and plan.room is None:
         return Loop(())

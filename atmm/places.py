@@ -14,8 +14,8 @@ without packed copies, and an adapter that moves in memory needs new rows in the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -46,32 +46,11 @@ class Places(NamedTuple):
         return self if index == 0 else Places(self.origin, self.rows[:, index:])
 
 
-class PlaceSource(Protocol):
-    """Adapters with their slots, and the places of their factors at the sites of a group."""
-
-    @property
-    def slots(self) -> Mapping[str, int]:
-        """The adapters' slots by key."""
-
-    @property
-    def ranks(self) -> Mapping[str, int]:
-        """The adapters' highest ranks by key."""
-
-    @property
-    def version(self) -> int:
-        """Changes when an adapter's slot changes; 0 or more."""
-
-    @property
-    def generation(self) -> int:
-        """Changes when the table moves."""
-
-    def at(self, site: Site, packed: Packed | None) -> Places:
-        """The places at the site's group. packed: the group's packed copy, if factors are read from it."""
-        ...
-
-
 class PackedPlaces:
-    """Places in packed copies of one layout, relative to their A. Slots are in the order of the keys."""
+    """Places in packed copies of one layout, relative to their A. Slots are in the order of the keys.
+
+    The attributes are those of `FactorTable`, and never change.
+    """
 
     version = generation = 0
 
@@ -105,6 +84,11 @@ class FactorTable:
         groups: the sites of each group, in the group's order. They belong to this table from now on.
         dtype, device: of the factors. Adapters with another dtype have no slot.
         num_slots: adapters that fit without a move of the table, which a captured CUDA graph does not survive.
+
+    Attributes:
+        slots, ranks: each adapter's slot and highest rank, by key.
+        version: changes when an adapter's slot changes; 0 or more.
+        generation: changes when the table moves.
     """
 
     def __init__(
@@ -202,6 +186,7 @@ class FactorTable:
         return Layout(frozenset(ordered), tuple(spans), *kind, self.dtype, self.device)
 
     def at(self, site: Site, packed: Packed | None) -> Places:
+        """The places at the site's group. packed: for `PackedPlaces`."""
         return self._places[self._first_of[site]]
 
     def _resize(self, num_slots: int) -> None:
@@ -217,6 +202,10 @@ class FactorTable:
         self._free += range(num_slots - 1, num_used - 1, -1)
         firsts = {first for group in self._firsts.values() for first in group}
         self._places = {first: Places(self._origin, self._rows[:, first:]) for first in firsts}
+
+
+PlaceSource = PackedPlaces | FactorTable
+"""Adapters with their slots, and the places of their factors at the sites of a group."""
 
 
 def _table(slots: int, groups: Sequence[Sequence[int]]) -> np.ndarray:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,34 +26,29 @@ class Lane(NamedTuple):
     sign: float = 1.0
 
 
-class Strategy(Protocol):
-    """Adds the deltas of one plan at the sites of one class. `atmm.strategies.registry` lists all strategies."""
+class Strategy:
+    """Adds the deltas of one plan at the sites of one class. `atmm.strategies.registry` lists all strategies.
 
-    adds_transposed: bool  # equally fast for transposed and row-major outputs
+    adds_transposed: equally fast for transposed and row-major outputs. The others are None where a strategy lacks them.
 
-    @property
-    def add_all(self) -> Callable[[Tensor, Tensor, SiteGroup], None] | None:
-        """`add_all(y, x, group)` for all sites of a group at once, their outputs side by side in y [T, sum of d_out].
+    add_all: `add_all(y, x, group)` for all sites of a group at once, their outputs side by side in y [T, sum of d_out].
+    None if calling the sites one after the other is faster.
 
-        None if calling the sites one after the other is faster.
-        """
+    begin: `begin(x, site, packed)` starts what the site's group needs of x, beside the caller's next work.
 
-    @property
-    def begin(self) -> Callable[[Tensor, Site, Packed | None], None] | None:
-        """`begin(x, site, packed)` starts what the site's group needs of x, beside the caller's next work.
+    refill: `refill(plan)` loads the current lanes of a plan with room into the same addresses. It raises ValueError,
+    and changes nothing, if the lanes do not fit. None if the strategy has to be prepared again instead.
+    """
 
-        None if a strategy has no such part.
-        """
+    __slots__ = ()
 
-    @property
-    def refill(self) -> Callable[[SegmentPlan], None] | None:
-        """`refill(plan)` loads the current lanes of a plan with room into the same addresses.
+    adds_transposed: bool = False
+    add_all: Callable[[Tensor, Tensor, SiteGroup], None] | None = None
+    begin: Callable[[Tensor, Site, Packed | None], None] | None = None
+    refill: Callable[[SegmentPlan], None] | None = None
 
-        It raises ValueError, and changes nothing, if the lanes do not fit. None if the strategy has to be prepared
-        again instead.
-        """
-
-    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None: ...
+    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
+        raise NotImplementedError
 
 
 class SegmentPlan:

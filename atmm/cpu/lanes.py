@@ -14,7 +14,7 @@ from torch import Tensor
 from atmm.cpu import Library, library
 from atmm.cpu.table import Rows, hidden_places, lane_table
 from atmm.layers import Factors, Packed, Site, SiteGroup, check_reads, row_strides
-from atmm.segments import BatchStats, Lane
+from atmm.segments import BatchStats, Lane, Strategy
 from atmm.strategies.shared_shrink import SharedShrink
 
 
@@ -22,9 +22,6 @@ class Compiled(SharedShrink):
     """The share of a site is the hidden values of its lanes, in a buffer of the group. Requires `serves`."""
 
     adds_transposed = True
-    add_all = None
-    begin = None
-    refill = None
 
     __slots__ = ("_hidden", "_lanes", "_num_tokens", "_shrink_lanes", "_signs")
 
@@ -76,7 +73,7 @@ class Compiled(SharedShrink):
         return dict.fromkeys(self._lanes, hidden)
 
 
-class Scattered:
+class Scattered(Strategy):
     """`Compiled` from the sites' own factors: an adapter is usable as soon as it is loaded, without a packed copy.
 
     Requires `serves`. One object serves every site of a plan, and one call serves a group. Preparation is cheap, one
@@ -84,8 +81,6 @@ class Scattered:
     """
 
     adds_transposed = True
-    begin = None
-    refill = None
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._start = min((lane.start for lane in lanes), default=0)

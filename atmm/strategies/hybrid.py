@@ -9,38 +9,44 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atmm.cpu.lanes import Scattered, serves
-from atmm.layers import Factors, Packed, Site, SiteGroup, check_reads
+from atmm.layers import Packed, Site, SiteGroup, check_reads
 from atmm.matmul import add_product, widened
 from atmm.processor import prefers_float32
-from atmm.segments import Lane
+from atmm.segments import Lane, Strategy
 
 
-class Loop:
-    """Two products per lane. The factors must have been checked before, by packing or by `check`."""
+class Loop(Strategy):
+    """Two products per lane. checks: whether each call checks the factors; else packing or `check` has done so."""
 
-    begin = None
-    refill = None
-
-    def __init__(self, lanes: Sequence[Lane]) -> None:
+    def __init__(self, lanes: Sequence[Lane], *, checks: bool = False) -> None:
         self._lanes = tuple(lanes)
+        self._checks = checks
         self.adds_transposed = not lanes  # the products need row-major outputs
         self._keys = frozenset(lane.key for lane in lanes)
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
+        if self._checks:
+            self.check((site,), x)
+        self._add(y, x, site)
+
+    def _add(self, y: Tensor, x: Tensor, site: Site) -> None:
         factors_of = site.factors
         for key, start, stop, sign in self._lanes:
             factors = factors_of.get(key)
             if factors is not None:
-                _add_lane(y[start:stop], x[start:stop], factors, sign)
+                own, a, bt = widened(x[start:stop], *factors)
+                add_product(y[start:stop], F.linear(own, a), bt, alpha=sign)
 
     def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
         """Add all sites of the group. y: [T, sum of d_out], the sites' outputs side by side."""
         if not self._lanes:
             return
+        if self._checks:
+            self.check(group.sites, x)
         rows = y if self.adds_transposed or y.stride(1) == 1 else y.contiguous()
         column = 0
         for site in group.sites:
-            self(rows[:, column : column + site.d_out], x, site, None)
+            self._add(rows[:, column : column + site.d_out], x, site)
             column += site.d_out
         if rows is not y:
             y.copy_(rows)
@@ -54,45 +60,17 @@ class Loop:
                 check_reads(site, key, site.factors[key], x)
 
 
-def _add_lane(y: Tensor, x: Tensor, factors: Factors, sign: float) -> None:
-    """Add one lane's delta to y [T, d_out], in place."""
-    x, a, bt = widened(x, *factors)
-    add_product(y, F.linear(x, a), bt, alpha=sign)
-
-
-class Unpacked:
-    """`Loop` for plans with unpacked adapters: checks the factors at every call."""
-
-    adds_transposed = False
-    begin = None
-    refill = None
-
-    def __init__(self, lanes: Sequence[Lane]) -> None:
-        self._loop = Loop(lanes)
-
-    def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
-        self._loop.check((site,), x)
-        self._loop(y, x, site, packed)
-
-    def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
-        self._loop.check(group.sites, x)
-        self._loop.add_all(y, x, group)
-
-
 # Lane length in tokens up to which the compiled kernels, which read the adapter's rows again for each token, cost less
 # than the calls of two products (docs/decisions/0006).
 SHORT = 8
 
 
-class Hybrid:
+class Hybrid(Strategy):
     """Short lanes by one call of the compiled kernels, long lanes by two products each.
 
     The kernels pass over every token between the first and the last short lane, so sort batches by lane length.
     Requires `atmm.cpu.lanes.serves`.
     """
-
-    begin = None
-    refill = None
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._short = Scattered([lane for lane in lanes if not _is_long(lane)])

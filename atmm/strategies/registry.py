@@ -40,13 +40,8 @@ from atmm.strategies.hybrid import Hybrid, Loop
 from atmm.strategies.shared_shrink import SharedShrink
 
 
-class Batched:
+class Batched(Strategy):
     """One `bmm` and one `baddbmm_` per run of equal lanes."""
-
-    adds_transposed = False
-    add_all = None
-    begin = None
-    refill = None
 
     def __init__(self, stats: BatchStats) -> None:
         self._first_rows = stats.layout.first_rows
@@ -84,9 +79,6 @@ class Stacked(SharedShrink):
     """The share of a site is its columns of the masked shrink."""
 
     adds_transposed = True
-    add_all = None
-    begin = None
-    refill = None
 
     __slots__ = ("_alpha", "_bits", "_columns", "_keep", "_signs", "_thin")
 
@@ -158,9 +150,6 @@ class Gathered(SharedShrink):
     """The share of a site is the shrink's values for each token's own adapters."""
 
     adds_transposed = True
-    add_all = None
-    begin = None
-    refill = None
 
     __slots__ = ("_alpha", "_bags", "_num_columns", "_own", "_parts", "_signs")
 

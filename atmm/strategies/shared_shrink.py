@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from atmm.layers import Packed
-from atmm.segments import BatchStats
+from atmm.segments import BatchStats, Strategy
 
 
 class CachedInput:
@@ -35,7 +35,7 @@ class CachedInput:
         return self._version is None or self._version == x._version  # noqa: SLF001  (torch)
 
 
-class SharedShrink:
+class SharedShrink(Strategy):
     """Base of strategies with a group-wide shrink: the first site called computes the shares of all sites.
 
     The shares are valid for one packed copy and one input, and each share is used once.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atmm.layers import ROW_ALIGNMENT, Packed, Site, SiteGroup
 from atmm.places import Places, PlaceSource
-from atmm.segments import MOST_WITH_ROOM, BatchStats, Lane, SegmentPlan, check_not_capturing
+from atmm.segments import MOST_WITH_ROOM, BatchStats, Lane, SegmentPlan, Strategy, check_not_capturing
 from atmm.strategies.shared_shrink import CachedInput
 from atmm.triton.handles import Handle, handle, multiprocessors
 from atmm.triton.tiling import Tiling, block_r, shrink_programs, usual
@@ -55,11 +55,8 @@ class Blocks(NamedTuple):
     max_rank: int
 
 
-class InPlace:
+class InPlace(Strategy):
     """Base of strategies that read factors in place, through a table of places."""
-
-    adds_transposed = False
-    begin: Callable[[Tensor, Site, Packed | None], None] | None = None
 
     def __init__(self, plan: SegmentPlan, stats: BatchStats, source: PlaceSource, blocks: Blocks) -> None:
         tiling = blocks.tiling

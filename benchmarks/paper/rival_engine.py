@@ -29,13 +29,8 @@ from vlora.server.launch import serve
 _KEPT = 512  # stacked factors, by site and adapters
 
 
-class LaneOperator:
-    """An `atmm.segments.Strategy` of one plan. add: of the lanes with factors at a site."""
-
-    adds_transposed = False
-    add_all = None
-    begin = None
-    refill = None
+class LaneOperator(Strategy):
+    """One plan's strategy. add: of the lanes with factors at a site."""
 
     def __init__(self, add: Callable[[Sequence[Lane], Site, Tensor, Tensor], None], plan: SegmentPlan) -> None:
         self._add, self._lanes = add, plan.lanes

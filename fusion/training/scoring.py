@@ -18,7 +18,7 @@ from fusion.training.adapter import TrainableAdapter
 from fusion.training.collator import EncodedSample
 from fusion.training.frozen_base import Domain
 from fusion.training.objectives import ForwardOutputs, HeadObjective, Objective, metric_of_some, objective_of
-from fusion.training.steps import halving
+from fusion.training.steps import in_parts
 from heads.answer import F1Counts, f1_of
 from vlora.confidence import lower_bound
 
@@ -150,15 +150,9 @@ class Evaluator:
     def _in_parts(
         self, samples: Sequence[EncodedSample], compute: Callable[[Sequence[EncodedSample]], Result]
     ) -> Iterator[tuple[Sequence[EncodedSample], Result]]:
-        first = 0
-        while first < len(samples):
-
-            def attempt(at_once: int, first: int = first) -> Result:
-                return compute(samples[first : first + at_once])
-
-            found, self._at_once = halving(self._at_once, attempt, lambda at_once: None)
-            yield samples[first : first + self._at_once], found
-            first += self._at_once
+        for part, found, size in in_parts(samples, self._at_once, compute):
+            self._at_once = size
+            yield part, found
 
 
 def score_with_bound(
@@ -275,15 +269,9 @@ def answers_before_training(domain: Domain) -> list[str]:
 def decode_in_parts(domain: Domain, samples: Sequence[EncodedSample], longest: int) -> list[str]:
     """Decode at most `longest` tokens, with as many samples per batch as memory allows."""
     texts: list[str] = []
-    at_once = _AT_ONCE
     what = f"asking the base model about {domain.plan.name}"
     with domain.base.progress.work(what, len(samples), "samples") as update:
-        while len(texts) < len(samples):
-
-            def attempt(size: int, left: Sequence[EncodedSample] = samples[len(texts) :]) -> list[str]:
-                return domain.base.decode_answers(left[:size], longest)
-
-            found, at_once = halving(at_once, attempt, lambda size: None)
+        for _, found, _ in in_parts(samples, _AT_ONCE, lambda part: domain.base.decode_answers(part, longest)):
             texts += found
             update(len(texts))
     return texts

@@ -102,6 +102,21 @@ def halving(size: int, attempt: Callable[[int], Result], undo: Callable[[int], N
         undo(size)
 
 
+def in_parts(
+    items: Sequence[Item], size: int, compute: Callable[[Sequence[Item]], Result]
+) -> Iterator[tuple[Sequence[Item], Result, int]]:
+    """Parts of at most `size` items, or fewer if memory runs out, each with what `compute` returns, and their size."""
+    first = 0
+
+    def attempt(at_once: int) -> Result:
+        return compute(items[first : first + at_once])
+
+    while first < len(items):
+        found, size = halving(size, attempt, lambda at_once: None)
+        yield items[first : first + size], found, size
+        first += size
+
+
 def backward_in_parts(
     batch: Sequence[Item],
     size: int,

@@ -34,7 +34,6 @@ from vlora.errors import BadConfig, BadRequest, Disconnected, OverCapacity, Unau
 from vlora.split import Base, connect, transport
 from vlora.split.admission import Limits
 from vlora.split.batching import Call, CallQueue
-from vlora.split.connection import BaseConnection
 from vlora.split.frames import DTYPES, PROTOCOL, BaseInfo, CallHead, ClientInfo, Direction
 from vlora.wire import framing, handshake
 from vlora.wire.address import Address, secured
@@ -280,17 +279,17 @@ def test_calls_and_clients_over_a_limit_are_refused(model: Any, tmp_path: Path) 
 
 
 def test_a_connection_is_used_by_one_call_at_a_time(served: Serving) -> None:
-    connection = BaseConnection(served.unix)
-    width = connection.groups[0][0].d_in
+    base = connect(served.unix)
+    width = base.calls.groups[0][0].d_in
 
     def product(value: int) -> torch.Tensor:
-        return connection.call(Direction.FORWARD, 0, 1, [torch.full((2, width), float(value))])[0].clone()
+        return base.calls.call(Direction.FORWARD, 0, 1, [torch.full((2, width), float(value))])[0].clone()
 
     with ThreadPoolExecutor(4) as threads:
         expected = [product(value) for value in range(4)]
         for found in threads.map(lambda _: list(map(product, range(4))), range(50)):
             assert all(map(torch.equal, found, expected))
-    connection.close()
+    base.close()
 
 
 # -- executors --------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from benchmarks.split.base_process import WholeCallQueue
 from tests.example_counts import scaled
 from tests.split.running import Serving, serving, tiny
+from vlora.split import connect
 from vlora.split.batching import Call, CallQueue
 from vlora.split.connection import BaseConnection
 from vlora.split.frames import Direction
@@ -444,12 +445,10 @@ def test_the_executor_tells_the_queue_which_calls_are_backward(tmp_path: Path) -
             self.backward.append(call.backward)
             super().add(call)
 
-    with serving(tiny("qwen2_vl"), tmp_path, queue=Seen()) as server:
-        connection = BaseConnection(server.unix)
-        (first, *_) = connection.groups[0]
-        connection.call(Direction.FORWARD, 0, 1, [torch.zeros(1, first.d_in)])
-        connection.call(Direction.BACKWARD, 0, 1, [torch.zeros(1, first.width)])
-        connection.close()
+    with serving(tiny("qwen2_vl"), tmp_path, queue=Seen()) as server, connect(server.unix) as base:
+        (first, *_) = base.calls.groups[0]
+        base.calls.call(Direction.FORWARD, 0, 1, [torch.zeros(1, first.d_in)])
+        base.calls.call(Direction.BACKWARD, 0, 1, [torch.zeros(1, first.width)])
     assert Seen.backward == [False, True]
 
 
@@ -462,7 +461,7 @@ def served(tmp_path: Path) -> Any:
 @pytest.mark.parametrize("over", ["unix", "tcp"])
 @pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD])
 def test_results_in_pieces_are_those_of_whole_calls(served: Serving, over: str, direction: Direction) -> None:
-    training, decoding = (BaseConnection(getattr(served, over)) for _ in range(2))
+    training, decoding = (connect(getattr(served, over)).calls for _ in range(2))
     group = training.groups[0]
     mask = (1 << len(group)) - 1
     given = [group[0].d_in] if direction == Direction.FORWARD else [layer.width for layer in group]
@@ -493,7 +492,7 @@ def test_a_client_that_ends_within_its_call_stops_no_other(over: str, tmp_path: 
 
     queue = Ending(max_wait_s=0.0)
     with serving(tiny("qwen2_vl"), tmp_path, queue=queue) as served:
-        training, decoding = (BaseConnection(getattr(served, over)) for _ in range(2))
+        training, decoding = BaseConnection(getattr(served, over)), connect(getattr(served, over)).calls
         width = training.groups[0][0].d_in
         decoding.call(Direction.FORWARD, 0, 1, [torch.zeros(1, width)])
         training.send(Direction.FORWARD, 0, 1, [torch.zeros(300, width)])

@@ -9,99 +9,27 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from vlora.errors import BadConfig, listed
-from vlora.split import frames
-from vlora.split.connection import BaseConnection, LayerCalls
-from vlora.split.frames import Direction, Group
+from vlora.split.connection import BaseConnection, ExecutorCalls, LayerCalls
+from vlora.split.frames import Direction
 from vlora.split.layers import digest, frozen_layers, weight_of
 from vlora.split.noise import Noise, NoisyCalls, require_another
 
 
-class ShardedCalls:
-    """Calls that all shards of a base (Symbiosis, section 3.3) compute at once: outputs are joined, gradients summed.
-
-    The executors of the shards do not know of each other.
-    """
-
-    def __init__(self, shards: Sequence[BaseConnection]) -> None:
-        """Order the shards. Raises BadConfig if they are not all shards of one base."""
-        shards = sorted(shards, key=lambda each: each.info.shard)
-        given = [each.info.shard for each in shards]
-        if given != [(index, len(shards)) for index in range(len(shards))]:
-            stated = ", ".join(f"{index + 1}/{number}" for index, number in given)
-            raise BadConfig(f"these executors serve the shards {stated}; give the addresses of all shards, each once")
-        shapes = {tuple((layer.name, layer.d_in, layer.d_out) for g in each.groups for layer in g) for each in shards}
-        if len(shapes) > 1 or len({each.dtype for each in shards}) > 1:
-            raise BadConfig("these executors serve different base models; give the shards of one")
-        self.dtype = shards[0].dtype
-        self.groups: Sequence[Group] = [
-            tuple(msgspec.structs.replace(layer, first=0, last=layer.d_out, digest=b"") for layer in group)
-            for group in shards[0].groups
-        ]
-        self._shards = shards
-        self._lock = threading.Lock()
-
-    def close(self) -> None:
-        for shard in self._shards:
-            shard.close()
-
-    def call(
-        self, direction: Direction, group: int, mask: int, inputs: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
-        limit = min(shard.rows_per_call(direction, group, mask) for shard in self._shards)
-        pieces = zip(*(each.split(limit) for each in inputs), strict=True)
-        with self._lock:
-            parts = [self._call(direction, group, mask, rows) for rows in pieces]
-        return parts[0] if len(parts) == 1 else [torch.cat(each) for each in zip(*parts, strict=True)]
-
-    def _call(
-        self, direction: Direction, group: int, mask: int, inputs: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
-        given = [self._inputs_of(shard, direction, group, mask, inputs) for shard in self._shards]
-        made = self._together(direction, group, mask, given)
-        if direction != Direction.BACKWARD:
-            return [torch.cat(parts, 1) for parts in zip(*made, strict=True)]
-        total = made[0][0]
-        for (part,) in made[1:]:
-            total += part
-        return [total]
-
-    def _together(
-        self, direction: Direction, group: int, mask: int, given: Sequence[Sequence[torch.Tensor]]
-    ) -> list[Sequence[torch.Tensor]]:
-        """Send to all shards, then receive from all; a call to a shard with a broken connection is repeated."""
-        sent = []
-        for shard, inputs in zip(self._shards, given, strict=True):
-            try:
-                shard.send(direction, group, mask, inputs)
-                sent.append(True)
-            except OSError:
-                sent.append(False)
-        made = []
-        for shard, inputs, was_sent in zip(self._shards, given, sent, strict=True):
-            try:
-                if not was_sent:
-                    raise ConnectionError
-                made.append(shard.receive(direction, group, mask, len(inputs[0])))
-            except OSError:
-                shard.disconnect()
-                made.append(shard.call(direction, group, mask, inputs))
-        return made
-
-    def _inputs_of(
-        self, shard: BaseConnection, direction: int, group: int, mask: int, inputs: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
-        """The part of a call's inputs that a shard needs: its outputs' gradients, or all of the inputs."""
-        if direction != Direction.BACKWARD:
-            return inputs
-        layers = frames.selected(shard.groups[group], mask)
-        return [dy[:, layer.first : layer.last].contiguous() for dy, layer in zip(inputs, layers, strict=True)]
+def _check_shards(shards: Sequence[BaseConnection]) -> None:
+    """Raise BadConfig if these are not all shards of one base, in their order."""
+    given = [each.info.shard for each in shards]
+    if given != [(index, len(shards)) for index in range(len(shards))]:
+        stated = ", ".join(f"{index + 1}/{number}" for index, number in given)
+        raise BadConfig(f"these executors serve the shards {stated}; give the addresses of all shards, each once")
+    shapes = {tuple((layer.name, layer.d_in, layer.d_out) for g in each.groups for layer in g) for each in shards}
+    if len(shapes) > 1 or len({each.dtype for each in shards}) > 1:
+        raise BadConfig("these executors serve different base models; give the shards of one")
 
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -140,15 +68,16 @@ def connect(
             opened.callback(connection.close)
             return connection
 
-        executors = [open_one(address) for address in addresses]
-        whole = len(executors) == 1 and executors[0].info.shard[1] == 1
-        calls: LayerCalls = executors[0] if whole else ShardedCalls(executors)
+        executors = sorted(map(open_one, addresses), key=lambda each: each.info.shard)
+        _check_shards(executors)
+        calls: LayerCalls = ExecutorCalls(tuple(executors))
         if noise is not None:
             second = None
             if noise.second is not None:
-                second = open_one(noise.second)
-                require_another(executors, second, noise.second)
-                executors.append(second)
+                other = open_one(noise.second)
+                require_another(executors, other, noise.second)
+                executors.append(other)
+                second = ExecutorCalls((other,))
             calls = NoisyCalls(calls, noise, second)
         opened.pop_all()
     return Base(calls, executors)

@@ -1,4 +1,4 @@
-"""A client's connection to one base executor. Calls are pure functions, so one that failed is repeated."""
+"""A client's connections to base executors. Calls are pure functions, so one that failed is repeated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -59,7 +59,7 @@ class LayerCalls(Protocol):
 
 
 class BaseConnection:
-    """One connection to one executor, reopened when it breaks. Thread-safe: calls take turns."""
+    """One connection to one executor, reopened when it breaks. Used by one call at a time."""
 
     def __init__(
         self,
@@ -86,7 +86,6 @@ class BaseConnection:
         self._token = token
         self._tls = tls
         self._patience_s = patience_s
-        self._lock = threading.Lock()
         self._number = 0
         self._sock: socket.socket | None = None
         self._slot: torch.Tensor | None = None
@@ -163,51 +162,40 @@ class BaseConnection:
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def call(
-        self, direction: Direction, group: int, mask: int, inputs: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
-        """Compute products, in several calls if there are more rows than one may have.
-
-        Raises:
-            Disconnected: The executor did not come back in time, failed at each repetition, or `close` was called.
-            BadRequest: The executor refused the call.
-            BadConfig: Another base model is served at the address now.
-        """
-        rows, limit = len(inputs[0]), self.rows_per_call(direction, group, mask)
-        if rows <= limit:
-            return self._repeated(direction, group, mask, inputs)
-        parts = [
-            self._repeated(direction, group, mask, pieces)
-            for pieces in zip(*(each.split(limit) for each in inputs), strict=True)
-        ]
-        return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
-
     def rows_per_call(self, direction: Direction, group: int, mask: int) -> int:
         widest = max(map(sum, frames.widths(self.groups[group], direction, mask)))
         return max(1, min(self.info.max_rows, self.info.half_bytes // (widest * self.dtype.itemsize)))
 
-    def _repeated(
+    def exchange(
         self, direction: Direction, group: int, mask: int, inputs: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
-        """One call, repeated on a new connection if this one breaks."""
-        with self._lock:
-            deadline = time.monotonic() + self._patience_s
-            num_repeats = 0
-            while True:
-                try:
-                    self.send(direction, group, mask, inputs)
-                    return self.receive(direction, group, mask, len(inputs[0]))
-                except OSError as error:
-                    self.disconnect()
-                    self._check_open(error)
-                    if num_repeats == _MAX_REPEATS:
-                        raise Disconnected(
-                            f"the base executor at {self._address} failed {_MAX_REPEATS + 1} times during one call "
-                            f"({error}); see its log for the cause, and run the step again"
-                        ) from error
-                    self._reopen(deadline, error)
-                    num_repeats += 1
-                    self.num_repeated += 1
+    ) -> Generator[None, None, Sequence[torch.Tensor]]:
+        """One call: sends it, yields, so that other executors can work too, and returns the result.
+
+        It is repeated on a new connection if this one breaks.
+
+        Raises:
+            Disconnected, BadRequest, BadConfig: As `ExecutorCalls.call`.
+        """
+        deadline = time.monotonic() + self._patience_s
+        num_repeats, has_yielded = 0, False
+        while True:
+            try:
+                self.send(direction, group, mask, inputs)
+                if not has_yielded:
+                    has_yielded = True
+                    yield
+                return self.receive(direction, group, mask, len(inputs[0]))
+            except OSError as error:
+                self.disconnect()
+                self._check_open(error)
+                if num_repeats == _MAX_REPEATS:
+                    raise Disconnected(
+                        f"the base executor at {self._address} failed {_MAX_REPEATS + 1} times during one call "
+                        f"({error}); see its log for the cause, and run the step again"
+                    ) from error
+                self._reopen(deadline, error)
+                num_repeats += 1
+                self.num_repeated += 1
 
     def _check_open(self, cause: OSError) -> None:
         """Raise Disconnected after `close`."""
@@ -241,7 +229,7 @@ class BaseConnection:
         return sock
 
     def send(self, direction: Direction, group: int, mask: int, inputs: Sequence[torch.Tensor]) -> None:
-        """Send a call, to be followed by `receive`; so several executors work at once. Raises OSError."""
+        """Send a call, to be followed by `receive`. Raises OSError."""
         sock = self._connected()
         self._number = (self._number + 1) & 0xFFFFFFFF
         rows, widths = len(inputs[0]), [each.shape[1] for each in inputs]
@@ -287,3 +275,75 @@ class BaseConnection:
         memory = torch.empty(size, dtype=torch.uint8)
         framing.receive_into(sock, transport.as_bytes(memory))
         return transport.carve(memory, self.dtype, rows, widths)
+
+
+class ExecutorCalls:
+    """Calls to one executor, or to all shards of a base at once (Symbiosis, section 3.3).
+
+    Shards do not know of each other: their outputs are joined, and their gradients summed. Thread-safe: calls take
+    turns.
+    """
+
+    def __init__(self, shards: Sequence[BaseConnection]) -> None:
+        """shards: in the order of their outputs."""
+        self.dtype = shards[0].dtype
+        self.groups = shards[0].groups
+        if len(shards) > 1:
+            self.groups = [
+                tuple(msgspec.structs.replace(layer, first=0, last=layer.d_out, digest=b"") for layer in group)
+                for group in self.groups
+            ]
+        self._shards = shards
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        for shard in self._shards:
+            shard.close()
+
+    def call(
+        self, direction: Direction, group: int, mask: int, inputs: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Compute products, in several calls if there are more rows than one may have.
+
+        Raises:
+            Disconnected: An executor did not come back in time, failed at each repetition, or `close` was called.
+            BadRequest: An executor refused the call.
+            BadConfig: Another base model is served at the address now.
+        """
+        limit = min(shard.rows_per_call(direction, group, mask) for shard in self._shards)
+        pieces = zip(*(each.split(limit) for each in inputs), strict=True)
+        with self._lock:
+            return _joined([self._call(direction, group, mask, rows) for rows in pieces], 0)
+
+    def _call(
+        self, direction: Direction, group: int, mask: int, inputs: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        exchanges = []
+        for shard in self._shards:
+            own = inputs
+            if direction == Direction.BACKWARD:  # the gradients of its outputs
+                layers = frames.selected(shard.groups[group], mask)
+                own = [dy[:, one.first : one.last].contiguous() for dy, one in zip(inputs, layers, strict=True)]
+            exchanges.append(shard.exchange(direction, group, mask, own))
+        for exchange in exchanges:
+            next(exchange)
+        made = [_result(exchange) for exchange in exchanges]
+        if direction != Direction.BACKWARD:
+            return _joined(made, 1)
+        total = made[0][0]
+        for (part,) in made[1:]:
+            total += part
+        return [total]
+
+
+def _result(exchange: Generator[None, None, Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+    try:
+        next(exchange)
+    except StopIteration as end:
+        found: Sequence[torch.Tensor] = end.value
+        return found
+    raise AssertionError("an exchange yields once")
+
+
+def _joined(parts: Sequence[Sequence[torch.Tensor]], dim: int) -> Sequence[torch.Tensor]:
+    return parts[0] if len(parts) == 1 else [torch.cat(each, dim) for each in zip(*parts, strict=True)]

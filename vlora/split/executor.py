@@ -105,36 +105,25 @@ class BaseExecutor:
             For each selected layer [rows, outputs], or for BACKWARD one gradient [rows, d_in].
         """
         began = time.perf_counter()
-        made = self._products(direction, group, mask, inputs, out)
-        self.busy_s += time.perf_counter() - began
-        return made
-
-    def _products(
-        self,
-        direction: int,
-        group: int,
-        mask: int,
-        inputs: Sequence[torch.Tensor],
-        out: Sequence[torch.Tensor] | None,
-    ) -> Sequence[torch.Tensor]:
         layers = [layer for index, layer in enumerate(self._weights[group]) if mask >> index & 1]
         inputs = [each.to(self.device) for each in inputs]
         on_device = out if out is not None and out[0].device == self.device else None
+        made: Sequence[torch.Tensor]
         if direction == Direction.BACKWARD:
-            dx = inputs[0].new_empty(len(inputs[0]), layers[0].weight.shape[1]) if on_device is None else on_device[0]
+            made = on_device or [inputs[0].new_empty(len(inputs[0]), layers[0].weight.shape[1])]
             for number, (dy, layer) in enumerate(zip(inputs, layers, strict=True)):
-                add_input_gradient(dx, dy, layer.weight, beta=int(number > 0))
-            made: Sequence[torch.Tensor] = [dx]
+                add_input_gradient(made[0], dy, layer.weight, beta=int(number > 0))
         else:
             (x,) = inputs
             made = on_device or [x.new_empty(len(x), len(layer.weight)) for layer in layers]
             for y, layer in zip(made, layers, strict=True):
                 _multiply(x, layer.weight, None if direction == Direction.WITHOUT_BIAS else layer.bias, y)
-        if out is None or on_device is not None:
-            return made
-        for place, each in zip(out, made, strict=True):
-            place.copy_(each)
-        return out
+        if out is not None and on_device is None:
+            for place, each in zip(out, made, strict=True):
+                place.copy_(each)
+            made = out
+        self.busy_s += time.perf_counter() - began
+        return made
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
