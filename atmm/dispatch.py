@@ -45,7 +45,7 @@ def measured(stats: BatchStats) -> str | None:
     """The strategy that the device's table names for a shape; None if the table does not have the shape."""
     if stats.keys != stats.layout.targeting:  # tables are measured without unused packed adapters
         return None
-    return table_for(stats.layout.device.type).get(Bucket.of(stats).key())
+    return table_for(stats.layout.device.type).get(Bucket.of(stats))
 
 
 def rule(stats: BatchStats, transposed: bool = False) -> str:

@@ -6,13 +6,11 @@ and 2 can still be read.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
@@ -23,8 +21,7 @@ from heads.task import Task
 from heads.tasks import make_task
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadSpec:
+class HeadSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A head's description: the task it was trained for, and its input.
 
     prompt: the question to the model, exactly as in training. num_frames: images per request. parameters: the task's
@@ -33,7 +30,7 @@ class HeadSpec:
     tokens can read. hidden_units: units of a layer before the rows, 0 for none; only heads that read inputs have one.
 
     Raises:
-        ValueError: if a field is invalid.
+        ValueError: if a value is invalid. Types are checked where a file is read.
     """
 
     name: str
@@ -42,16 +39,12 @@ class HeadSpec:
     prompt: str
     num_frames: int
     hidden_size: int
-    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    parameters: dict[str, int | float | tuple[int | float, ...]] = {}
     reads: str = "states"
     hidden_units: int = 0
 
     def __post_init__(self) -> None:
-        for field, kind in (("name", str), ("task", str), ("prompt", str), ("num_frames", int), ("hidden_size", int)):
-            value = getattr(self, field)
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise ValueError(f"head {self.name!r}: {field} is {value!r}; expected {kind.__name__}")
-        if not all(isinstance(label, str) and label for label in self.labels):
+        if not all(self.labels):
             raise ValueError(f"head {self.name!r}: labels are {self.labels!r}; every label must be a non-empty string")
         if not self.name:
             raise ValueError("name is empty; requests select a head by its name")
@@ -61,19 +54,13 @@ class HeadSpec:
             raise ValueError(f"head {self.name!r}: num_frames is {self.num_frames}; it must be at least 1")
         if self.hidden_size < 1:
             raise ValueError(f"head {self.name!r}: hidden_size is {self.hidden_size}; it must be at least 1")
-        if not isinstance(self.parameters, Mapping):
-            raise ValueError(f"head {self.name!r}: parameters are {self.parameters!r}; expected a mapping")
-        task = self.make_task()
-        object.__setattr__(self, "parameters", dict(task.parameters))
-        self._check_layers(task)
-
-    def _check_layers(self, task: Task) -> None:
-        units = self.hidden_units
+        task, units = self.make_task(), self.hidden_units
+        msgspec.structs.force_setattr(self, "parameters", dict(task.parameters))
         if self.reads not in ("states", "inputs"):
             raise ValueError(f"head {self.name!r}: reads is {self.reads!r}; choose states or inputs")
         if self.reads == "inputs" and not task.reads_images:
             raise ValueError(f"head {self.name!r}: reads is 'inputs'; a {self.task} head reads states")
-        if isinstance(units, bool) or not isinstance(units, int) or (units > 0) != (self.reads == "inputs"):
+        if (units > 0) != (self.reads == "inputs"):
             wanted = "at least 1" if self.reads == "inputs" else "0"
             raise ValueError(
                 f"head {self.name!r}: hidden_units is {units!r}; a head that reads {self.reads} has {wanted}"
@@ -150,7 +137,6 @@ SPEC_FILE = "heads.json"
 WEIGHTS_FILE = "heads.safetensors"
 FORMAT = 3
 _READ = (1, 2, 3)
-_NOT_IN_EVERY_FORMAT = ("parameters", "reads", "hidden_units")
 _HIDDEN = ("hidden.weight", "hidden.bias")
 
 
@@ -183,8 +169,13 @@ def save_heads(folder: Path | str, heads: Mapping[str, TaskHead]) -> None:
             for part, tensor in zip(_HIDDEN, head.hidden, strict=True):
                 tensors[f"{name}.{part}"] = tensor.detach().cpu().contiguous()
     write_tensors(tensors, folder / WEIGHTS_FILE)
-    specs = [dataclasses.asdict(head.spec) for head in heads.values()]
-    (folder / SPEC_FILE).write_text(json.dumps({"format": FORMAT, "heads": specs}, indent=2) + "\n")
+    content = msgspec.json.encode({"format": FORMAT, "heads": [head.spec for head in heads.values()]})
+    (folder / SPEC_FILE).write_bytes(msgspec.json.format(content) + b"\n")
+
+
+class _SpecFile(msgspec.Struct):
+    format: int
+    heads: msgspec.Raw
 
 
 def load_heads(folder: Path | str) -> dict[str, TaskHead]:
@@ -192,54 +183,28 @@ def load_heads(folder: Path | str) -> dict[str, TaskHead]:
     folder = Path(folder)
     file = folder / SPEC_FILE
     try:
-        content = json.loads(file.read_text())
-        entries = content["heads"]
-        version = content["format"]
+        content = msgspec.json.decode(file.read_bytes(), type=_SpecFile)
+        if content.format not in _READ:
+            raise ValueError(f"{file}: format is {content.format}, this version reads {', '.join(map(str, _READ))}")
+        specs = msgspec.json.decode(content.heads, type=list[HeadSpec])
     except OSError as error:
         raise ValueError(f"{file}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        where = f" (see line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
-        raise ValueError(f"{file}: cannot be read as JSON{where}") from error
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{file}: cannot be read: it must be an object with the fields format and heads") from error
-    if version not in _READ:
-        raise ValueError(f"{file}: format is {version!r}, this version reads {', '.join(map(str, _READ))}")
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{file}: {error}") from error
     try:
         tensors = load((folder / WEIGHTS_FILE).read_bytes())  # a mapped file could change, or end the process
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder / WEIGHTS_FILE}: cannot be read ({error})") from error
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f"{file}: heads is {entries!r}; expected a list of objects, one per head")
     heads: dict[str, TaskHead] = {}
-    for entry in entries:
+    for spec in specs:
         try:
-            spec = HeadSpec(**_spec(entry))
             weight, bias = tensors.pop(f"{spec.name}.weight"), tensors.pop(f"{spec.name}.bias")
             hidden = [tensors.pop(f"{spec.name}.{part}") for part in _HIDDEN] if spec.hidden_units else []
-            head = TaskHead(spec, weight, bias, (hidden[0], hidden[1]) if hidden else None)
+            heads[spec.name] = TaskHead(spec, weight, bias, (hidden[0], hidden[1]) if hidden else None)
         except KeyError as error:
-            raise ValueError(f"{folder / WEIGHTS_FILE}: head {entry.get('name')!r} lacks {error}") from error
+            raise ValueError(f"{folder / WEIGHTS_FILE}: head {spec.name!r} lacks {error}") from error
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
-        heads[spec.name] = head
     if tensors:
         raise ValueError(f"{folder / WEIGHTS_FILE}: tensors without a head: {', '.join(sorted(tensors))}")
     return heads
-
-
-def _spec(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry's fields, with JSON lists converted to tuples. Raises ValueError for unknown or missing fields."""
-    head, known = f"head {entry.get('name')!r}", [field.name for field in dataclasses.fields(HeadSpec)]
-    for name in entry:
-        if name not in known:
-            raise ValueError(f"{head} has an unknown field {name!r}; known: {', '.join(known)}")
-    for name in known:
-        if name not in entry and name not in _NOT_IN_EVERY_FORMAT:
-            raise ValueError(f"{head} has no field {name!r}")
-    if not isinstance(entry["labels"], list):
-        raise ValueError(f"{head}: labels is {entry['labels']!r}; it must be a list of strings")
-    fields = {**entry, "labels": tuple(entry["labels"])}
-    parameters = entry.get("parameters", {})
-    if isinstance(parameters, dict):
-        fields["parameters"] = {k: tuple(v) if isinstance(v, list) else v for k, v in parameters.items()}
-    return fields

@@ -101,7 +101,7 @@ def tune(
         rows = [(finding.bucket, finding.best) for finding in findings if _slow(finding)]
         measured = {finding.bucket for finding in findings}
         kept = [row for row in existing if row[0] not in measured]
-        ordered = sorted([*kept, *rows], key=lambda row: row[0].key())
+        ordered = sorted([*kept, *rows], key=lambda row: row[0].row)
         tables.write(out, device, datetime.date.today().isoformat(), ordered)
         if done == len(todo):
             journal.unlink()

@@ -50,9 +50,7 @@ _LONG_S = 0.015  # seconds of timing per candidate of a bucket, after which a ra
 
 log = logging.getLogger(__name__)
 
-_KEY = "own"
 _MOST_PROCESSES = 16  # each has a context of its own on the GPU
-KernelKey = tuple[object, ...]
 
 
 class Shape(NamedTuple):
@@ -216,16 +214,14 @@ def kernel_samples(cases: Sequence[Case], most_bytes: int) -> list[KernelSample]
     """A launch of each kernel that a search of these cases times on a GPU with this much shared memory."""
     from atmm.triton.tiling import finalists, shrink_programs
 
-    found: dict[KernelKey, KernelSample] = {}
-    for shape, rank, dtype, num_adapters, num_tokens, even in cases:
-        itemsize = getattr(torch, dtype).itemsize
-        lengths = [
-            lane.stop - lane.start for lane in Case(shape, rank, dtype, num_adapters, num_tokens, even).plan().lanes
-        ]
-        programs = shrink_programs(lengths, len(shape.d_outs), rank)
-        for tiling in finalists(itemsize, shape.d_in, max(lengths), num_tokens, programs, most_bytes):
-            sample = KernelSample(shape.d_in, shape.d_outs, rank, dtype, tiling.name)
-            found.setdefault(sample.key(), sample)
+    found: dict[tuple[object, ...], KernelSample] = {}
+    for case in cases:
+        shape, itemsize = case.shape, getattr(torch, case.dtype).itemsize
+        lengths = [lane.stop - lane.start for lane in case.plan().lanes]
+        programs = shrink_programs(lengths, len(shape.d_outs), case.rank)
+        for tiling in finalists(itemsize, shape.d_in, max(lengths), case.num_tokens, programs, most_bytes):
+            sample = Case(shape, case.rank, case.dtype, 1, 2, True), tiling.name
+            found.setdefault(kernel_key(sample), sample)
     return list(found.values())
 
 
@@ -317,24 +313,16 @@ def read(journal: Path) -> list[Finding]:
 
 
 def _as_line(finding: Finding) -> str:
-    *sizes, evenness, dtype, device_type = finding.bucket
-    line = {
-        "bucket": [*sizes, evenness.name, str(dtype).removeprefix("torch."), device_type],
-        "seconds": dict(finding.seconds),
-        "ruled": finding.ruled,
-    }
-    return json.dumps(line) + "\n"
+    bucket = [*finding.bucket.row, finding.bucket.device_type]
+    return json.dumps({"bucket": bucket, "seconds": dict(finding.seconds), "ruled": finding.ruled}) + "\n"
 
 
 def _from_line(line: Mapping[str, Any]) -> Finding:
-    tokens, adapters, rank, d_in, d_out, num_sites, evenness, dtype, device_type = line["bucket"]
-    sizes = tokens, adapters, rank, d_in, d_out, num_sites
-    bucket = Bucket(*sizes, Evenness[evenness], getattr(torch, dtype), device_type)
-    bucket.key()  # raises ValueError for a size out of range
+    *row, device_type = line["bucket"]
     seconds = {name: float(taken) for name, taken in line["seconds"].items()}
     if line["ruled"] not in seconds or not all(served(name, device_type) for name in seconds):
         raise ValueError(f"measured other strategies: {', '.join(seconds)}")
-    return Finding(bucket, seconds, line["ruled"])
+    return Finding(Bucket.of_row(row, device_type), seconds, line["ruled"])
 
 
 # Compile the kernels of a search in parallel processes: one takes a second, and a search times hundreds.
@@ -342,22 +330,17 @@ def _from_line(line: Mapping[str, Any]) -> Finding:
 # Triton keeps compiled kernels in a folder that processes share, so the search then loads them.
 
 
-class KernelSample(NamedTuple):
-    """A launch that compiles the kernels of one tiling for a shape. d_outs: of the sites."""
+KernelSample = tuple[Case, str]
+"""A case of one lane of two tokens, and a tiling: a launch that compiles the tiling's kernels for the case's shape."""
 
-    d_in: int
-    d_outs: tuple[int, ...]
-    rank: int
-    dtype: str
-    tiling: str
 
-    def key(self) -> KernelKey:
-        """The values on which the kernels' compile-time sizes depend: equal for samples with the same kernels."""
-        tiling = Tiling.named(self.tiling)
-        even_k = self.d_in % (tiling.block_k * max(1, tiling.split_k)) == 0
-        even_n = math.gcd(*self.d_outs) % tiling.block_n == 0
-        num_sites = len(self.d_outs) if tiling.split_k else 0  # a shrink is compiled for them
-        return tiling, block_r(self.rank), self.rank // 65, even_k, even_n, num_sites, self.dtype
+def kernel_key(sample: KernelSample) -> tuple[object, ...]:
+    """The values on which the kernels' compile-time sizes depend: equal for samples with the same kernels."""
+    (shape, rank, dtype, *_), tiling = sample[0], Tiling.named(sample[1])
+    even_k = shape.d_in % (tiling.block_k * max(1, tiling.split_k)) == 0
+    even_n = math.gcd(*shape.d_outs) % tiling.block_n == 0
+    num_sites = len(shape.d_outs) if tiling.split_k else 0  # a shrink is compiled for them
+    return tiling, block_r(rank), rank // 65, even_k, even_n, num_sites, dtype
 
 
 def compile_kernels(samples: Sequence[KernelSample], device: str) -> None:
@@ -381,14 +364,9 @@ def compile_kernels(samples: Sequence[KernelSample], device: str) -> None:
 
 def launch(samples: Sequence[KernelSample], device: str) -> int:
     with torch.inference_mode():
-        for sample in samples:
-            x = torch.zeros(2, sample.d_in, dtype=getattr(torch, sample.dtype), device=device)
-            y = x.new_zeros(2, sum(sample.d_outs))
-            group = SiteGroup([Site(str(index), sample.d_in, d_out) for index, d_out in enumerate(sample.d_outs)])
-            for site in group.sites:
-                site.factors[_KEY] = Factors(x.new_zeros(sample.rank, site.d_in), x.new_zeros(sample.rank, site.d_out))
-            group.pack((_KEY,))
-            add_deltas(y, x, group, SegmentPlan(2, (Lane(_KEY, 0, 2),), sample.tiling))
+        for case, tiling in samples:
+            x, outputs = case.input(device)
+            add_deltas(torch.cat(outputs, 1), x, case.group(device), case.plan(tiling))
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
     return len(samples)

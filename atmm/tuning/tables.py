@@ -30,7 +30,6 @@ from atmm.strategies.registry import known, served
 from atmm.triton.tiling import LEAST_SHARED, SHARED_BYTES, Tiling, fits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-DEVICE_TYPES = ("cpu", "cuda")
 
 
 class Evenness(enum.IntEnum):
@@ -78,33 +77,20 @@ class Bucket(NamedTuple):
             device_type=layout.device.type,
         )
 
-    def key(self) -> int:
-        """The bucket as an integer below 2**128. The fields are concatenated, so different buckets have different keys.
+    @classmethod
+    def of_row(cls, row: Sequence[Any], device_type: str) -> Bucket:
+        """The bucket that was written as `row`. Raises ValueError, KeyError, TypeError or AttributeError for others."""
+        tokens, adapters, rank, d_in, d_out, num_sites, evenness, dtype = row
+        sizes = tokens, adapters, rank, d_in, d_out, num_sites
+        found = cls(*sizes, Evenness[evenness], getattr(torch, dtype), device_type)
+        if found.dtype not in DTYPES or not all(type(size) is int and size >= 0 for size in sizes):
+            raise ValueError(f"{row} is not a bucket")
+        return found
 
-        Raises:
-            ValueError: if a field does not fit its bits, or the dtype or device type is unknown.
-        """
-        if self.dtype not in DTYPES or self.device_type not in DEVICE_TYPES:
-            raise ValueError(
-                f"no key for {self.dtype} on {self.device_type}; known are {', '.join(map(str, DTYPES))} on "
-                f"{', '.join(DEVICE_TYPES)}"
-            )
-        key = 0
-        for name, value, bits in (
-            ("tokens", self.tokens, 24),
-            ("adapters", self.adapters, 16),
-            ("rank", self.rank, 16),
-            ("d_in", self.d_in, 20),
-            ("d_out", self.d_out, 20),
-            ("num_sites", self.num_sites, 8),
-            ("evenness", int(self.evenness), 8),
-            ("dtype", DTYPES.index(self.dtype), 8),
-            ("device_type", DEVICE_TYPES.index(self.device_type), 8),
-        ):
-            if not 0 <= value < 1 << bits:
-                raise ValueError(f"{name} is {value}; a key holds 0 to {(1 << bits) - 1}")
-            key = key << bits | value
-        return key
+    @property
+    def row(self) -> list[int | str]:
+        """The fields but the device's type, as in a table."""
+        return [*self[:6], self.evenness.name, str(self.dtype).removeprefix("torch.")]
 
 
 def round_up(value: int) -> int:
@@ -154,14 +140,14 @@ class Table(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The table in use, or None, and its strategies by bucket key."""
+    """The table in use, or None, and its strategies by bucket."""
 
     table: Table | None
-    strategies: Mapping[int, str]
+    strategies: Mapping[Bucket, str]
 
 
-def table_for(device_type: str) -> Mapping[int, str]:
-    """Bucket key to strategy, for this device and this thread's number of torch threads; empty without a table."""
+def table_for(device_type: str) -> Mapping[Bucket, str]:
+    """Bucket to strategy, for this device and this thread's number of torch threads; empty without a table."""
     return choose_table(device_type, torch.get_num_threads()).strategies
 
 
@@ -188,7 +174,7 @@ def choose_table(device_type: str, threads: int) -> Choice:
         return Choice(None, {})
     _, best = min(candidates, key=lambda candidate: candidate[0])
     shared = SHARED_BYTES.get(torch.cuda.get_device_capability(), LEAST_SHARED) if device_type == "cuda" else 0
-    return Choice(best, {bucket.key(): name for bucket, name in best.rows if _runs(name, bucket.dtype, shared)})
+    return Choice(best, {bucket: name for bucket, name in best.rows if _runs(name, bucket.dtype, shared)})
 
 
 def _runs(strategy: str, dtype: torch.dtype, shared_bytes: int) -> bool:
@@ -252,9 +238,7 @@ def read_table(path: pathlib.Path, device_type: str) -> Table:
         columns, rows = tuple(document["columns"]), document["rows"]
         if columns != COLUMNS:
             raise ValueError(f"columns are {columns}, expected {COLUMNS}")
-        found = [(_bucket(row[:-1], device_type), row[-1]) for row in rows]
-        for bucket, _ in found:
-            bucket.key()  # raises ValueError for a size out of range
+        found = [(Bucket.of_row(row[:-1], device_type), row[-1]) for row in rows]
         unknown = {strategy for _, strategy in found if not (known(strategy) or strategy.startswith("grouped "))}
         if unknown:
             raise ValueError(f"unknown strategies: {', '.join(sorted(unknown))}")
@@ -271,12 +255,6 @@ def read_table(path: pathlib.Path, device_type: str) -> Table:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a table of this version; run `vlora tune` again: {error}") from error
     return Table(path, device, threads, str(document.get("date", "an unknown date")), found, capability)
-
-
-def _bucket(row: Sequence[Any], device_type: str) -> Bucket:
-    tokens, adapters, rank, d_in, d_out, num_sites, evenness, dtype = row
-    sizes = tokens, adapters, rank, d_in, d_out, num_sites
-    return Bucket(*sizes, Evenness[evenness], getattr(torch, dtype), device_type)
 
 
 def user_folder() -> pathlib.Path:
@@ -308,9 +286,5 @@ def write(path: pathlib.Path, device_type: str, date: str, rows: Iterable[tuple[
         "date": date,
         "columns": COLUMNS,
     }
-    lines = [
-        json.dumps([*bucket[:6], bucket.evenness.name, str(bucket.dtype).removeprefix("torch."), strategy])
-        for bucket, strategy in rows
-    ]
-    body = ",\n  ".join(lines)
+    body = ",\n  ".join(json.dumps([*bucket.row, strategy]) for bucket, strategy in rows)
     cache.replace(path, f'{json.dumps(header, indent=1)[:-2]},\n "rows": [\n  {body}\n ]\n}}\n')

@@ -27,7 +27,7 @@ from atmm.triton import tiling
 from atmm.triton.tiling import Tiling
 from atmm.tuning import matmul_choice, search
 from atmm.tuning.matmul_choice import Contention
-from atmm.tuning.search import Case, KernelKey, KernelSample, Shape, candidates, cases, compile_kernels, measure
+from atmm.tuning.search import Case, Shape, candidates, cases, compile_kernels, kernel_key, measure
 from atmm.tuning.tables import Bucket, Evenness
 from atmm.tuning.timing import DeviceCaches, factors_of, race, read_by
 
@@ -234,11 +234,8 @@ def test_samples_cover_every_kernel_of_the_candidates_once() -> None:
         case for case in cases(shapes, ["bfloat16"]) if case.num_tokens in (1, 16, 256) and case.num_adapters <= 2
     ]
     samples = search.kernel_samples(chosen, tiling.SHARED_BYTES[8, 0])
-    compiled = {
-        launched(Case(Shape(each.d_in, each.d_outs), each.rank, each.dtype, 1, 2, True), each.tiling)
-        for each in samples
-    }
-    assert len({each.key() for each in samples}) == len(samples)
+    compiled = {launched(*each) for each in samples}
+    assert len(set(map(kernel_key, samples))) == len(samples)
     needed = set()
     for case in chosen:
         lengths = [lane.stop - lane.start for lane in case.plan().lanes]
@@ -250,17 +247,17 @@ def test_samples_cover_every_kernel_of_the_candidates_once() -> None:
 
 
 def test_samples_of_one_kernel_are_recognized() -> None:
-    def key(**changed: Any) -> KernelKey:
-        sample = KernelSample(3584, (3584, 512, 512), 16, "bfloat16", "tiled m16 n128 k128 s4 p3")
-        return sample._replace(**changed).key()
+    def key(*shape: Any, tiling: str = "tiled m16 n128 k128 s4 p3", **changed: Any) -> tuple[object, ...]:
+        case = Case(Shape(*(shape or (3584, (3584, 512, 512)))), 16, "bfloat16", 1, 2, True)
+        return kernel_key((case._replace(**changed), tiling))
 
-    assert key(rank=8) == key() == key(d_in=18944, d_outs=(3584, 3584, 3584))
+    assert key(rank=8) == key() == key(18944, (3584, 3584, 3584))
     others = [
         key(rank=64),
         key(dtype="float32"),
-        key(d_in=3600),
-        key(d_outs=(3584,)),
-        key(d_outs=(3584, 512, 100)),
+        key(3600, (3584, 512, 512)),
+        key(3584, (3584,)),
+        key(3584, (3584, 512, 100)),
         key(tiling="tiled m16 n64 k64 s1 p2"),
     ]
     assert len({key(), *others}) == 1 + len(others)
@@ -301,7 +298,7 @@ def test_a_process_that_cannot_compile_is_logged_only(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         compile_kernels([], "cuda")  # starts no process
         assert not caplog.records
-        compile_kernels([KernelSample(64, (64,), 16, "bfloat16", "tiled m16 n64 k64 s1 p2")], "cuda")
+        compile_kernels([(Case(Shape(64, (64,)), 16, "bfloat16", 1, 2, True), "tiled m16 n64 k64 s1 p2")], "cuda")
     assert "kernels are compiled during the search" in caplog.text
 
 

@@ -76,12 +76,8 @@ MEASURES = {"offset": (1.0,), "scale": (1.0,), "tolerance": (1.0,), "deviations"
         ({"prompt": " "}, "prompt is empty"),
         ({"num_frames": 0}, "num_frames is 0"),
         ({"hidden_size": 0}, "hidden_size is 0"),
-        ({"num_frames": "four"}, "num_frames is 'four'; expected int"),
-        ({"name": 7}, "name is 7; expected str"),
-        ({"labels": ("cat", 3)}, "every label"),
-        ({"hidden_size": True}, "hidden_size is True; expected int"),
+        ({"labels": ("cat", "")}, "every label"),
         ({"parameters": {"threshold": 0.5}}, "head 'kind': parameter 'threshold' is not one of a classification head"),
-        ({"parameters": [1]}, r"parameters are \[1\]; expected a mapping"),
         (kind("classification", "a", "b", temperature=0), "temperature is 0; it must be a finite number above 0"),
         (kind("classification", "a", "b", temperature=float("nan")), "temperature is nan"),
         (kind("classification", "a", "b", temperature=True), "temperature is True"),
@@ -115,17 +111,25 @@ def test_files_and_weights_that_cannot_be_used(tmp_path: Path) -> None:
         ({"heads": []}, "tensors without a head"),
         ({"heads": ["kind"]}, "heads.json"),
         ({"heads": 5}, "heads.json"),
-        ({"heads": [without]}, "no field 'prompt'"),
+        ({"heads": [without]}, "missing required field `prompt`"),
         ({"heads": [{**entry, "name": "other"}]}, "lacks"),
-        ({"heads": [{**entry, "extra": 1}]}, "unknown field 'extra'; known: name, task"),
-        ({"heads": [{**entry, "labels": 5}]}, "labels is 5; it must be a list of strings"),
-        ({"heads": [{**entry, "parameters": {"temperature": -1}}]}, "temperature is -1"),
-        ({"heads": [{**entry, "parameters": None}]}, "parameters are None"),
+        ({"heads": [{**entry, "extra": 1}]}, "unknown field `extra`"),
+        *(
+            ({"heads": [{**entry, field: value}]}, rf"heads.json: Expected .*`\$\[0\]\.{field}")
+            for field, value in (
+                *(("labels", 5), ("labels", ["cat", 3]), ("num_frames", "four"), ("name", 7), ("hidden_size", True)),
+                *(("parameters", None), ("parameters", [1]), ("parameters", {"temperature": "high"})),
+                *(("parameters", {"temperature": True}), ("hidden_units", True)),
+            )
+        ),
+        ({"heads": [{**entry, "parameters": {"temperature": -1}}]}, "head 'kind': temperature is -1"),
         ({"heads": [{**entry, "task": "binary"}]}, "needs two"),
-        ("{", "cannot be read"),
+        ("{", "heads.json: .*truncated"),
+        ("[" * 100_000, "heads.json: "),
+        (b'"\xff"', "heads.json: "),
     ):
-        written = spoiled if isinstance(spoiled, str) else json.dumps({**good, **spoiled})
-        (tmp_path / "heads.json").write_text(written)
+        written = json.dumps({**good, **spoiled}) if isinstance(spoiled, dict) else spoiled
+        (tmp_path / "heads.json").write_bytes(written if isinstance(written, bytes) else written.encode())
         with pytest.raises(ValueError, match=text):
             load_heads(tmp_path)
     save_heads(tmp_path, {"kind": head()})
