@@ -20,8 +20,9 @@ import os
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import torch
 
 from atmm import cache, processor
@@ -139,6 +140,17 @@ class Table(NamedTuple):
         return self.path.parent != FOLDER
 
 
+class _Document(msgspec.Struct):
+    """A table's file as it is stored."""
+
+    device: str
+    columns: tuple[str, ...]
+    rows: list[tuple[int, int, int, int, int, int, str, str, str]]
+    threads: Annotated[int, msgspec.Meta(ge=1)] = 1
+    date: str = "an unknown date"
+    capability: str | None = None
+
+
 class Choice(NamedTuple):
     """The table in use, or None, and its strategies by bucket."""
 
@@ -234,27 +246,18 @@ def read_table(path: pathlib.Path, device_type: str) -> Table:
         ValueError: if the file is not a table of this version.
     """
     try:
-        document = json.loads(path.read_text())
-        columns, rows = tuple(document["columns"]), document["rows"]
-        if columns != COLUMNS:
-            raise ValueError(f"columns are {columns}, expected {COLUMNS}")
-        found = [(Bucket.of_row(row[:-1], device_type), row[-1]) for row in rows]
+        document = msgspec.json.decode(path.read_bytes(), type=_Document)
+        if document.columns != COLUMNS:
+            raise ValueError(f"columns are {document.columns}, expected {COLUMNS}")
+        found = [(Bucket.of_row(row, device_type), strategy) for *row, strategy in document.rows]
         unknown = {strategy for _, strategy in found if not (known(strategy) or strategy.startswith("grouped "))}
         if unknown:
             raise ValueError(f"unknown strategies: {', '.join(sorted(unknown))}")
         # On a GPU, earlier versions also measured strategies on packed copies, and CUTLASS's grouped products.
         found = [row for row in found if served(row[1], device_type)]
-        device, threads = document["device"], document.get("threads", 1)
-        if not isinstance(device, str):
-            raise ValueError(f"device is {device!r}, not a name")
-        if type(threads) is not int or threads < 1:
-            raise ValueError(f"threads is {threads!r}, not a positive number")
-        capability = document.get("capability")
-        if not (capability is None or isinstance(capability, str)):
-            raise ValueError(f"capability is {capability!r}, not a text such as '9.0'")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, AttributeError, RecursionError, msgspec.MsgspecError) as error:
         raise ValueError(f"{path} is not a table of this version; run `vlora tune` again: {error}") from error
-    return Table(path, device, threads, str(document.get("date", "an unknown date")), found, capability)
+    return Table(path, document.device, document.threads, document.date, found, document.capability)
 
 
 def user_folder() -> pathlib.Path:

@@ -12,17 +12,15 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
-
 from vlora.errors import AdapterChanged, BadConfig, BadRequest, EngineDead, VLoraError
 from vlora.learning.attempt import Attempt, remove_others
 from vlora.learning.decision import agreed, bounded, why_roll_back
 from vlora.learning.evaluation import Compared, Evaluator, Interrupted, ServedModel, Version
 from vlora.learning.plan import LearningEntry
 from vlora.learning.sample_store import Labelled, SampleStore
-from vlora.learning.versions import SERVER, Versions, describe, origin_of
+from vlora.learning.versions import SERVER, Versions, comparison_of, describe, origin_of
 from vlora.run_folder import lock_folder
-from vlora.types.learning import Comparison, LearningStatus
+from vlora.types.learning import LearningStatus
 
 log = logging.getLogger(__name__)
 _MAX_MEASURED = 32  # held-out records, for the loss before and after a training
@@ -200,11 +198,10 @@ class Learner:
         if not served.before or promoted is None or promoted.event != "promoted":
             return
         before, after = [await self._in_thread(self.store.served, one) for one in (served.before[-1], served.version)]
-        live = promoted.details.get("live")
         why = why_roll_back(
             before,
             after,
-            None if live is None else msgspec.convert(live, Comparison),
+            comparison_of(promoted.details.get("live")),
             max_share=self._settings.max_share,
             confidence=self._settings.confidence,
         )
@@ -364,7 +361,10 @@ class Learner:
             name=self.name,
             doing=self._doing,
             present=served.version,
-            versions=describe(served, self._versions.audit_log, self._versions.files.versions, self.store),
+            versions=tuple(
+                describe(served, self._versions.audit_log, one, self.store)
+                for one in reversed(self._versions.files.versions)
+            ),
             num_records=size.records,
             num_corrected=size.corrected,
             num_bytes=size.num_bytes,

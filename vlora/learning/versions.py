@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -345,13 +345,6 @@ class Versions:
             raise BadRequest(f"version {version[:12]} of adapter {self.name!r} is damaged; choose another one")
 
 
-def describe(
-    served: Served, audit_log: AuditLog, versions: Sequence[str], store: SampleStore
-) -> tuple[AdapterVersion, ...]:
-    """The versions on disk for operators, newest first. versions: oldest first."""
-    return tuple(_describe(served, audit_log, one, store) for one in reversed(versions))
-
-
 def origin_of(audit_log: AuditLog, version: str) -> str:
     """Where a version comes from: a training, or a folder."""
     for entry in audit_log.entries:
@@ -360,7 +353,8 @@ def origin_of(audit_log: AuditLog, version: str) -> str:
     return "unknown"
 
 
-def _describe(served: Served, audit_log: AuditLog, version: str, store: SampleStore) -> AdapterVersion:
+def describe(served: Served, audit_log: AuditLog, version: str, store: SampleStore) -> AdapterVersion:
+    """A version on disk for operators."""
     evaluated = audit_log.last(version, "evaluated")
     began = audit_log.last(version, "imported", "promoted", "rolled_back")
     state: VersionState = "kept"
@@ -378,12 +372,12 @@ def _describe(served: Served, audit_log: AuditLog, version: str, store: SampleSt
         state=state,
         since=0.0 if last is None else last.at,
         origin=origin_of(audit_log, version),
-        live=_comparison(details.get("live")),
-        trusted=_comparison(details.get("trusted")),
+        live=comparison_of(details.get("live")),
+        trusted=comparison_of(details.get("trusted")),
         num_answers=sum(one.answered for one in counts),
         num_wrong=sum(one.wrong for one in counts),
     )
 
 
-def _comparison(fields: object) -> Comparison | None:
+def comparison_of(fields: object) -> Comparison | None:
     return None if fields is None else msgspec.convert(fields, Comparison)

@@ -194,37 +194,12 @@ class VirtualWeight(nn.Parameter):
         )
 
 
-_HARMLESS = frozenset(
-    (
-        "__get__",
-        "__set__",
-        "__hash__",
-        "__repr__",
-        "__len__",
-        "__format__",
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "stride",
-        "element_size",
-        "storage_offset",
-        "data_ptr",
-        "untyped_storage",
-        "is_floating_point",
-        "is_complex",
-        "is_contiguous",
-        "is_shared",
-        "is_pinned",
-        "requires_grad_",
-        "has_names",
-        "get_device",
-        "register_hook",
-        "retain_grad",
-        "is_inference",
-    )
-)
+_HARMLESS = frozenset((
+    "__get__", "__set__", "__hash__", "__repr__", "__len__", "__format__", "size", "dim", "ndimension", "numel",
+    "nelement", "stride", "element_size", "storage_offset", "data_ptr", "untyped_storage", "is_floating_point",
+    "is_complex", "is_contiguous", "is_shared", "is_pinned", "requires_grad_", "has_names", "get_device",
+    "register_hook", "retain_grad", "is_inference",
+))  # fmt: skip
 
 
 class _Product(torch.autograd.Function):

@@ -57,6 +57,10 @@ class Noise:
             raise BadConfig("noise needs either the address of a second executor (second=), or a pool (pool=)")
 
 
+_Prepared = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+"""Noise for each input of a call, and its effect on each output."""
+
+
 class NoisyCalls:
     """Calls with noise. See `LayerCalls`."""
 
@@ -103,16 +107,16 @@ class NoisyCalls:
     ) -> Sequence[torch.Tensor]:
         rows = len(inputs[0])
         if self._second is not None:
-            prepared = self._prepare(self._second, direction, group, mask, inputs)
+            noises, effects = self._prepare(self._second, direction, group, mask, inputs)
         else:
-            prepared = self._of_pool(direction, group, mask, inputs)
-        noisy = [x + noise[:rows] for x, noise in zip(inputs, prepared.noises, strict=True)]
+            noises, effects = self._of_pool(direction, group, mask, inputs)
+        noisy = [x + noise[:rows] for x, noise in zip(inputs, noises, strict=True)]
         made = self._calls.call(direction, group, mask, noisy)
-        return [y - effect[:rows] for y, effect in zip(made, prepared.effects, strict=True)]
+        return [y - effect[:rows] for y, effect in zip(made, effects, strict=True)]
 
     def _of_pool(self, direction: Direction, group: int, mask: int, inputs: Sequence[torch.Tensor]) -> _Prepared:
         pool = self._pools.setdefault((direction, group, mask), [])
-        if pool and len(pool[0].noises[0]) < len(inputs[0]):
+        if pool and len(pool[0][0][0]) < len(inputs[0]):
             pool.clear()  # too few rows
         while len(pool) < self._noise.pool:
             pool.append(self._prepare(self._calls, direction, group, mask, inputs))
@@ -127,15 +131,7 @@ class NoisyCalls:
             size = self._noise.scale * x.detach().float().square().mean().sqrt()
             noises.append((torch.randn(x.shape, generator=self._generator) * size).to(self.dtype))
         linear = Direction.BACKWARD if direction == Direction.BACKWARD else Direction.WITHOUT_BIAS
-        return _Prepared(noises, calls.call(linear, group, mask, noises))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Prepared:
-    """Noise for each input of a call, and its effect on each output."""
-
-    noises: Sequence[torch.Tensor]
-    effects: Sequence[torch.Tensor]
+        return noises, calls.call(linear, group, mask, noises)
 
 
 def require_another(base: Sequence[BaseConnection], second: BaseConnection, address: str) -> None:

@@ -6,6 +6,7 @@ called, its linear layers and its attention are replaced, and the originals retu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -124,26 +125,13 @@ class TrainedDecoderLayer:
         before = self._config._attn_implementation  # noqa: SLF001  (transformers)
         try:
             for layer in self._linears:
-                layer.module.__dict__["forward"] = _Replacement(layer, batch.plan)
+                layer.module.__dict__["forward"] = functools.partial(layer.output, plan=batch.plan)
             self._config._attn_implementation = _ATTENTION  # noqa: SLF001
             yield
         finally:
             self._config._attn_implementation = before  # noqa: SLF001
             for layer in self._linears:
                 layer.module.__dict__.pop("forward", None)
-
-
-class _Replacement:
-    """The `forward` of a linear layer during a training's call."""
-
-    __slots__ = ("_layer", "_plan")
-
-    def __init__(self, layer: TrainedLinear, plan: atmm.SegmentPlan) -> None:
-        self._layer = layer
-        self._plan = plan
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._layer.output(x, self._plan)
 
 
 def packed_attention(

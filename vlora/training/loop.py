@@ -237,7 +237,8 @@ class TrainingLoop:
         while packed:
             single = [(job, own[:1]) for job, own in packed]
             for part, recompute in ((packed, False), (packed, True), (single, True), (single[:1], True)):
-                needed = self._trainer.step_bytes(_lengths(part), recompute=recompute)
+                lengths = [len(sample.ids) for _, own in part for sample in own]
+                needed = self._trainer.step_bytes(lengths, recompute=recompute)
                 if needed <= free:
                     return part, recompute
             job, (sample, *_) = packed.pop(0)
@@ -258,7 +259,9 @@ class TrainingLoop:
                 yield from self._announce(Piece("layer", step.batch.num_tokens), *jobs)
                 if self._shrinks:
                     self._shrinks = False
-                    self._abandon(step, jobs)
+                    step.abandon()
+                    for job in jobs:
+                        job.rewind()
                     return
                 for job in jobs:
                     job.begin_micro_step()
@@ -275,11 +278,6 @@ class TrainingLoop:
                 yield from self._announce(Piece("update", 0), job)
                 if self._runs(job):
                     self._record(job, step, samples)
-
-    def _abandon(self, step: MicroStep, jobs: Sequence[TrainingJob]) -> None:
-        step.abandon()
-        for job in jobs:
-            job.rewind()
 
     def _record(self, job: TrainingJob, step: MicroStep, samples: Sequence[Sample]) -> None:
         try:
@@ -342,7 +340,3 @@ class TrainingLoop:
             except Exception as error:  # out of memory, or a checkpoint of another model
                 log.exception("training %s cannot begin", job.name)
                 self._end(job, "failed", f"it cannot begin: {type(error).__name__}: {error}")
-
-
-def _lengths(packed: _Packed) -> list[int]:
-    return [len(sample.ids) for _, own in packed for sample in own]
