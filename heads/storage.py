@@ -39,7 +39,7 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prompt: str
     num_frames: int
     hidden_size: int
-    parameters: dict[str, int | float | tuple[int | float, ...]] = {}
+    parameters: Mapping[str, int | float | tuple[int | float, ...]] = {}
     reads: str = "states"
     hidden_units: int = 0
 

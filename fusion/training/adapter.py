@@ -79,16 +79,16 @@ class TrainableAdapter:
 
     def add_head(self, domain: str) -> None:
         """Add a new head for a domain, unless the language model answers it in words."""
-        outputs = self.domains[domain].task.num_outputs
-        if not outputs:
+        task = self.domains[domain].task
+        if not isinstance(task, HeadObjective):
             return
         size, device = self.base.hf_model.hidden_size, self.base.hf_model.device
         generator = torch.Generator().manual_seed(self.seed(f"head {domain}"))
-        if self._reads_images(domain):
-            own = self.heads[domain] = ImageHead(size, HIDDEN_UNITS, outputs, device)
+        if task.task.reads_images:
+            own = self.heads[domain] = ImageHead(size, HIDDEN_UNITS, task.num_outputs, device)
             own.reset(generator)
             return
-        head = self.heads[domain] = nn.Linear(size, outputs, device=device)
+        head = self.heads[domain] = nn.Linear(size, task.num_outputs, device=device)
         with torch.no_grad():
             head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * 0.02)
             head.bias.zero_()
@@ -100,10 +100,6 @@ class TrainableAdapter:
         """
         task = self.domains[domain].task
         return isinstance(task, HeadObjective) and trains_by_itself(task.task.kind, vision=self.base.train_vision)
-
-    def _reads_images(self, domain: str) -> bool:
-        task = self.domains[domain].task
-        return isinstance(task, HeadObjective) and task.task.reads_images
 
     def snapshot(self) -> State:
         state = {f"lora.{name}": p.detach().clone() for name, p in self.lora.items()}

@@ -272,7 +272,11 @@ class LoraTrainer:
         size = settings.batch_size
         losses: list[float] = []
         early = EarlyStopping[State](settings.patience)
-        held_out = HeldOutScores(self._held_out_score, job.adapter, self.progress.clock)
+        held_out = HeldOutScores(
+            lambda name, count: self.evaluator.score(name, self.domains[name].validation[:count]),
+            job.adapter,
+            self.progress.clock,
+        )
         dependent = len(self._dependent(job.new))  # heads of the others have had their own time
         with self.progress.work(job.title, job.steps, "steps", trainings=len(job.new)) as update:
             self.adapter.model.train()
@@ -283,7 +287,9 @@ class LoraTrainer:
                 losses.append(loss)
                 if self.progress.watched and held_out.due and step + 1 < job.steps:
                     with schedule.paused():  # displayed scores must not change a training
-                        self._update(held_out)
+                        self.adapter.model.eval()
+                        held_out.update()
+                        self.adapter.model.train()
                 update(step + 1, _facts(losses, held_out), max(schedule.done, (step + 1) / job.steps))
                 evaluates = settings.patience is not None and (step + 1) % max(1, job.steps // _EVALUATIONS) == 0
                 if evaluates and early.stops(self.evaluator.held_back_loss(job.watched), self.adapter.snapshot):
@@ -329,14 +335,6 @@ class LoraTrainer:
             f"norm {float(norm):g}, which must be finite; lower `training.learning_rate` (now "
             f"{settings.learning_rate:g}){exact}"
         )
-
-    def _update(self, held_out: HeldOutScores) -> None:
-        self.adapter.model.eval()
-        held_out.update()
-        self.adapter.model.train()
-
-    def _held_out_score(self, domain: str, count: int) -> float:
-        return self.evaluator.score(domain, self.domains[domain].validation[:count])
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

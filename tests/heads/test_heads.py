@@ -124,12 +124,13 @@ def test_files_and_weights_that_cannot_be_used(tmp_path: Path) -> None:
         ),
         ({"heads": [{**entry, "parameters": {"temperature": -1}}]}, "head 'kind': temperature is -1"),
         ({"heads": [{**entry, "task": "binary"}]}, "needs two"),
-        ("{", "heads.json: .*truncated"),
-        ("[" * 100_000, "heads.json: "),
+        (b"{", "heads.json: .*truncated"),
+        (b"[" * 100_000, "heads.json: "),
         (b'"\xff"', "heads.json: "),
     ):
-        written = json.dumps({**good, **spoiled}) if isinstance(spoiled, dict) else spoiled
-        (tmp_path / "heads.json").write_bytes(written if isinstance(written, bytes) else written.encode())
+        assert isinstance(spoiled, dict | bytes)
+        written = spoiled if isinstance(spoiled, bytes) else json.dumps({**good, **spoiled}).encode()
+        (tmp_path / "heads.json").write_bytes(written)
         with pytest.raises(ValueError, match=text):
             load_heads(tmp_path)
     save_heads(tmp_path, {"kind": head()})

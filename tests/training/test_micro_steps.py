@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from vlora.models.hf_model import HFModel, VisionFeatures
 from vlora.models.loading import load_model
 from vlora.training.adapter import LoraSettings
 from vlora.training.batch import Sample
-from vlora.training.micro_step import Loss, MicroStep, TokenLosses
+from vlora.training.micro_step import Loss, MicroStep, token_losses
 from vlora.training.trainer import PackedTrainer
 from vlora.types import Mode
 
@@ -363,12 +363,17 @@ def test_losses_equal_cross_entropy(num_tokens: int, words_at_once: int, bias: b
     logits = F.linear(leaf, weight.double(), None if offset is None else offset.double())
     expected = F.cross_entropy(logits, targets, reduction="none")
     (gradient,) = torch.autograd.grad(expected.sum(), leaf)
-    found = TokenLosses(hidden, targets, weight, offset, words_at_once * HIDDEN + 5, ROWS * WORDS + 5)
-    pieces = sum(1 for _ in found.pieces())
-    torch.testing.assert_close(found.values.double(), expected.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.slopes.double(), gradient, rtol=1e-5, atol=1e-5)
+    found: list[torch.Tensor] = []
+
+    def compute() -> Iterator[None]:
+        found.extend((yield from token_losses(hidden, targets, weight, offset, max_weights, ROWS * WORDS + 5)))
+
+    max_weights = words_at_once * HIDDEN + 5
+    num_pieces = len(list(compute()))
+    for ours, wanted in zip(found, (expected.detach(), gradient), strict=True):
+        torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=1e-5)
     blocks = -(-WORDS // words_at_once)
-    assert pieces == 2 * blocks * -(-num_tokens // ROWS)
+    assert num_pieces == 2 * blocks * -(-num_tokens // ROWS)
 
 
 class _Products(TorchDispatchMode):

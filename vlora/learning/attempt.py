@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -45,8 +44,8 @@ class Attempt:
         live: Sequence[Labelled],
         data: Sequence[Record],
         image_of: Callable[[int], bytes | None],
-    ) -> Iterator[Callable[[], None]]:
-        """The parts of writing the files, to be called in their order. None takes long, so that others can be served.
+    ) -> Iterator[None]:
+        """Write the files. Yields between parts, none of which takes long, so that others can be served.
 
         Args:
             live: Corrected answers. Those that are held out become the validation part.
@@ -56,21 +55,19 @@ class Attempt:
         Raises:
             OSError: A part cannot be written.
         """
-
-        def begin() -> None:
-            self.remove()
-            (self._folder / "images").mkdir(parents=True)
-
-        def add(rows: Iterable[dict[str, Any]]) -> None:
-            with (self._folder / FILE_NAME).open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-
-        yield begin
+        self.remove()
+        (self._folder / "images").mkdir(parents=True)
         for first in range(0, len(live), PART):
-            yield functools.partial(add, self._live_rows(live[first : first + PART], image_of))
+            self._add(self._live_rows(live[first : first + PART], image_of))
+            yield
         for first in range(0, len(data), 100 * PART):
-            yield functools.partial(add, map(_row_of, data[first : first + 100 * PART]))
-        yield functools.partial(self._write_plan, settings, start)
+            self._add(map(_row_of, data[first : first + 100 * PART]))
+            yield
+        self._write_plan(settings, start)
+
+    def _add(self, rows: Iterable[dict[str, Any]]) -> None:
+        with (self._folder / FILE_NAME).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
 
     def _live_rows(
         self, records: Iterable[Labelled], image_of: Callable[[int], bytes | None]

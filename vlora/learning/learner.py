@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 _MAX_MEASURED = 32  # held-out records, for the loss before and after a training
 MAX_INTERRUPTED = 5
 """Evaluations of one version that the engine interrupts. Then it is refused; it can be promoted by hand."""
+_END = object()
 T = TypeVar("T")
 
 
@@ -233,10 +234,9 @@ class Learner:
             await self._in_thread(self.store.set_fact, "trained_to", trained_to)
             return
         try:
-            for part in attempt.write(
-                self._settings.training, start_folder, chosen, self._entry.data, self.store.image
-            ):
-                await self._in_thread(part)
+            writing = attempt.write(self._settings.training, start_folder, chosen, self._entry.data, self.store.image)
+            while await self._in_thread(next, writing, _END) is not _END:
+                pass
         except BaseException:
             await self._in_thread(attempt.remove)  # the disk is full, perhaps
             raise

@@ -51,15 +51,7 @@ class Learning:
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Open the folders of all adapters.
-
-        Args:
-            initial: Name -> folder of adapters to begin with.
-            clock: Seconds since 1970.
-
-        Raises:
-            BadConfig, BadAdapter: As `Learner`.
-        """
+        """Open the folders of all adapters. Arguments and exceptions are those of `Learner`, `initial` by name."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vlora-learning")
         self._model = model
         self.learners: dict[str, Learner] = {}

@@ -53,11 +53,14 @@ class _Listener(NamedTuple):
 
 @dataclasses.dataclass
 class _Pending:
-    """A call that is not answered yet. outputs: its results, once a piece of it was computed."""
+    """A call that is not answered yet.
+
+    outputs: its results: in the client's shared memory, or elsewhere once a piece of it was computed.
+    """
 
     head: CallHead
     inputs: list[torch.Tensor]
-    outputs: list[torch.Tensor] | None = None
+    outputs: list[torch.Tensor] | None
 
 
 class BaseServer:
@@ -230,7 +233,7 @@ class BaseServer:
                 self._watch(peer)
             if events & ~select.EPOLLOUT and (received := peer.read(now)) is not None:
                 head = received.head
-                self._pending[peer] = _Pending(head, self._checked(peer, received))
+                self._pending[peer] = self._checked(peer, received)
                 key, backward = (head.direction, head.group, head.mask), head.direction == Direction.BACKWARD
                 self._queue.add(Call(peer, key, head.rows, now, backward=backward))
         except BadRequest as error:
@@ -283,8 +286,8 @@ class BaseServer:
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def _checked(self, peer: Peer, received: ReceivedCall) -> list[torch.Tensor]:
-        """The call's tensors. Raises BadRequest for calls that cannot be computed."""
+    def _checked(self, peer: Peer, received: ReceivedCall) -> _Pending:
+        """The call with its tensors. Raises BadRequest for calls that cannot be computed."""
         head, groups, limits = received.head, self._executor.groups, self._limits
         if head.dtype >= len(DTYPES) or DTYPES[head.dtype] != str(self._executor.dtype).removeprefix("torch."):
             raise BadRequest(f"a call has dtype {head.dtype}; the base has {self._executor.dtype}")
@@ -300,13 +303,15 @@ class BaseServer:
         row_bytes = head.rows * self._executor.dtype.itemsize
         if row_bytes * max(sum(given), sum(made)) > limits.half_bytes:
             raise BadRequest(f"a call of {head.rows} rows exceeds {limits.half_bytes} bytes")
+        dtype, outputs = self._executor.dtype, None
         if peer.slot is not None:
             memory = peer.slot
+            outputs = transport.carve(memory[limits.half_bytes :], dtype, head.rows, made)
         elif received.body is not None and len(received.body) == row_bytes * sum(given):
             memory = torch.frombuffer(received.body, dtype=torch.uint8)
         else:
             raise BadRequest("a call's tensors do not have the size of its head")
-        return transport.carve(memory, self._executor.dtype, head.rows, given)
+        return _Pending(head, transport.carve(memory, dtype, head.rows, given), outputs)
 
     def _compute(self, batch: Sequence[Call[Peer]]) -> None:
         """Compute calls of one key, and answer them. Calls that fail, such as for lack of memory, are refused."""
@@ -339,31 +344,24 @@ class BaseServer:
 
     def _one_product(self, call: Call[Peer]) -> Sequence[torch.Tensor]:
         pending = self._pending[call.client]
-        head, inputs, places = pending.head, pending.inputs, self._output_places(call.client, pending.head)
+        head, inputs = pending.head, pending.inputs
         if call.rows == head.rows:
-            return self._executor.compute(head.direction, head.group, head.mask, inputs, places)
+            return self._executor.compute(head.direction, head.group, head.mask, inputs, pending.outputs)
         if pending.outputs is None:
             _, made = frames.widths(self._executor.groups[head.group], head.direction, head.mask)
-            pending.outputs = places or [torch.empty(head.rows, width, dtype=self._executor.dtype) for width in made]
+            pending.outputs = [torch.empty(head.rows, width, dtype=self._executor.dtype) for width in made]
         rows = slice(call.first, call.first + call.rows)
         self._executor.compute(
             head.direction, head.group, head.mask, [x[rows] for x in inputs], [y[rows] for y in pending.outputs]
         )
         return pending.outputs
 
-    def _output_places(self, peer: Peer, head: frames.CallHead) -> list[torch.Tensor] | None:
-        """Where a client's results go in its shared memory."""
-        if peer.slot is None:
-            return None
-        _, made = frames.widths(self._executor.groups[head.group], head.direction, head.mask)
-        return transport.carve(peer.slot[self._limits.half_bytes :], self._executor.dtype, head.rows, made)
-
     def _answer(self, peer: Peer, tensors: Sequence[torch.Tensor]) -> None:
-        head = self._pending.pop(peer).head
+        pending, now = self._pending.pop(peer), time.monotonic()
+        head, places = pending.head, pending.outputs
         peer.waits = False
-        places, now = self._output_places(peer, head), time.monotonic()
         try:
-            if places is None:
+            if peer.slot is None or places is None:
                 parts = [transport.as_bytes(each.cpu()) for each in tensors]
                 peer.write(now, ReplyHead(head.number, Status.OK, sum(map(len, parts))).pack(), *parts)
             else:

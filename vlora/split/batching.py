@@ -152,7 +152,8 @@ class CallQueue(Generic[C]):
         if self._is_large(first.client):
             batch = [self._take_piece(first, now)]
         else:
-            batch = [self._calls.pop(call.client) for call in self._small_calls() if call.key == first.key]
+            alike = [call.client for call in self._calls.values() if call.key == first.key]
+            batch = [self._calls.pop(client) for client in alike if not self._is_large(client)]
         for call in batch:
             progress = self._progress[call.client]
             progress.served += call.rows + FIXED_ROWS / len(batch)
@@ -187,9 +188,6 @@ class CallQueue(Generic[C]):
         # The forward calls of a training step precede its backward calls, so those of the step before count.
         trains = progress.step - progress.last_backward <= len(progress.last_step)
         return self._is_large(client) * (1 + trains)
-
-    def _small_calls(self) -> list[Call[C]]:
-        return [call for call in self._calls.values() if not self._is_large(call.client)]
 
     def _active(self, now: float) -> list[C]:
         return [

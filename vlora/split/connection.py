@@ -69,17 +69,7 @@ class BaseConnection:
         tls: ssl.SSLContext | None = None,
         patience_s: float = 60.0,
     ) -> None:
-        """Connect and authenticate.
-
-        Args:
-            patience_s: How long a call waits for its result, and for an executor that does not answer to come back.
-
-        Raises:
-            BadConfig: The address is invalid, or the executor speaks another protocol.
-            Unauthorized: The token is missing, wrong or expired, or the executor does not prove that it knows it.
-            OverCapacity: The executor has too many clients.
-            Disconnected: There is no executor at the address.
-        """
+        """Connect and authenticate. Arguments and exceptions are those of `connect`."""
         self.num_calls = 0
         self.num_repeated = 0
         self._address = Address.parse(address)

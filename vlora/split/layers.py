@@ -64,15 +64,11 @@ def bias_of(layer: nn.Module) -> torch.Tensor | None:
     return None if bias is None else bias.detach()
 
 
-def shard_bounds(num_outputs: int, index: int, number: int) -> tuple[int, int]:
-    """First and last output of one of `number` shards of a layer (Symbiosis, section 3.3)."""
-    return num_outputs * index // number, num_outputs * (index + 1) // number
-
-
 def layer_info(name: str, layer: nn.Module, shard: tuple[int, int], dtype: torch.dtype) -> LayerInfo:
-    """Describe a shard of a layer, with the digest of its values in `dtype`."""
+    """Describe a shard of a layer (Symbiosis, section 3.3), with the digest of its values in `dtype`."""
     d_out, d_in = weight_of(layer).shape
-    first, last = shard_bounds(d_out, *shard)
+    index, number = shard
+    first, last = d_out * index // number, d_out * (index + 1) // number
     return LayerInfo(name, d_in, d_out, first, last, digest(layer, first, last, dtype))
 
 

@@ -22,63 +22,51 @@ MAX_LOGITS = 2**24
 """Logits in memory at a time: 64 MiB. Products of fewer tokens are less efficient: 64 take a tenth longer than 128."""
 
 
-class TokenLosses:
-    """The loss of every token, and the gradient of their sum.
+def token_losses(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    max_weights: int,
+    max_logits: int = MAX_LOGITS,
+) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
+    """The loss of every token, and the gradient of their sum, in the caller's modes, which must be without gradients.
 
-    values: float32 [n]. slopes: gradient for the hidden states [n, hidden]. Both are complete after the last piece.
+    Args:
+        hidden: Hidden states after the final norm [n, hidden].
+        targets: Tokens to predict [n].
+        weight: Of the output head [vocabulary, hidden].
+        bias: Of the output head [vocabulary], or None.
+        max_weights: Elements of `weight` per piece, at most, but whole rows.
+        max_logits: Logits in memory at a time, at most, but those of whole tokens.
+
+    Yields:
+        None between two pieces.
+
+    Returns:
+        The losses, float32 [n], and the gradient for the hidden states [n, hidden].
     """
-
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        max_weights: int,
-        max_logits: int = MAX_LOGITS,
-    ) -> None:
-        """Prepare the computation.
-
-        Args:
-            hidden: Hidden states after the final norm [n, hidden].
-            targets: Tokens to predict [n].
-            weight: Of the output head [vocabulary, hidden].
-            bias: Of the output head [vocabulary], or None.
-            max_weights: Elements of `weight` per piece, at most, but whole rows.
-            max_logits: Logits in memory at a time, at most, but those of whole tokens.
-        """
-        self.values = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        self.slopes = torch.zeros_like(hidden)
-        self._hidden = hidden
-        self._targets = targets
-        self._weight = weight
-        self._bias = bias
-        self._block = max(1, max_weights // weight.shape[1])
-        self._num_rows = max(1, max_logits // len(weight))
-
-    def pieces(self) -> Iterator[None]:
-        """Compute one piece per item, in the caller's modes, which must be without gradients."""
-        num_words = len(self._weight)
-        for start in range(0, len(self._hidden), self._num_rows):
-            rows = slice(start, start + self._num_rows)
-            hidden, targets = self._hidden[rows], self._targets[rows, None]
-            logits = torch.empty(len(hidden), num_words, dtype=torch.float32, device=hidden.device)
-            for first in range(0, num_words, self._block):
-                words = slice(first, first + self._block)
-                bias = None if self._bias is None else self._bias[words]
-                logits[:, words] = linear(hidden, self._weight[words], bias)
-                yield
-            scores = torch.log_softmax(logits, -1)
-            torch.neg(scores.gather(1, targets)[:, 0], out=self.values[rows])
-            slope = scores.exp_().scatter_add_(1, targets, scores.new_full(targets.shape, -1.0))
-            del logits
-            for first in range(0, num_words, self._block):
-                words = slice(first, first + self._block)
-                add_input_gradient(self.slopes[rows], slope[:, words].to(hidden.dtype), self._weight[words])
-                yield
-
-
-_END = object()
+    losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    slopes = torch.zeros_like(hidden)
+    num_words, width = weight.shape
+    block = max(1, max_weights // width)
+    blocks = [slice(first, first + block) for first in range(0, num_words, block)]
+    num_rows = max(1, max_logits // num_words)
+    for start in range(0, len(hidden), num_rows):
+        rows = slice(start, start + num_rows)
+        own, wanted = hidden[rows], targets[rows, None]
+        logits = torch.empty(len(own), num_words, dtype=torch.float32, device=hidden.device)
+        for words in blocks:
+            logits[:, words] = linear(own, weight[words], None if bias is None else bias[words])
+            yield
+        scores = torch.log_softmax(logits, -1)
+        torch.neg(scores.gather(1, wanted)[:, 0], out=losses[rows])
+        slope = scores.exp_().scatter_add_(1, wanted, scores.new_full(wanted.shape, -1.0))
+        del logits
+        for words in blocks:
+            add_input_gradient(slopes[rows], slope[:, words].to(hidden.dtype), weight[words])
+            yield
+    return losses, slopes
 
 
 class Loss(NamedTuple):
@@ -112,12 +100,7 @@ class MicroStep:
         recompute: bool,
         learns: bool = True,
     ) -> None:
-        """Begin.
-
-        Args:
-            recompute: Keep the inputs of layers only, and compute each layer again before its backward pass.
-            learns: False computes losses only.
-        """
+        """Begin. `PackedTrainer.micro_step` describes the arguments."""
         self.batch = batch
         self.losses: dict[str, Loss] = {}
         self._hf_model = hf_model
@@ -213,19 +196,20 @@ class MicroStep:
             normed = self._hf_model.text_model.norm(rows)
         with _mode(grad=False):
             largest = max(layer.num_weights for layer in self._layers)
-            found = TokenLosses(normed.detach(), batch.targets, head.weight.detach(), head.bias, largest)
-            pieces = found.pieces()
-        complete = False
-        while not complete:
+            pieces = token_losses(normed.detach(), batch.targets, head.weight.detach(), head.bias, largest)
+        while True:
             with _mode(grad=False):
-                complete = next(pieces, _END) is _END
-            if not complete:
-                yield
+                try:
+                    next(pieces)
+                except StopIteration as end:
+                    losses, slopes = end.value
+                    break
+            yield
         with _mode(grad=True):
-            torch.autograd.backward(normed, found.slopes)
+            torch.autograd.backward(normed, slopes)
         with _mode(grad=False):
             for adapter, own in batch.parts.items():
-                self.losses[adapter] = Loss(float(found.values[own].sum(dtype=torch.float64)), own.stop - own.start)
+                self.losses[adapter] = Loss(float(losses[own].sum(dtype=torch.float64)), own.stop - own.start)
             assert rows.grad is not None
             gradient: torch.Tensor = torch.zeros_like(hidden).index_copy_(0, batch.predicting, rows.grad)
         return gradient
