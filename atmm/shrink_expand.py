@@ -1,7 +1,8 @@
 """Shrink and expand of a delta as separate calls, so that ranks can exchange hidden values between them (S-LoRA,
 section 6).
 
-Hidden values are stored in one flat tensor, lane after lane, each lane as row-major [tokens, rank].
+Hidden values are stored in one flat tensor, lane after lane, each lane as row-major [tokens, rank]: in float32 between
+two compiled kernels, else in the model's dtype.
 """
 
 from __future__ import annotations
@@ -18,11 +19,6 @@ from atmm.cpu.table import Rows, hidden_places, lane_table
 from atmm.dispatch import is_thin
 from atmm.matmul import add_product, widened
 from atmm.segments import Lane
-
-
-def hidden_dtype(num_tokens: int, device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of hidden values: float32 between two compiled kernels, else the model's dtype."""
-    return torch.float32 if is_thin(num_tokens, device, dtype) else dtype
 
 
 class ShrinkPart(NamedTuple):
@@ -60,7 +56,7 @@ class Shrink:
         self._tables: tuple[_Table, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The flat hidden values in `hidden_dtype`; x: [num_tokens, d_in]. Raises ValueError if x does not fit."""
+        """The flat hidden values of x [num_tokens, d_in]. Raises ValueError if x does not fit."""
         _check(x, self._num_tokens, self._kind)
         if not is_thin(self._num_tokens, x.device, x.dtype):
             hidden = [F.linear(*widened(x[lane.start : lane.stop], a)) for lane, a in self._parts]
@@ -91,7 +87,7 @@ class Expand:
         self._table: _Table | None = None
 
     def __call__(self, y: Tensor, hidden: Tensor) -> None:
-        """Add to y [num_tokens, d_out], in place. hidden: flat, in `hidden_dtype`. Raises ValueError if y does not
+        """Add to y [num_tokens, d_out], in place. hidden: those of a `Shrink`. Raises ValueError if y does not
         fit."""
         _check(y, self._num_tokens, self._kind)
         if not is_thin(self._num_tokens, y.device, y.dtype):

@@ -38,14 +38,6 @@ Work = Generator[Piece | None, None, None]
 _Packed = list[tuple[TrainingJob, list[Sample]]]
 
 
-class _BadRecord(Exception):
-    """A record that cannot be used, with file, line and reason. ahead: its place in `upcoming`."""
-
-    def __init__(self, reason: str, ahead: int) -> None:
-        super().__init__(reason)
-        self.ahead = ahead
-
-
 class TrainingLoop:
     """Trains the adapters of all running jobs, those in the same phase packed together.
 
@@ -176,14 +168,13 @@ class TrainingLoop:
         """The samples of the job's next micro-step; none if it, or its evaluation, has ended meanwhile."""
         phase = job.progress.phase
         while self._runs(job) and job.progress.phase == phase:  # another job may have waited for its samples
-            try:
-                return (yield from self._collected(job, num_packed))
-            except _BadRecord as error:
-                self._refuse(job, error.ahead, str(error))
+            found = yield from self._collected(job, num_packed)
+            if found is not None:
+                return found
         return []
 
-    def _collected(self, job: TrainingJob, num_packed: int) -> Generator[Piece | None, None, list[Sample]]:
-        """As `_samples`. Raises _BadRecord."""
+    def _collected(self, job: TrainingJob, num_packed: int) -> Generator[Piece | None, None, list[Sample] | None]:
+        """As `_samples`; None if a record was set aside, or the job has ended."""
         budget = job.plan.micro_batch_tokens
         if self.max_tokens is not None:
             budget = min(budget, self.max_tokens // num_packed)
@@ -197,24 +188,26 @@ class TrainingLoop:
             while not source.is_prepared(record):
                 yield None
                 if not self._runs(job):
-                    return []
+                    return None
                 source.request(wanted)
             try:
                 if source.needs_encoding(record):
                     yield from self._announce(Piece("image", 0), job)
                     if not self._runs(job):
-                        return []
+                        return None
                 sample = source.get(record)
             except (BadRequest, BadImage) as error:
-                raise _BadRecord(str(error), place) from error
+                self._refuse(job, place, str(error))
+                return None
             except BadConfig as error:  # of the processor
                 self._end(job, "failed", str(error))
-                return []
+                return None
             except Exception as error:
                 if self._num_tracebacks < _MAX_TRACEBACKS:
                     self._num_tracebacks += 1
                     log.exception("training %s: %s", job.name, record.place)
-                raise _BadRecord(f"{record.place}: {type(error).__name__}: {error}", place) from error
+                self._refuse(job, place, f"{record.place}: {type(error).__name__}: {error}")
+                return None
             num_tokens += len(sample.ids)
             if found and num_tokens > budget:
                 break
