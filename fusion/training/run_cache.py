@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -23,6 +24,7 @@ T = TypeVar("T")
 _GRADIENT_BATCHES = 4  # per domain, in a training of a hundred steps or more
 
 
+@dataclasses.dataclass(eq=False)
 class RunCache:
     """`fusion.packing.algorithm.Train` and `fusion.packing.guided.Trainings` with one trainer.
 
@@ -31,22 +33,17 @@ class RunCache:
         progress: notified of requested trainings that are already stored.
     """
 
-    def __init__(
-        self,
-        trainer: LoraTrainer,
-        checkpoint: Checkpoint,
-        inputs: Inputs,
-        *,
-        rehearsal: float,
-        progress: Progress | None = None,
-    ) -> None:
-        self.trainer = trainer
-        self._checkpoint = checkpoint
-        self._inputs = inputs
-        self._identities = inputs.identities
-        self._rehearsal = rehearsal
-        self._progress = progress or Progress()
-        self._supposed: dict[str, int] | None = None
+    trainer: LoraTrainer
+    checkpoint: Checkpoint
+    inputs: Inputs
+    _: dataclasses.KW_ONLY
+    rehearsal: float
+    progress: Progress = dataclasses.field(default_factory=Progress)
+    _supposed: dict[str, int] | None = dataclasses.field(default=None, init=False)
+
+    @functools.cached_property
+    def _identities(self) -> dict[str, str]:
+        return self.inputs.identities
 
     @contextlib.contextmanager
     def supposing_success(self) -> Iterator[dict[str, int]]:
@@ -78,7 +75,7 @@ class RunCache:
     def stored(self, history: History, names: Collection[str]) -> TrainingResult | None:
         """The result of a training with the scores of some of its domains; None if it is not stored."""
         key = self._key_of(history)
-        return None if self._checkpoint.trained(key) is None else self._result(key, names)
+        return None if self.checkpoint.trained(key) is None else self._result(key, names)
 
     @property
     def conflict_cost(self) -> float:
@@ -100,7 +97,7 @@ class RunCache:
     def tested(self, history: History, names: Adapter, domain: str, kind: type[T], measure: Callable[[], T]) -> T:
         """Results on test data of one of an adapter's domains. measure: called with the adapter restored, unless they
         are stored."""
-        what = f"test of {self.identity(domain)}: {json.dumps(self._inputs.test[domain], sort_keys=True)}"
+        what = f"test of {self.identity(domain)}: {json.dumps(self.inputs.test[domain], sort_keys=True)}"
         return self._measured(self._key_of(history), names, what, kind, measure)
 
     @property
@@ -117,12 +114,12 @@ class RunCache:
 
     def _state(self, key: Key, names: Collection[str]) -> State:
         here = {self.identity(name): name for name in names}
-        return _renamed(self._checkpoint.state(key), here.get)
+        return _renamed(self.checkpoint.state(key), here.get)
 
     def _load_or_train(self, history: History, domains: Adapter) -> TrainingResult:
         key = self._key_of(history)
-        if self._checkpoint.trained(key) is not None:
-            self._progress.count_stored(_title(history), key.size)
+        if self.checkpoint.trained(key) is not None:
+            self.progress.count_stored(_title(history), key.size)
             return self._result(key, domains)
         if self._supposed is not None:
             self._supposed[_title(history)] = key.size
@@ -132,9 +129,9 @@ class RunCache:
         # Scores are stored by themselves, but belong to the seconds of a training.
         scores = {name: self._score(name) for name in domains}
         state = _renamed(self.trainer.adapter.snapshot(), self.identity)
-        self._checkpoint.keep(key, time.perf_counter() - started, losses, state)
+        self.checkpoint.keep(key, time.perf_counter() - started, losses, state)
         for name, score in scores.items():
-            self._checkpoint.keep_measured(key, self._scored(name), score)
+            self.checkpoint.keep_measured(key, self._scored(name), score)
         return self._result(key, domains)
 
     def _train(self, history: History, domains: Adapter) -> tuple[float, ...]:
@@ -142,19 +139,19 @@ class RunCache:
         if history.joins:
             *joins, (beside, domain) = history.joins
             before = history._replace(joins=tuple(joins))
-            if self._checkpoint.trained(self._key_of(before)) is None:
+            if self.checkpoint.trained(self._key_of(before)) is None:
                 self._load_or_train(before, beside)
             # A head that the domain already has in this adapter is trained further.
             self.trainer.adapter.restore(self.state_of(before, domains))
-            return self.trainer.train(domain, beside, rehearsal=self._rehearsal)
+            return self.trainer.train(domain, beside, rehearsal=self.rehearsal)
         self.trainer.adapter.reset()
         if len(history.together) == 1:
-            return self.trainer.train(history.together[0], (), rehearsal=self._rehearsal)
+            return self.trainer.train(history.together[0], (), rehearsal=self.rehearsal)
         return self.trainer.train_together(history.together)
 
     def _result(self, key: Key, domains: Collection[str]) -> TrainingResult:
         """A stored training with the scores of some of its domains, which are measured where they are not stored."""
-        trained = self._checkpoint.trained(key)
+        trained = self.checkpoint.trained(key)
         assert trained is not None
         scores = {
             name: self._measured(key, domains, self._scored(name), Score, functools.partial(self._score, name))
@@ -164,23 +161,23 @@ class RunCache:
 
     def _measured(self, key: Key, names: Collection[str], what: str, kind: type[T], measure: Callable[[], T]) -> T:
         """A value of an adapter, which is restored with the heads of these domains unless the value is stored."""
-        found = self._checkpoint.measured(key, what, kind)
+        found = self.checkpoint.measured(key, what, kind)
         if found is None:
             self.trainer.adapter.restore(self._state(key, names))
             found = measure()
-            self._checkpoint.keep_measured(key, what, found)
+            self.checkpoint.keep_measured(key, what, found)
         return found
 
     def _score(self, name: str) -> Score:
         return self.trainer.evaluator.bounded_score(name, self.trainer.domains[name].validation)
 
     def _scored(self, name: str) -> str:
-        return f"score of {self.identity(name)}: {json.dumps(self._inputs.validation[name], sort_keys=True)}"
+        return f"score of {self.identity(name)}: {json.dumps(self.inputs.validation[name], sort_keys=True)}"
 
     def _key_of(self, history: History) -> Key:
         def what(history: History) -> str:
             first = ("alone: " if len(history.together) == 1 else "together: ") + ", ".join(history.together)
-            joins = [f"; rehearsal {self._rehearsal!r}: {new} into {', '.join(old)}" for old, new in history.joins]
+            joins = [f"; rehearsal {self.rehearsal!r}: {new} into {', '.join(old)}" for old, new in history.joins]
             return first + "".join(joins)
 
         def same(names: Adapter) -> Adapter:
@@ -189,9 +186,9 @@ class RunCache:
         joins = tuple((same(beside), self.identity(new)) for beside, new in history.joins)
         names = (*history.together, *(new for _, new in history.joins))
         identity = what(History(same(history.together), joins))
-        shared = json.dumps(self._inputs.training[ALL], sort_keys=True)
+        shared = json.dumps(self.inputs.training[ALL], sort_keys=True)
         size = 1 if history.joins else len(history.together)
-        return Key(what(history), self._inputs.of_training(names), f"{identity}; {shared}", size)
+        return Key(what(history), self.inputs.of_training(names), f"{identity}; {shared}", size)
 
 
 def _title(history: History) -> str:

@@ -45,41 +45,37 @@ class Limits:
     handshake_s: float = 10.0
 
 
+@dataclasses.dataclass(eq=False)
 class Admission:
     """Admits clients. Thread-safe.
 
     Attributes:
         tokens: Of the permitted clients; none admits all. May be replaced at any time.
+        tls: For TCP; Unix sockets never use it.
         client_slots: Free slots of clients. The server releases that of a client that has left.
     """
 
-    def __init__(
-        self,
-        executor: BaseExecutor,
-        limits: Limits,
-        tokens: Sequence[Token],
-        tls: ssl.SSLContext | None,
-    ) -> None:
-        """tls: for TCP; Unix sockets never use it."""
-        self._executor = executor
-        self._limits = limits
-        self.tokens = tokens
-        self._tls = tls
+    executor: BaseExecutor
+    limits: Limits
+    tokens: Sequence[Token]
+    tls: ssl.SSLContext | None
+
+    def __post_init__(self) -> None:
         self._rate_limit = AuthRateLimit()
-        self.client_slots = threading.Semaphore(limits.max_clients)
+        self.client_slots = threading.Semaphore(self.limits.max_clients)
 
     def admit(self, sock: socket.socket) -> Peer | None:
         """Admit a client; None if it was refused: its connection is closed, with one line in the log."""
         local = sock.family == socket.AF_UNIX
         origin = "a local client" if local else "a client over TCP"
-        deadline = time.monotonic() + self._limits.handshake_s
+        deadline = time.monotonic() + self.limits.handshake_s
         try:
             if not local:
                 origin = str(sock.getpeername()[0])  # fails if the client is gone already
-            sock.settimeout(self._limits.handshake_s)
+            sock.settimeout(self.limits.handshake_s)
             transport.tune(sock)
-            if self._tls is not None and not local:
-                sock = self._tls.wrap_socket(sock, server_side=True)
+            if self.tls is not None and not local:
+                sock = self.tls.wrap_socket(sock, server_side=True)
             return self._admitted(sock, origin, deadline)
         except VLoraError as error:
             log.warning("%s was refused: %s", origin, error)
@@ -116,13 +112,13 @@ class Admission:
             count()
             raise Unauthorized(f"the token expired at {token.expires.astimezone(datetime.UTC):%Y-%m-%d %H:%M} UTC")
         client = handshake.read_about(found.about, ClientInfo)
-        if client.fingerprint not in ("", self._executor.fingerprint):
+        if client.fingerprint not in ("", self.executor.fingerprint):
             raise BadConfig(
-                f"another base model is served here now ({self._executor.name}); restart the client with this model"
+                f"another base model is served here now ({self.executor.name}); restart the client with this model"
             )
         if not self.client_slots.acquire(blocking=False):
             raise OverCapacity(
-                f"this base executor has {self._limits.max_clients} clients, its maximum; try again later"
+                f"this base executor has {self.limits.max_clients} clients, its maximum; try again later"
             )
         try:
             return self._welcomed(sock, origin, client, found, token)
@@ -134,7 +130,7 @@ class Admission:
         self, sock: socket.socket, origin: str, client: ClientInfo, found: handshake.Admitted, token: Token | None
     ) -> Peer:
         """Describe the base to an admitted client. Raises OSError."""
-        local, limits, executor = sock.family == socket.AF_UNIX, self._limits, self._executor
+        local, limits, executor = sock.family == socket.AF_UNIX, self.limits, self.executor
         info = BaseInfo(
             executor.name,
             executor.fingerprint,

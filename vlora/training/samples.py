@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import OrderedDict
@@ -136,34 +137,25 @@ def finish(hf_model: HFModel, encoder: VisionEncoder, record: Record, prepared: 
     return sample
 
 
+@dataclasses.dataclass(eq=False)
 class SampleSource:
     """The samples of one training. Recent ones are kept, since records are used once per epoch.
 
     All calls come from the engine's thread.
+
+    Attributes:
+        load_processor: Called in the executor's thread, for every record.
+        wake: Called from any thread when a record is prepared.
     """
 
-    def __init__(
-        self,
-        hf_model: HFModel,
-        encoder: VisionEncoder,
-        executor: Executor,
-        load_processor: Callable[[], InputProcessor],
-        wake: Callable[[], None],
-    ) -> None:
-        """Start with nothing prepared.
-
-        Args:
-            load_processor: Called in the executor's thread, for every record.
-            wake: Called from any thread when a record is prepared.
-        """
-        self._hf_model = hf_model
-        self._encoder = encoder
-        self._executor = executor
-        self._load_processor = load_processor
-        self._wake = wake
-        self._preparing: dict[Record, Future[Prepared]] = {}
-        self._samples: OrderedDict[Record, Sample] = OrderedDict()
-        self._num_bytes = 0
+    hf_model: HFModel
+    encoder: VisionEncoder
+    executor: Executor
+    load_processor: Callable[[], InputProcessor]
+    wake: Callable[[], None]
+    _preparing: dict[Record, Future[Prepared]] = dataclasses.field(default_factory=dict, init=False)
+    _samples: OrderedDict[Record, Sample] = dataclasses.field(default_factory=OrderedDict, init=False)
+    _num_bytes: int = dataclasses.field(default=0, init=False)
 
     def request(self, records: Sequence[Record]) -> None:
         """Begin to prepare records. Those that are no longer wanted are forgotten."""
@@ -172,12 +164,12 @@ class SampleSource:
             self._preparing.pop(record).cancel()
         for record in wanted:
             if record not in self._samples and record not in self._preparing:
-                future = self._executor.submit(self._prepare, record)
+                future = self.executor.submit(self._prepare, record)
                 self._preparing[record] = future
-                future.add_done_callback(lambda _: self._wake())
+                future.add_done_callback(lambda _: self.wake())
 
     def _prepare(self, record: Record) -> Prepared:
-        return prepare(self._load_processor(), record)
+        return prepare(self.load_processor(), record)
 
     def is_prepared(self, record: Record) -> bool:
         return record in self._samples or self._preparing[record].done()
@@ -190,7 +182,7 @@ class SampleSource:
         """The sample of a prepared record. Raises BadRequest or BadImage, with file and line."""
         sample = self._samples.get(record)
         if sample is None:
-            sample = finish(self._hf_model, self._encoder, record, self._preparing[record].result())
+            sample = finish(self.hf_model, self.encoder, record, self._preparing[record].result())
             del self._preparing[record]
             self._samples[record] = sample
             self._num_bytes += _num_bytes(sample)
