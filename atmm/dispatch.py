@@ -20,11 +20,6 @@ from atmm.strategies.registry import reads_in_place
 from atmm.tuning.tables import Bucket, table_for
 
 _THIN = 32  # tokens
-# For transposed outputs: the number of packed rows of a site up to which one product over all of them is faster than
-# products per adapter, and the number of output values up to which gathering rows is faster than multiplying
-# (docs/decisions/0001).
-_WIDEST_TRANSPOSED = 1024
-_FEW_VALUES = 40_000
 
 
 def is_thin(num_tokens: int, device: torch.device, dtype: torch.dtype) -> bool:
@@ -36,9 +31,9 @@ def is_thin(num_tokens: int, device: torch.device, dtype: torch.dtype) -> bool:
     return num_tokens <= _THIN and serves(device, dtype)
 
 
-def choose(stats: BatchStats, transposed: bool = False) -> str:
-    """The name of a strategy for a plan with all adapters packed. transposed: whether the output is transposed."""
-    return measured(stats) or rule(stats, transposed)
+def choose(stats: BatchStats) -> str:
+    """The name of a strategy for a plan with all adapters packed."""
+    return measured(stats) or rule(stats)
 
 
 def measured(stats: BatchStats) -> str | None:
@@ -48,7 +43,7 @@ def measured(stats: BatchStats) -> str | None:
     return table_for(stats.layout.device.type).get(Bucket.of(stats))
 
 
-def rule(stats: BatchStats, transposed: bool = False) -> str:
+def rule(stats: BatchStats) -> str:
     """The strategy for a shape without measurements.
 
     A GPU uses the Triton kernels with their usual tiling: they need two launches for all lanes, the others two or more
@@ -65,8 +60,6 @@ def rule(stats: BatchStats, transposed: bool = False) -> str:
         return "divided"  # strategies on packed copies multiply in the factors' type
     if divides(stats.lanes) and serves(layout.device, layout.dtype):
         return "divided"
-    if transposed and max(layout.widths) <= _WIDEST_TRANSPOSED:
-        return "gathered" if stats.num_tokens * max(layout.d_outs) <= _FEW_VALUES else "stacked"
     seconds = estimate(stats)
     return min(seconds, key=seconds.__getitem__)
 

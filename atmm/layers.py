@@ -6,7 +6,6 @@ Memory of a packed group (k: keys in packing order, r: the rank of that adapter 
 
     a     [sum over sites and k of r, d_in]     site 0: key 0, key 1, ...   site 1: key 0, key 1, ...   ...
     bt    per site [sum over k of r, d_out]     key 0, key 1, ...
-    b     per site [d_out, sum over k of r]     the same, transposed; on a CPU only, for transposed outputs
 
 One shrink `x a^T` therefore serves every site of the group. The share of a site is a range of its columns, and adjacent
 keys of equal rank form a `[keys, r, d]` view. Tensors start at multiples of 256 bytes; rows are padded to 16 bytes.
@@ -152,12 +151,11 @@ _layouts: weakref.WeakValueDictionary[tuple, Layout] = weakref.WeakValueDictiona
 
 
 class Packed(NamedTuple):
-    """The packed copy of a group's factors, in the layout shown in the module docstring. `bts` and `bs` are by site."""
+    """The packed copy of a group's factors, in the layout shown in the module docstring. `bts` are by site."""
 
     layout: Layout
     a: Tensor
     bts: tuple[Tensor, ...]
-    bs: tuple[Tensor, ...]
 
 
 class SiteGroup:
@@ -221,16 +219,13 @@ class SiteGroup:
         for rows, d in _tensors(layout):
             tensors.append(_carve(buffer, offset, rows, d, layout.dtype))
             offset += _tensor_bytes(rows, d, layout.dtype)
-        count = len(self.sites)
-        a, bts, bs = tensors[0], tensors[1 : 1 + count], tensors[1 + count :]
+        a, *bts = tensors
         present = [[site.factors[key] for key in keys if key in site.factors] for site in self.sites]
         torch.cat([factors.a for site in present for factors in site], out=a)
         for bt, site in zip(bts, present, strict=True):
             if site:
                 torch.cat([factors.bt for factors in site], out=bt)
-        for b, bt in zip(bs, bts, strict=False):
-            b.copy_(bt.t())
-        self.packed = Packed(layout, a, tuple(bts), tuple(bs))
+        self.packed = Packed(layout, a, tuple(bts))
 
     def unpack(self) -> None:
         """Drop the packed copy. Its buffer may then be reused."""
@@ -266,10 +261,8 @@ class SiteGroup:
 
 
 def _tensors(layout: Layout) -> list[tuple[int, int]]:
-    """(rows, columns) of the packed A, of each site's packed Bt and, on a CPU, of each site's packed B."""
-    bts = list(zip(layout.widths, layout.d_outs, strict=True))
-    bs = [(d_out, width) for width, d_out in bts] if layout.device.type == "cpu" else []
-    return [(layout.num_rows, layout.d_in), *bts, *bs]
+    """(rows, columns) of the packed A and of each site's packed Bt."""
+    return [(layout.num_rows, layout.d_in), *zip(layout.widths, layout.d_outs, strict=True)]
 
 
 def _check_buffer(buffer: Tensor, num_bytes: int, device: torch.device) -> None:

@@ -1,8 +1,7 @@
 """The product of linear layers, `x W^T + b`, by the fastest method for the batch, the weights and the processor.
 
-rows      the compiled kernels: they read every row of weights once, in place, at memory bandwidth. For decoding.
-left      `W x^T`, the weight as the left operand; the result is transposed. For thin bfloat16 batches on processors
-          with matrix tiles (AMX).
+rows      the compiled kernels: they read every row of weights once, in place, at memory bandwidth. For decoding, and
+          in bfloat16 on processors with matrix tiles (AMX) for all batches.
 float32   a bfloat16 product in float32, one block of weights at a time. For prompts on processors with bfloat16
           instructions slower than float32 (Intel without matrix tiles) or without bfloat16 instructions: there torch's
           own product reaches a tenth of the processor's speed.
@@ -13,6 +12,7 @@ library   torch's own product. For everything else; the only method that autogra
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atmm.cpu.products import Weights, multiplies, product, row_product
-from atmm.processor import prefers_float32, prefers_onednn, prefers_weight_left
+from atmm.cpu.products import Weights, has_tiles, multiplies, product, row_product
+from atmm.processor import prefers_float32, prefers_onednn
 from atmm.quantized import BLOCK, QuantizedWeight, StoredWeight
 
-Method = Literal["rows", "left", "float32", "onednn", "library"]
+Method = Literal["rows", "float32", "onednn", "library"]
 Key = tuple[int, int, int, torch.dtype]
 """The key of a measured choice: rows rounded up to a power of two, d_out, d_in, dtype."""
 
@@ -43,13 +43,14 @@ _chosen: dict[tuple[int, torch.Size, torch.dtype, int], Method] = {}
 _THIN_FLOAT32 = 24
 _THIN_BFLOAT16 = 32
 _THIN_WITHOUT_BFLOAT16 = 48
+_HIDDEN_BY_TILES = 32
 _HIDDEN = 8  # tokens up to which "rows" takes little longer than for one (docs/decisions/0015, for Emerald Rapids)
 _FEW = 4  # rows up to which a product without instructions for its type may be memory-bound
 _MOST_ROWS = MEASURED_ROWS[-1]  # larger batches use the choice for this many rows
 
 
 def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
-    """x [..., d_in] times weight [d_out, d_in] transposed, plus bias: [..., d_out], not always contiguous."""
+    """x [..., d_in] times weight [d_out, d_in] transposed, plus bias: [..., d_out], contiguous."""
     if isinstance(weight, QuantizedWeight):
         return weight.product(x, bias)
     num_rows = x.numel() // x.shape[-1]
@@ -114,7 +115,7 @@ def joins(num_rows: int, weight: Tensor) -> bool:
 
     True where placing their outputs side by side is free.
     """
-    return choose(num_rows, weight) in ("rows", "left")
+    return choose(num_rows, weight) == "rows"
 
 
 def choose(num_rows: int, weight: Tensor) -> Method:
@@ -150,15 +151,11 @@ def methods(num_rows: int, weight: Tensor) -> list[Method]:
         found.append("float32")
     if prefers_onednn(weight.dtype, weight.device):
         found.append("onednn")
-    if prefers_weight_left(num_rows, weight.dtype, weight.device):
-        found.append("left")
     return found
 
 
 def rule(num_rows: int, weight: Tensor) -> Method:
     """The method for a weight on the CPU without measurements."""
-    if prefers_weight_left(num_rows, weight.dtype, weight.device):
-        return "left"
     if num_rows <= _most_thin(weight) and multiplies(weight):
         return "rows"
     if num_rows > 1 and prefers_float32(weight.dtype, weight.device):
@@ -179,28 +176,17 @@ class ThinBatches(NamedTuple):
 
 def thin_batches(weight: Tensor) -> ThinBatches:
     """The batches for which the rule computes products with this weight by "rows"."""
-    if weight.device.type != "cpu" or not multiplies(weight) or prefers_weight_left(1, weight.dtype, weight.device):
+    if weight.device.type != "cpu" or not multiplies(weight):
         return ThinBatches()
-    return ThinBatches(_HIDDEN, _most_thin(weight))
+    return ThinBatches(_HIDDEN_BY_TILES if has_tiles(weight.dtype) else _HIDDEN, _most_thin(weight))
 
 
 def _most_thin(weight: Tensor) -> int:
+    if has_tiles(weight.dtype):
+        return sys.maxsize
     if prefers_float32(weight.dtype, weight.device):
         return _THIN_WITHOUT_BFLOAT16
     return _THIN_BFLOAT16 if weight.dtype is torch.bfloat16 else _THIN_FLOAT32
-
-
-def _left(x: Tensor, layers: Sequence[Weights]) -> Tensor:
-    # A single row is passed as two equal rows: oneDNN then reads the weight without reordering it.
-    columns = x.expand(max(2, len(x)), -1).t()
-    widths = [layer.weight.shape[0] for layer in layers]
-    y = x.new_empty(sum(widths), columns.shape[1])
-    for (weight, bias), part in zip(layers, y.split(widths), strict=True):
-        if bias is None:
-            torch.mm(weight, columns, out=part)
-        else:
-            torch.addmm(bias[:, None], weight, columns, out=part)
-    return y.t()[: len(x)]
 
 
 def _float32(x: Tensor, layers: Sequence[Weights]) -> Tensor:
@@ -238,7 +224,6 @@ def _apart(multiply: Callable[..., Tensor]) -> Callable[[Tensor, Sequence[Weight
 
 METHODS: dict[Method, Callable[[Tensor, Sequence[Weights]], Tensor]] = {
     "rows": product,
-    "left": _left,
     "float32": _float32,
     "onednn": _apart(_onednn),
     "library": _apart(F.linear),

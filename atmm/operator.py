@@ -24,7 +24,7 @@ from atmm.processor import prefers_float32
 from atmm.quantized import QuantizedWeight
 from atmm.segments import BatchStats, SegmentPlan, Strategy, check_not_capturing
 from atmm.strategies.hybrid import Hybrid, Loop
-from atmm.strategies.registry import NEED_NO_COPY, STRATEGIES, known, lies_transposed, prepare, prepare_tiled
+from atmm.strategies.registry import NEED_NO_COPY, STRATEGIES, known, prepare, prepare_tiled
 from atmm.tuning.tables import DTYPES
 
 # The highest rank at which one compiled pass over the weights is faster than torch's two with instructions for bfloat16
@@ -51,13 +51,10 @@ def add_delta(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> None:
     packed = None if group is None else group.packed
     check_tokens(y, x, site, site.d_out, plan, packed)
     strategy = _strategy(plan, packed, x, y, site)
-    if not strategy.adds_transposed and y.stride(1) != 1:
-        # The other strategies multiply into rows. With strided rows some are up to ten times slower; others fail.
-        rows = y.contiguous()
-        strategy(rows, x, site, packed)
+    rows = y if y.stride(1) == 1 else y.contiguous()  # products with other outputs are slow, or fail
+    strategy(rows, x, site, packed)
+    if rows is not y:
         y.copy_(rows)
-    else:
-        strategy(y, x, site, packed)
 
 
 def add_deltas(y: Tensor, x: Tensor, group: SiteGroup, plan: SegmentPlan) -> None:
@@ -78,13 +75,16 @@ def add_deltas(y: Tensor, x: Tensor, group: SiteGroup, plan: SegmentPlan) -> Non
     if x.device.type != "cpu" and y.stride(1) != 1:
         raise ValueError(f"y has strides {y.stride()}; on a GPU its rows must be contiguous (last stride 1)")
     strategy = _strategy(plan, packed, x, y, first)
+    rows = y if y.stride(1) == 1 else y.contiguous()
     if strategy.add_all is not None:
-        strategy.add_all(y, x, group)
-        return
-    column = 0
-    for site in group.sites:
-        add_delta(y[:, column : column + site.d_out], x, site, plan)
-        column += site.d_out
+        strategy.add_all(rows, x, group)
+    else:
+        column = 0
+        for site in group.sites:
+            add_delta(rows[:, column : column + site.d_out], x, site, plan)
+            column += site.d_out
+    if rows is not y:
+        y.copy_(rows)
 
 
 def begin_deltas(x: Tensor, site: Site, plan: SegmentPlan | None) -> None:
@@ -221,7 +221,7 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, sit
     stats = BatchStats(plan, packed.layout)
     if not stats.lanes and plan.room is None:
         return Loop(())
-    name = plan.strategy or choose(stats, transposed=bool(packed.bs) and lies_transposed(y))
+    name = plan.strategy or choose(stats)
     if plan.room is not None and x.is_cuda and not name.startswith("tiled"):
         name = "tiled"  # the only strategies that can be refilled without a new launch
     return prepare(name, plan, stats)

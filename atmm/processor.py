@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-_THIN = 128  # rows
-
 
 @functools.cache
 def flags() -> frozenset[str]:
@@ -56,12 +54,3 @@ def prefers_onednn(dtype: torch.dtype, device: torch.device) -> bool:
     if dtype is torch.bfloat16:
         return multiplies_bfloat16()
     return dtype is torch.float32 and "avx512f" in flags() and vendor() == "AuthenticAMD"
-
-
-def prefers_weight_left(num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `weight x^T` is faster than `x weight^T` for this many rows. The result is then transposed.
-
-    This is the case for thin bfloat16 batches on processors with matrix tiles, where it takes 0.7 of the time. Without
-    tiles it takes up to 1.9 times as long (docs/decisions/0001).
-    """
-    return num_rows <= _THIN and dtype is torch.bfloat16 and device.type == "cpu" and "amx_bf16" in flags()

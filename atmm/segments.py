@@ -29,7 +29,7 @@ class Lane(NamedTuple):
 class Strategy:
     """Adds the deltas of one plan at the sites of one class. `atmm.strategies.registry` lists all strategies.
 
-    adds_transposed: equally fast for transposed and row-major outputs. The others are None where a strategy lacks them.
+    The attributes are None where a strategy lacks them.
 
     add_all: `add_all(y, x, group)` for all sites of a group at once, their outputs side by side in y [T, sum of d_out].
     None if calling the sites one after the other is faster.
@@ -42,7 +42,6 @@ class Strategy:
 
     __slots__ = ()
 
-    adds_transposed: bool = False
     add_all: Callable[[Tensor, Tensor, SiteGroup], None] | None = None
     begin: Callable[[Tensor, Site, Packed | None], None] | None = None
     refill: Callable[[SegmentPlan], None] | None = None

@@ -20,7 +20,6 @@ from torch import Tensor
 import atmm
 from atmm.dispatch import choose
 from atmm.segments import BatchStats
-from atmm.strategies.registry import comes_transposed
 from atmm.tuning.search import Case, Shape
 from atmm.tuning.timing import DeviceCaches, factors_of, race, read_by
 from benchmarks.gpu import styles
@@ -129,7 +128,7 @@ def measure_cell(case: Case, rounds: int) -> tuple[dict[str, Any], dict[str, lis
     plan = case.plan()
     names = [name for name in atmm.STRATEGIES if name != "tiled"]
     plans = {name: case.plan(name) for name in names}
-    chosen = choose(BatchStats(plan, group.packed.layout), comes_transposed(x))
+    chosen = choose(BatchStats(plan, group.packed.layout))
     strategies = {name: functools.partial(atmm.add_delta, ours, x, site, plan) for name, plan in plans.items()}
     others, read = baselines(site, plan, case.rank, x, rows)
     calls: dict[str, Callable[[], object]] = {"chosen": strategies[chosen], **others}

@@ -41,7 +41,7 @@ _SOURCES = (
     "grouped.cpp",
     "evict.cpp",
 )
-_HEADERS = ("vectors.h",)
+_HEADERS = ("tiles.h", "vectors.h")
 _OWN_FLAGS = {"rotate.cpp": ("-ffp-contract=off",)}  # after _FLAGS
 # -fno-tree-pre: GCC moves work on sums from behind a loop into it, for which the registers do not suffice.
 _FLAGS = (
@@ -88,7 +88,7 @@ class Library:
         self.normalize, self.rotate, self.gate_product = map(kernels.pop, ("normalize", "rotate", "gate_product"))
         self.gelu = kernels.pop("gelu")
         self.int8, self.int4_groups, self.int8_groups = map(kernels.pop, ("int8", "int4_groups", "int8_groups"))
-        self.has_int8 = bool(loaded.atmm_has_int8())
+        self.has_int8, self.has_tiles = bool(loaded.atmm_has_int8()), bool(loaded.atmm_has_tiles())
         self.evict: Callable[[int | None, int], int] = loaded.atmm_evict
         self.evict.argtypes, self.evict.restype = (_POINTER, _INT), ctypes.c_int32  # type: ignore[attr-defined]
 

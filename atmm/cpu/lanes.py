@@ -21,7 +21,6 @@ from atmm.strategies.shared_shrink import SharedShrink
 class Compiled(SharedShrink):
     """The share of a site is the hidden values of its lanes, in a buffer of the group. Requires `serves`."""
 
-    adds_transposed = True
 
     __slots__ = ("_hidden", "_lanes", "_num_tokens", "_shrink_lanes", "_signs")
 
@@ -80,7 +79,6 @@ class Scattered(Strategy):
     address per lane and site, because the lanes change between steps.
     """
 
-    adds_transposed = True
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._start = min((lane.start for lane in lanes), default=0)

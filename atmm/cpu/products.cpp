@@ -11,6 +11,7 @@
 #include <memory>
 #include <new>
 
+#include "tiles.h"
 #include "vectors.h"
 
 namespace atmm {
@@ -311,11 +312,49 @@ void linear(const Layer<T>* layers, int64_t num_layers, const T* x, int64_t x_to
   }
 }
 
+#if defined(ATMM_TILES)
+
+void linear_by_tiles(const Layer<BFloat16>* layers, int64_t num_layers, const BFloat16* x, int64_t x_token,
+                     int64_t num_tokens, int64_t d_in) {
+  Panels panels(num_tokens, d_in * sizeof *x);
+  int64_t total = 0;
+  for (int64_t k = 0; k < num_layers; ++k) total += layers[k].d_out;
+#pragma omp parallel
+  {
+#pragma omp for
+    for (int64_t t = 0; t < num_tokens; t += kTileRows) panels.fill(t, x, x_token * sizeof *x);
+    const int64_t num_threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    const int64_t share = (total + num_threads * kStripe - 1) / (num_threads * kStripe) * kStripe;
+    const int64_t first = std::min(total, thread * share), stop = std::min(total, first + share);
+    for (int64_t k = 0, before = 0; k < num_layers && before < stop; before += layers[k++].d_out) {
+      const Layer<BFloat16>& layer = layers[k];
+      const auto finish = [&](int64_t o, int64_t, Floats sums) {
+        return layer.bias ? sums + load_one(layer.bias + o) : sums;
+      };
+      multiply_tiles<false>(layer.y, layer.y_token, layer.w, layer.w_stride * sizeof *layer.w,
+                            std::max<int64_t>(0, first - before), std::min(layer.d_out, stop - before), panels, finish);
+    }
+  }
+}
+
+#endif
+
 }  // namespace
 }  // namespace atmm
 
+extern "C" int32_t atmm_has_tiles() {
+#if defined(ATMM_TILES)
+  return atmm::has_tiles();
+#else
+  return 0;
+#endif
+}
+
 extern "C" void atmm_linear_bfloat16(const atmm::Layer<atmm::BFloat16>* layers, int64_t num_layers,
                                      const atmm::BFloat16* x, int64_t x_token, int64_t num_tokens, int64_t d_in) {
+#if defined(ATMM_TILES)
+  if (atmm::has_tiles()) return atmm::linear_by_tiles(layers, num_layers, x, x_token, num_tokens, d_in);
+#endif
 #if defined(__AVX512BF16__)
   static const bool pairs = atmm::multiplies_pairs_fast();
   if (pairs) return atmm::linear<atmm::Pairs>(layers, num_layers, x, x_token, num_tokens, d_in);

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from atmm.cpu import library
@@ -24,6 +25,12 @@ def multiplies(weight: Tensor) -> bool:
         return False
     kernels = library()
     return kernels is not None and weight.dtype in kernels.linear
+
+
+def has_tiles(dtype: torch.dtype) -> bool:
+    """Whether the kernels multiply this type by matrix tiles."""
+    kernels = library()
+    return dtype is torch.bfloat16 and kernels is not None and kernels.has_tiles
 
 
 def row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -21,7 +21,6 @@ class Loop(Strategy):
     def __init__(self, lanes: Sequence[Lane], *, checks: bool = False) -> None:
         self._lanes = tuple(lanes)
         self._checks = checks
-        self.adds_transposed = not lanes  # the products need row-major outputs
         self._keys = frozenset(lane.key for lane in lanes)
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
@@ -43,13 +42,10 @@ class Loop(Strategy):
             return
         if self._checks:
             self.check(group.sites, x)
-        rows = y if self.adds_transposed or y.stride(1) == 1 else y.contiguous()
         column = 0
         for site in group.sites:
-            self._add(rows[:, column : column + site.d_out], x, site)
+            self._add(y[:, column : column + site.d_out], x, site)
             column += site.d_out
-        if rows is not y:
-            y.copy_(rows)
 
     def check(self, sites: Sequence[Site], x: Tensor) -> None:
         """Raises ValueError for factors of these sites that do not fit the sites or x."""
@@ -75,7 +71,6 @@ class Hybrid(Strategy):
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._short = Scattered([lane for lane in lanes if not _is_long(lane)])
         self._long = Loop(tuple(filter(_is_long, lanes)))
-        self.adds_transposed = self._long.adds_transposed
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
         self._long.check((site,), x)

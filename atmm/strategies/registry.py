@@ -34,7 +34,6 @@ from torch import Tensor
 from atmm.cpu.lanes import Compiled, serves
 from atmm.layers import Layout, Packed, Site
 from atmm.places import PackedPlaces, PlaceSource
-from atmm.processor import prefers_weight_left
 from atmm.segments import BatchStats, SegmentPlan, Strategy
 from atmm.strategies.hybrid import Hybrid, Loop
 from atmm.strategies.shared_shrink import SharedShrink
@@ -65,22 +64,11 @@ class Batched(Strategy):
                 y_run.view(num_lanes, length, -1).baddbmm_(hidden, bt_run.view(num_lanes, rank, -1), alpha=sign)
 
 
-def lies_transposed(y: Tensor) -> bool:
-    """Whether a [tokens, d_out] tensor is stored column-major: the values of a feature are contiguous."""
-    return y.stride(0) == 1 and y.stride(1) != 1
-
-
-def comes_transposed(x: Tensor) -> bool:
-    """Whether a layer's output for this input is stored transposed. A single row has no distinct order."""
-    return x.shape[0] > 1 and prefers_weight_left(x.shape[0], x.dtype, x.device)
-
-
 class Stacked(SharedShrink):
     """The share of a site is its columns of the masked shrink."""
 
-    adds_transposed = True
 
-    __slots__ = ("_alpha", "_bits", "_columns", "_keep", "_signs", "_thin")
+    __slots__ = ("_alpha", "_bits", "_columns", "_keep", "_signs")
 
     def __init__(self, stats: BatchStats) -> None:
         super().__init__(stats)
@@ -93,11 +81,6 @@ class Stacked(SharedShrink):
         self._alpha = distinct[0] if len(distinct) == 1 else 1.0
         self._bits = _BITS[layout.dtype.itemsize]
         self._keep = None if kept.all() else kept.to(self._bits).neg_().to(layout.device)
-        # The shrink has the factors on the left under the same condition as the layers. Its result is then transposed,
-        # as the expand requires.
-        self._thin = prefers_weight_left(stats.num_tokens, layout.dtype, layout.device)
-        if self._thin and self._keep is not None:
-            self._keep = self._keep.t().contiguous().t()
         self._signs = signs.to(layout.device, layout.dtype) if len(distinct) > 1 else None
 
     def __call__(self, y: Tensor, x: Tensor, site: Site, packed: Packed | None) -> None:
@@ -107,16 +90,12 @@ class Stacked(SharedShrink):
             return
         if self._part is not None:
             y = y[self._part]
-        if packed.bs and lies_transposed(y):
-            # Factors on the left, as in the layer's own product: less than half the time of the other order.
-            y.t().addmm_(packed.bs[site.index], share.t(), alpha=self._alpha)
-        else:
-            y.addmm_(share, packed.bts[site.index], alpha=self._alpha)
+        y.addmm_(share, packed.bts[site.index], alpha=self._alpha)
 
     def _compute(self, x: Tensor, packed: Packed) -> dict[int, Tensor]:
         if self._part is not None:
             x = x[self._part]
-        hidden = torch.mm(packed.a, x.t()).t() if self._thin else F.linear(x, packed.a)
+        hidden = F.linear(x, packed.a)
         if self._keep is not None:
             # Clear bits instead of multiplying by zero: if another adapter overflows, the product would be NaN.
             hidden.view(self._bits).bitwise_and_(self._keep)
@@ -149,7 +128,6 @@ def _signs(stats: BatchStats) -> tuple[Tensor, list[float]]:
 class Gathered(SharedShrink):
     """The share of a site is the shrink's values for each token's own adapters."""
 
-    adds_transposed = True
 
     __slots__ = ("_alpha", "_bags", "_num_columns", "_own", "_parts", "_signs")
 

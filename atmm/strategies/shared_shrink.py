@@ -30,9 +30,14 @@ class CachedInput:
 
     def matches(self, x: Tensor) -> bool:
         held = self._x
-        if held is None or not x.is_set_to(held):
+        # `is_set_to` would be an operation of torch, with which a `Tape` cannot repeat a step.
+        if held is None or _place(x) != _place(held):
             return False
         return self._version is None or self._version == x._version  # noqa: SLF001  (torch)
+
+
+def _place(x: Tensor) -> tuple[object, ...]:
+    return x.data_ptr(), x.device, x.dtype, x.shape, x.stride()
 
 
 class SharedShrink(Strategy):

@@ -30,7 +30,7 @@ from atmm.layers import Factors, Site, SiteGroup
 from atmm.operator import add_delta, add_deltas
 from atmm.segments import BatchStats, Lane, SegmentPlan
 from atmm.strategies.hybrid import divides
-from atmm.strategies.registry import comes_transposed, served
+from atmm.strategies.registry import served
 from atmm.triton.tiling import Tiling, block_r
 from atmm.tuning.tables import Bucket, Evenness
 from atmm.tuning.timing import DeviceCaches, Replays, factors_of, race, read_by
@@ -118,13 +118,11 @@ class Case(NamedTuple):
         return group
 
     def input(self, device: str) -> tuple[Tensor, list[Tensor]]:
-        """Random x [tokens, d_in], and zero outputs of the sites, in the memory order that the base layer produces."""
+        """Random x [tokens, d_in], and zero outputs of the sites."""
         dtype = getattr(torch, self.dtype)
         size = self.num_tokens * self.shape.d_in
         values = _random_values(dtype, device)
         x = values.repeat(-(-size // len(values)))[:size].view(self.num_tokens, self.shape.d_in)
-        if comes_transposed(x):
-            return x, [x.new_zeros(d_out, self.num_tokens).t() for d_out in self.shape.d_outs]
         return x, [x.new_zeros(self.num_tokens, d_out) for d_out in self.shape.d_outs]
 
 
@@ -193,14 +191,13 @@ def measure(case: Case, group: SiteGroup, device: str) -> Finding:
     assert group.packed is not None
     stats = BatchStats(case.plan(), group.packed.layout)
     x, outputs = case.input(device)
-    transposed = comes_transposed(x)
-    names = candidates(stats, transposed)
+    names = candidates(stats)
     calls: Mapping[str, Callable[[], float]]
     if x.is_cuda:
         calls = replayed_calls(case, group, names, device)
     else:
         calls = {name: functools.partial(_cold_seconds, group, case.plan(name), name, x, outputs) for name in names}
-    ruled = rule(stats, transposed)
+    ruled = rule(stats)
     seconds = race(calls, _TURNS, _IN_THE_RACE, _LONG_S)
     best = min(seconds.values())
     # The best of many candidates is partly due to noise. A second race decides whether it really beats the rule.
@@ -251,7 +248,7 @@ def _add_to_each(groups: Sequence[SiteGroup], plan: SegmentPlan, x: Tensor, y: T
 _caches = functools.cache(DeviceCaches)
 
 
-def candidates(stats: BatchStats, transposed: bool) -> list[str]:
+def candidates(stats: BatchStats) -> list[str]:
     """Strategies worth timing that requests can be served with, including the rule's choice."""
     layout = stats.layout
     if layout.device.type == "cuda":
@@ -272,7 +269,7 @@ def candidates(stats: BatchStats, transposed: bool) -> list[str]:
             names.append("compiled")
         if divides(stats.lanes):
             names.append("divided")
-    ruled = rule(stats, transposed)
+    ruled = rule(stats)
     return names if ruled in names else [*names, ruled]
 
 

@@ -60,7 +60,7 @@ def _own(group: SiteGroup) -> list[Tensor]:
 
 def _copied(group: SiteGroup) -> list[Tensor]:
     packed = group.packed
-    return [] if packed is None else [packed.a, *packed.bts, *packed.bs]
+    return [] if packed is None else [packed.a, *packed.bts]
 
 
 _FIRST_TURNS = 2  # no candidate is eliminated before

@@ -15,7 +15,6 @@ import torch
 import atmm
 from atmm.dispatch import choose
 from atmm.segments import BatchStats, Lane, SegmentPlan
-from atmm.strategies.registry import comes_transposed
 from atmm.tuning.search import Case, Shape
 from atmm.tuning.timing import DeviceCaches, factors_of
 from benchmarks.atmm import baselines, with_cold_caches
@@ -103,7 +102,7 @@ def _on_cpu(case: Case, segments: Sequence[int], others_dtype: str) -> tuple[Cal
     assert group.packed is not None
     (x, (y,)), (other_x, _) = case.input("cpu"), other_case.input("cpu")
     plan = SegmentPlan(case.num_tokens, lanes_of(segments))
-    chosen = choose(BatchStats(plan, group.packed.layout), comes_transposed(x))
+    chosen = choose(BatchStats(plan, group.packed.layout))
     ours = SegmentPlan(case.num_tokens, lanes_of(segments), chosen)
     others, read = baselines(other_site, plan, case.rank, other_x, other_x.new_zeros(case.num_tokens, site.d_out))
     calls: Calls = {OURS: functools.partial(atmm.add_delta, y, x, site, ours)}

@@ -199,7 +199,7 @@ def ahead() -> Iterator[list[str]]:
     driver.set_active(_Driver())
     handle.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(atmm.operator, "choose", lambda stats, transposed: "tiled")
+        patch.setattr(atmm.operator, "choose", lambda stats: "tiled")
         patch.setattr(atmm.strategies.registry, "triton_interprets", lambda: True)
         group = make_group({}, d_in=256, d_outs=(128, 64), dtype=torch.bfloat16)
         # Compile and draw only a third of the space: the whole space takes a minute.

@@ -132,7 +132,7 @@ def test_the_default_tiling_is_that_of_the_longest_lane(
 def test_a_strategy_is_chosen_once_per_class_of_sites_and_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = []
 
-    def choose(stats: BatchStats, transposed: bool) -> str:
+    def choose(stats: BatchStats) -> str:
         chosen.append(stats.layout.d_in)
         return "stacked"
 

@@ -86,14 +86,14 @@ def test_every_candidate_is_timed_and_the_rule_among_them() -> None:
 
 def test_clearly_slower_candidates_are_not_timed() -> None:
     stats = stats_of(Case(Shape(896, (896,)), 64, "float32", 16, 2048, True))
-    names = candidates(stats, transposed=False)
+    names = candidates(stats)
     # "stacked" has 16 times the arithmetic of the others, "compiled" processes one token at a time.
     assert "stacked" not in names and "compiled" not in names
     assert "batched" in names and rule(stats) in names
     for num_tokens, even in ((64, False), (64, True), (8, False)):
         divided = serves(CPU, torch.float32) and (num_tokens, even) == (64, False)  # some lanes are short, others long
         case = Case(SMALL[0], 8, "float32", 4, num_tokens, even)
-        assert ("divided" in candidates(stats_of(case), transposed=False)) == divided
+        assert ("divided" in candidates(stats_of(case))) == divided
 
 
 def test_a_gpu_is_searched_for_strategies_that_requests_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_a_gpu_is_searched_for_strategies_that_requests_use(monkeypatch: pytest.
     stats = stats_of(Case(SMALL[0], 8, "float32", 2, 8, True))
     layout, spans = stats.layout, tuple(tuple(site.values()) for site in stats.layout.spans)
     stats.layout = Layout(layout.keys, spans, layout.d_in, layout.d_outs, layout.dtype, torch.device("cuda"))
-    names = candidates(stats, transposed=False)
+    names = candidates(stats)
     assert rule(stats) in names and len(names) > 2 and all(name.startswith("tiled") for name in names)
     tilings = [Tiling.named(name) for name in names if name != "tiled"]
     assert all(tiling.fits(each, 4, tiling.LEAST_SHARED) for each in tilings)
@@ -112,7 +112,7 @@ def test_evicting_caches_does_not_change_tensors() -> None:
     factors = factors_of(group)
     before = [tensor.clone() for tensor in factors]
     DeviceCaches("cpu", torch.float32).evict(factors)
-    assert len(factors) == 2 * 2 * 3 + 1 + 3 + len(group.packed.bs if group.packed else ())
+    assert len(factors) == 2 * 2 * 3 + 1 + 3
     assert all(torch.equal(now, then) for now, then in zip(factors, before, strict=True))
 
 
@@ -158,7 +158,6 @@ def test_a_wrong_strategy_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert search.error(case, "batched", "cpu") < 1e-5
 
     class Lazy:
-        adds_transposed = True
         add_all = begin = refill = None
 
         def __init__(self, plan: SegmentPlan, stats: BatchStats) -> None: ...
@@ -396,7 +395,7 @@ def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(matmul, "measured", {})
     monkeypatch.setattr(matmul_choice, "LARGE", 1)
     monkeypatch.setattr(matmul, "multiplies", lambda weight: True)
-    monkeypatch.setattr(matmul, "prefers_weight_left", lambda *given: False)
+    monkeypatch.setattr(matmul, "has_tiles", lambda dtype: False)
     monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: False)
     monkeypatch.setattr(Contention, "disturbs", lambda self: False)
     return tmp_path

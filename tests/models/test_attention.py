@@ -200,7 +200,7 @@ def test_tokens_are_sorted_by_adapter_short_lanes_first_the_merged_one_last(
 @pytest.mark.parametrize("by_column", [False, True])
 def test_rows_are_contiguous_whatever_order_a_projection_stores(by_column: bool) -> None:
     projected = torch.randn(7, HEADS * DIM)
-    stored = projected.t().contiguous().t() if by_column else projected  # AMX products of few rows
+    stored = projected.t().contiguous().t() if by_column else projected
     states = stored.view(1, 7, HEADS, DIM).transpose(1, 2)
     rows = token_rows(states)
     assert rows.stride(1) == 1 and torch.equal(rows, projected)

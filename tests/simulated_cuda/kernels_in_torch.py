@@ -160,7 +160,7 @@ class _LanesInTorch:
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
-        self.adds_transposed, self.refill = strategy.adds_transposed, strategy.refill
+        self.refill = strategy.refill
         self.begin = None if strategy.begin is None else self._begin
 
     def _begin(self, x: Any, site: Any, packed: Any) -> None:

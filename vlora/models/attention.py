@@ -86,10 +86,7 @@ class StepAttention:
 
 
 def token_rows(states: torch.Tensor) -> torch.Tensor:
-    """Keys or values [1, heads, T, head_dim] as [T, heads * head_dim], with a last stride of 1.
-
-    With AMX, a projection of few rows is stored column by column.
-    """
+    """Keys or values [1, heads, T, head_dim] as [T, heads * head_dim], with a last stride of 1."""
     rows = states.transpose(1, 2).reshape(states.shape[2], -1)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 

@@ -323,9 +323,8 @@ class FusedLayers:
         self, index: int, module: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: StepAttention
     ) -> torch.Tensor:
         linears = module.q_proj, module.k_proj, module.v_proj
-        # Norms of heads would copy parts of a joint result. With AMX, a product of few rows is stored column by column.
-        outputs = [each(x) for each in linears] if hasattr(module, "q_norm") else outputs_of(linears, x)
-        q, k, v = (part if part.stride(1) == 1 else part.contiguous() for part in outputs)
+        # Norms of heads would copy parts of a joint result.
+        q, k, v = [each(x) for each in linears] if hasattr(module, "q_norm") else outputs_of(linears, x)
         queries, keys = q.unflatten(1, (-1, self._head_dim)), k.unflatten(1, (-1, self._head_dim))
         if hasattr(module, "q_norm"):
             queries, keys = module.q_norm(queries), module.k_norm(keys)
