@@ -142,6 +142,26 @@ def test_calls_that_were_recorded_are_repeated() -> None:
     assert kernels is not None and not isinstance(kernels.normalize[x.dtype], functools.partial)
 
 
+def test_a_tape_repeats_deltas_from_a_packed_copy() -> None:
+    """Sites called one after the other, with a new view of their common input each time."""
+    group, plan = make_group({"a": 4, "b": 8}), SegmentPlan(3, [Lane("a", 0, 2), Lane("b", 2, 3)], "compiled")
+    group.pack("ab")
+    x, outputs = make_input(3, group, torch.float32)
+    with torch.inference_mode():
+        atmm.add_delta(outputs[0], x, group.sites[0], plan)  # prepares the plan
+        for y in outputs:
+            y.zero_()
+        with atmm.Tape() as tape:
+            for site, y in zip(group.sites, outputs, strict=True):
+                atmm.add_delta(y, x.view(3, -1), site, plan)
+        wanted = [-y for y in outputs]
+        x.neg_()
+        for y in outputs:
+            y.zero_()
+        tape.repeat()
+    assert tape.complete and all(map(torch.equal, outputs, wanted)) and all(y.any() for y in outputs)
+
+
 @pytest.mark.parametrize(
     ("compiler", "words"),
     (("no-such-compiler", "no C++ compiler"), ("broken", "cannot find a target"), (None, "")),
