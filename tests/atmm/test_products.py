@@ -77,6 +77,17 @@ def test_kernels_multiply_any_shape(
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("num_rows", "d_in"), ((300, 2001), (33, 96))
+)  # several blocks of tokens; whole tiles of weights
+def test_kernels_multiply_many_rows(num_rows: int, d_in: int, dtype: torch.dtype) -> None:
+    layers = layers_of(d_in, [64, 37], dtype, bias=True)
+    x = drawn(num_rows, d_in, seed=1).to(dtype)
+    assert_near(product(x, layers), expected(x, layers))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", TYPES)
 def test_rows_are_independent(dtype: torch.dtype) -> None:
     layers = layers_of(77, [50, 3], dtype, bias=True)
     x = drawn(19, 77).to(dtype)
