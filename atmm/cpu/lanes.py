@@ -21,7 +21,6 @@ from atmm.strategies.shared_shrink import SharedShrink
 class Compiled(SharedShrink):
     """The share of a site is the hidden values of its lanes, in a buffer of the group. Requires `serves`."""
 
-
     __slots__ = ("_hidden", "_lanes", "_num_tokens", "_shrink_lanes", "_signs")
 
     def __init__(self, stats: BatchStats) -> None:
@@ -78,7 +77,6 @@ class Scattered(Strategy):
     Requires `serves`. One object serves every site of a plan, and one call serves a group. Preparation is cheap, one
     address per lane and site, because the lanes change between steps.
     """
-
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._start = min((lane.start for lane in lanes), default=0)

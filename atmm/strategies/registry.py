@@ -67,7 +67,6 @@ class Batched(Strategy):
 class Stacked(SharedShrink):
     """The share of a site is its columns of the masked shrink."""
 
-
     __slots__ = ("_alpha", "_bits", "_columns", "_keep", "_signs")
 
     def __init__(self, stats: BatchStats) -> None:
@@ -127,7 +126,6 @@ def _signs(stats: BatchStats) -> tuple[Tensor, list[float]]:
 
 class Gathered(SharedShrink):
     """The share of a site is the shrink's values for each token's own adapters."""
-
 
     __slots__ = ("_alpha", "_bags", "_num_columns", "_own", "_parts", "_signs")
 
