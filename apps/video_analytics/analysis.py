@@ -9,30 +9,16 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
 from apps.video_analytics.answers import ChunkResult, answer
 from apps.video_analytics.asked import Asked, Group, find_groups
 from apps.video_analytics.result_files import ResultFiles
-from apps.video_analytics.sampling import Chunk
 from apps.video_analytics.source_reader import SourceReader
 from apps.video_analytics.sources import Source
 from vlora.client import Client, wait_for_server
 from vlora.errors import VLoraError
 from vlora.opencv import STDERR
 from vlora.run_folder import writing
-
-
-class Recorder(Protocol):
-    """Records the results of one head or question of a source."""
-
-    def add(self, clip: Chunk, result: ChunkResult) -> ChunkResult:
-        """Record a result; returns it with what was added to it."""
-        ...
-
-
-OpenRecorder = Callable[[Asked, Path | None], contextlib.AbstractContextManager[Recorder]]
-"""Opens the recorder of what is asked, with the path of its result files without suffixes; None without files."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,32 +29,47 @@ class Job:
         find_groups: called once when the source starts. Raises VLoraError.
         max_latency_s: bound on each answer.
         own_names: name files and counts by the source alone if only one head or question is asked.
-        recorder: opens the recorder of each head and question.
+        files: opens the files of each head and question; without a path, none are written.
     """
 
     source: Source
     find_groups: Callable[[], list[Group]]
     max_latency_s: float | None = None
     own_names: bool = True
-    recorder: OpenRecorder = lambda asked, base: ResultFiles(base)
+    files: Callable[[Asked, Path | None], ResultFiles] = lambda asked, base: ResultFiles(base)
 
 
-@dataclasses.dataclass(frozen=True)
 class Analysis:
-    """The parameters that all threads of a run share.
+    """A run over all sources. The arguments are those of `run`. Makes the folder, and waits for the server.
 
-    Attributes:
-        out: folder of the result files; None writes none.
-        report_result: called with each result, from several threads.
-        print_line: called with temporary problems, from several threads.
+    Raises:
+        BadConfig: the folder cannot be made.
+        Disconnected: no server is ready in time.
     """
 
-    client: Client
-    out: Path | None
-    wait_s: float
-    stop: threading.Event
-    report_result: Callable[[ChunkResult], None]
-    print_line: Callable[[str], None]
+    def __init__(
+        self,
+        client: Client,
+        out: Path | None,
+        *,
+        wait_s: float,
+        stop: threading.Event | None,
+        on_result: Callable[[ChunkResult], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.client, self.out = client, out
+        self._wait_s, self._stop = wait_s, stop or threading.Event()
+        self._on_result, self._say = on_result, say
+        self._lock = threading.Lock()
+        if out is not None:
+            with writing(out):
+                out.mkdir(parents=True, exist_ok=True)
+        wait_for_server(client, wait_s, self._stop, self.print_line)
+
+    def print_line(self, text: str) -> None:
+        """Report a temporary problem, from any thread."""
+        with STDERR:  # `say` often prints to stderr, which is redirected while a source opens its video
+            self._say(text)
 
     def run(self, jobs: Sequence[Job]) -> dict[str, int]:
         """Analyse all sources until they end or `stop` is set.
@@ -96,7 +97,7 @@ class Analysis:
         groups, source = job.find_groups(), job.source
         shapes = [group.shape for group in groups]
         reader = SourceReader(
-            source, shapes, stop=self.stop, shown=self.out is not None, say=self.print_line, wait_s=self.wait_s
+            source, shapes, stop=self._stop, shown=self.out is not None, say=self.print_line, wait_s=self._wait_s
         )
         alone = len(groups) == len(groups[0].asked) == 1
         with ThreadPoolExecutor(len(groups), thread_name_prefix=source.name) as threads:
@@ -115,9 +116,8 @@ class Analysis:
             scope.callback(reader.leave, place)
             try:
                 bases = [None if self.out is None else self.out / name for name in names]
-                recorders = [
-                    scope.enter_context(job.recorder(asked, base))
-                    for asked, base in zip(group.asked, bases, strict=True)
+                files = [
+                    scope.enter_context(job.files(asked, base)) for asked, base in zip(group.asked, bases, strict=True)
                 ]
                 for clip, results in answer(
                     self.client,
@@ -126,14 +126,15 @@ class Analysis:
                     reader,
                     place,
                     max_latency_s=job.max_latency_s,
-                    stop=self.stop,
+                    stop=self._stop,
                     say=self.print_line,
                 ):
                     for name, result in zip(names, results, strict=True):
                         counts[name] += result.problem is None
-                    recorded = [each.add(clip, result) for each, result in zip(recorders, results, strict=True)]
-                    for result in recorded:
-                        self.report_result(result)
+                    recorded = [each.add(clip, result) for each, result in zip(files, results, strict=True)]
+                    with self._lock:
+                        for result in recorded:
+                            self._on_result(result)
             except Exception as error:
                 # The other groups continue, of a camera for days. The end of the whole source is reported once, not for
                 # each group.
@@ -185,7 +186,7 @@ def run(
         VLoraError: after all sources have ended, the first error that ended one: a failed source, or a failure
             to write its files, does not end the others.
     """
-    analysis = prepare(client, out, wait_s=wait_s, stop=stop, on_result=on_result, say=say)
+    analysis = Analysis(client, out, wait_s=wait_s, stop=stop, on_result=on_result, say=say)
     groups = functools.partial(
         find_groups,
         client,
@@ -196,36 +197,3 @@ def run(
         fps,
     )
     return analysis.run([Job(source, groups, max_latency_s) for source in sources])
-
-
-def prepare(
-    client: Client,
-    out: Path | None,
-    *,
-    wait_s: float,
-    stop: threading.Event | None,
-    on_result: Callable[[ChunkResult], None],
-    say: Callable[[str], None],
-) -> Analysis:
-    """Make the folder, and wait for the server. The arguments are those of `run`.
-
-    Raises:
-        BadConfig: the folder cannot be made.
-        Disconnected: no server is ready in time.
-    """
-    stop = stop or threading.Event()
-    lock = threading.Lock()
-
-    def print_line(text: str) -> None:
-        with STDERR:  # `say` often prints to stderr, which is redirected while a source opens its video
-            say(text)
-
-    def report_result(result: ChunkResult) -> None:
-        with lock:
-            on_result(result)
-
-    if out is not None:
-        with writing(out):
-            out.mkdir(parents=True, exist_ok=True)
-    wait_for_server(client, wait_s, stop, print_line)
-    return Analysis(client, out, wait_s, stop, report_result, print_line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import sys
@@ -14,7 +15,7 @@ from click.core import ParameterSource
 
 from vlora.cli.group import cli
 from vlora.cli.interrupt import until_stopped
-from vlora.cli.options import FILE, check_given_once, command, flag, print_json, say
+from vlora.cli.options import FILE, check_given_once, command, flag, print_json, say, settings_of
 from vlora.cli.progress import counting, waiting
 from vlora.errors import BadRequest
 
@@ -25,7 +26,26 @@ if TYPE_CHECKING:
     from vlora.client import Client
     from vlora.errors import VLoraError
 
-_SETTINGS = ("adapters", "heads", "questions", "num_frames", "fps", "max_tokens", "max_side")
+
+@dataclasses.dataclass(frozen=True)
+class _Description:
+    """What an index has of its clips: arguments of `apps.retrieval.make_settings`."""
+
+    adapters: tuple[str, ...] = flag((), "Adapter that describes the clips; may be repeated.", "-a", "--adapter")
+    heads: tuple[str, ...] = flag((), "Task head that describes them: HEAD or ADAPTER/HEAD; repeatable.", "--head")
+    questions: tuple[str, ...] = flag(
+        (),
+        "Question that every --adapter (default: the base model) answers in words about each clip; repeatable. "
+        "Default, without --head: 'describe the image.', and all heads of the adapters.",
+        "-q",
+        "--question",
+    )
+    num_frames: int | None = flag(
+        None, "Frames of a clip. Default: as many as the heads read at most, or 1.", "--frames", least=1, most=64
+    )
+    fps: float | None = flag(None, "Frames per second. Default: one clip per second.", above=0)
+    max_tokens: int = flag(48, "Tokens of an answer.", least=1)
+    max_side: int = flag(640, "Pixels of a stored frame's side.", least=16)
 
 
 @command(cli, needs="video")
@@ -33,21 +53,7 @@ _SETTINGS = ("adapters", "heads", "questions", "num_frames", "fps", "max_tokens"
 def index(
     videos: tuple[str, ...],
     out: Path = flag(Path("index.sqlite"), "The index file; an existing index is updated.", "-o", type=FILE),
-    adapters: tuple[str, ...] = flag((), "Adapter that describes the clips; may be repeated.", "-a", "--adapter"),
-    heads: tuple[str, ...] = flag((), "Task head that describes them: HEAD or ADAPTER/HEAD; repeatable.", "--head"),
-    questions: tuple[str, ...] = flag(
-        (),
-        "Question that every --adapter (default: the base model) answers in words about each clip; repeatable. "
-        "Default, without --head: 'describe the image.', and all heads of the adapters.",
-        "-q",
-        "--question",
-    ),
-    num_frames: int | None = flag(
-        None, "Frames of a clip. Default: as many as the heads read at most, or 1.", "--frames", least=1, most=64
-    ),
-    fps: float | None = flag(None, "Frames per second. Default: one clip per second.", above=0),
-    max_tokens: int = flag(48, "Tokens of an answer.", least=1),
-    max_side: int = flag(640, "Pixels of a stored frame's side.", least=16),
+    settings: dict[str, Any] = settings_of(_Description),
     *,
     client: Client,
     as_json: bool,
@@ -62,13 +68,11 @@ def index(
     changed files only, removes those that are gone, and continues after Ctrl-C. A file that cannot be read is reported,
     and the others are indexed; the exit code is then 1. If it is the only one given, the command ends with its error.
     """
-    if fps is not None and not math.isfinite(fps):
-        raise BadRequest(f"--fps is {fps}; it must be a number above 0")
-    check_given_once({"--head": heads, "--adapter": adapters, "--question": questions})
-    values = adapters, heads, questions, num_frames, fps, max_tokens, max_side
-    settings = dict(zip(_SETTINGS, values, strict=True))
+    if settings["fps"] is not None and not math.isfinite(settings["fps"]):
+        raise BadRequest(f"--fps is {settings['fps']}; it must be a number above 0")
+    check_given_once({f"--{each}": settings[f"{each}s"] for each in ("head", "adapter", "question")})
     source_of = click.get_current_context().get_parameter_source
-    named = [name for name in _SETTINGS if source_of(name) is not ParameterSource.DEFAULT]
+    named = [name for name in settings if source_of(name) is not ParameterSource.DEFAULT]
     with client, until_stopped() as stop, _open(client, out, settings, named) as opened:
         num_failed = _update(client, opened, videos, stop, as_json=as_json)
     if num_failed:

@@ -21,7 +21,7 @@ from apps.video_analytics.sampling import Chunk
 from apps.video_analytics.sink_plan import EventResult
 from apps.video_analytics.sinks import Sinks
 from apps.video_analytics.tracking import TrackedBox, TrackedFrame
-from vlora.client import Answer, Client, HeadResult
+from vlora.client import Answer, HeadResult
 from vlora.errors import BadConfig, VLoraError
 from vlora.opencv import cv2
 from vlora.run_folder import write_whole, writing
@@ -155,7 +155,6 @@ class EventQuestions:
 
     def __init__(
         self,
-        client: Client,
         camera: CameraPlan,
         analysis: Analysis,
         sinks: Sinks,
@@ -165,7 +164,7 @@ class EventQuestions:
         with each event after it was sent. Raises BadConfig if the files cannot be written.
         """
         self.num_events = 0
-        self._client, self._source, self._out = client, camera.name, analysis.out if camera.events else None
+        self._client, self._source, self._out = analysis.client, camera.name, analysis.out if camera.events else None
         self._sinks, self._report = sinks, report
         self._lock = threading.Lock()
         self._num_pending = 0

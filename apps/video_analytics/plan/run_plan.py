@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from apps.video_analytics.analysis import Analysis, Job, Recorder, prepare
+from apps.video_analytics.analysis import Analysis, Job
 from apps.video_analytics.answers import ChunkResult
 from apps.video_analytics.asked import Asked, Group, by_name, find_head, grouped, name_of
 from apps.video_analytics.plan.events import EventQuestions, EventWatch
@@ -21,8 +20,8 @@ from apps.video_analytics.result_files import ResultFiles
 from apps.video_analytics.sampling import Chunk, ClipShape
 from apps.video_analytics.sink_plan import EventResult
 from apps.video_analytics.sinks import Sinks, open_sinks
-from apps.video_analytics.sources import Source, SourceHealth, find_sources, without_password
-from apps.video_analytics.tracking import ObjectTracker
+from apps.video_analytics.sources import SourceHealth, find_sources, without_password
+from apps.video_analytics.tracking import ObjectTracker, TrackedFrame
 from vlora.client import Client
 from vlora.types import AdapterStatus
 
@@ -168,98 +167,92 @@ def run_plan(
         VLoraError: after all cameras have ended, the first error that ended one.
     """
     out = out or file.plan.out
-    analysis = prepare(client, out, wait_s=wait_s, stop=stop, on_result=on_result, say=say)
+    analysis = Analysis(client, out, wait_s=wait_s, stop=stop, on_result=on_result, say=say)
     statuses = client.adapters()
     check_server(file, statuses)
-    counts = PlanCounts({}, {}, {})
+    counts, cameras = PlanCounts({}, {}, {}), file.plan.cameras
     with contextlib.ExitStack() as scope:
-        sending = scope.enter_context(open_sinks(sinks or out, file.plan.cameras, file.plan.sinks, analysis.print_line))
-        cameras = [
-            _Camera(client, camera, analysis, statuses, sending, on_event, counts, health.get(camera.name))
-            for camera in file.plan.cameras
-        ]
-        jobs = [scope.enter_context(camera.job(max_latency_s)) for camera in cameras]
+        sending = scope.enter_context(open_sinks(sinks or out, cameras, file.plan.sinks, analysis.print_line))
+        common = analysis, counts, statuses, sending, on_event, max_latency_s
+        jobs = [scope.enter_context(_camera_job(each, *common, health.get(each.name))) for each in cameras]
         counts.answers.update(analysis.run(jobs))
     return counts
 
 
-@dataclasses.dataclass(frozen=True)
-class _Camera:
-    client: Client
-    plan: CameraPlan
-    analysis: Analysis
-    statuses: Sequence[AdapterStatus]
-    sinks: Sinks
-    on_event: Callable[[EventResult], None]
-    counts: PlanCounts
-    health: SourceHealth | None
-
-    @contextlib.contextmanager
-    def job(self, max_latency_s: float | None) -> Iterator[Job]:
-        """The work on the camera; its last events are complete at the end of the block."""
-        own = max_latency_s if self.plan.max_latency_s is None else self.plan.max_latency_s
-        questions = EventQuestions(self.client, self.plan, self.analysis, self.sinks, self.on_event)
-        try:
-            yield Job(
-                self._source(),
-                lambda: camera_groups(self.plan, self.statuses),
-                own,
-                own_names=False,
-                recorder=lambda asked, base: self._recorder(asked, base, questions),
-            )
-        finally:
-            questions.close()
-            self.counts.events[self.plan.name] = questions.num_events
-
-    def _source(self) -> Source:
-        (source,) = find_sources([self.plan.source])  # a folder was checked with the plan
-        return source._replace(name=self.plan.name, health=self.health)
-
-    @contextlib.contextmanager
-    def _recorder(self, asked: Asked, base: Path | None, questions: EventQuestions) -> Iterator[Recorder]:
-        head = f"{asked.adapter}/{asked.head}"
-        watches = [EventWatch(event) for event in self.plan.events if asked.head and event.when.head == head]
-        tracker = ObjectTracker() if asked.tracked else None
-        with ResultFiles(base, tracked=asked.tracked) as files:
-            try:
-                yield _Recorder(files, tracker, watches, questions)
-            finally:
-                if tracker is not None:
-                    tracker.close()
-                    files.add_tracks(tracker.ended)
-                    self._report(f"{self.plan.name}.{asked.name}", tracker)
-
-    def _report(self, name: str, tracker: ObjectTracker) -> None:
-        self.counts.objects[name] = dict(tracker.counts)
-        by_label = ", ".join(f"{count} {label}" for label, count in sorted(tracker.counts.items()))
-        total = tracker.counts.total()
-        self.analysis.print_line(f"{name}: {total} object{'s' * (total != 1)}{by_label and f': {by_label}'}")
+@contextlib.contextmanager
+def _camera_job(
+    camera: CameraPlan,
+    analysis: Analysis,
+    counts: PlanCounts,
+    statuses: Sequence[AdapterStatus],
+    sinks: Sinks,
+    on_event: Callable[[EventResult], None],
+    max_latency_s: float | None,
+    health: SourceHealth | None,
+) -> Iterator[Job]:
+    """The work on a camera; its last events are complete at the end of the block."""
+    (source,) = find_sources([camera.source])  # a folder was checked with the plan
+    questions = EventQuestions(camera, analysis, sinks, on_event)
+    try:
+        yield Job(
+            source._replace(name=camera.name, health=health),
+            lambda: camera_groups(camera, statuses),
+            max_latency_s if camera.max_latency_s is None else camera.max_latency_s,
+            own_names=False,
+            files=lambda asked, base: _TaskFiles(camera, analysis, counts, questions, asked, base),
+        )
+    finally:
+        questions.close()
+        counts.events[camera.name] = questions.num_events
 
 
-@dataclasses.dataclass(frozen=True)
-class _Recorder:
+class _TaskFiles(ResultFiles):
     """Follows the objects of a head, writes its files, and watches for its events."""
 
-    files: ResultFiles
-    tracker: ObjectTracker | None
-    watches: Sequence[EventWatch]
-    questions: EventQuestions
+    def __init__(
+        self,
+        camera: CameraPlan,
+        analysis: Analysis,
+        counts: PlanCounts,
+        questions: EventQuestions,
+        asked: Asked,
+        base: Path | None,
+    ) -> None:
+        super().__init__(base, tracked=asked.tracked)
+        self._name, self._analysis = f"{camera.name}.{asked.name}", analysis
+        self._counts, self._questions = counts, questions
+        self._tracker = ObjectTracker() if asked.tracked else None
+        events = camera.events if asked.head else ()
+        self._watches = [EventWatch(event) for event in events if event.when.head == f"{asked.adapter}/{asked.head}"]
 
-    def add(self, clip: Chunk, result: ChunkResult) -> ChunkResult:
-        frames = []
-        if self.tracker is not None:
-            frames = self.tracker.follow(clip, result)
+    def add(self, clip: Chunk, result: ChunkResult, frames: Sequence[TrackedFrame] = ()) -> ChunkResult:
+        """frames: found here."""
+        if self._tracker is not None:
+            frames = self._tracker.follow(clip, result)
             if result.answer is not None:
-                result = msgspec.structs.replace(result, tracks=self.tracker.detected)
-        self.files.add(clip, result, frames)
-        if self.tracker is not None:
-            self.files.add_tracks(self.tracker.ended)
-            self.tracker.ended.clear()
-        self.questions.keep(clip)
-        for watch in self.watches:
+                result = msgspec.structs.replace(result, tracks=self._tracker.detected)
+        super().add(clip, result, frames)
+        if self._tracker is not None:
+            self.add_tracks(self._tracker.ended)
+            self._tracker.ended.clear()
+        self._questions.keep(clip)
+        for watch in self._watches:
             for happened in watch.see(clip, result, frames):
-                self.questions.add(happened, clip, result)
+                self._questions.add(happened, clip, result)
         return result
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            if self._tracker is not None:
+                self._tracker.close()
+                self.add_tracks(self._tracker.ended)
+                counts = self._tracker.counts
+                self._counts.objects[self._name] = dict(counts)
+                by_label = ", ".join(f"{count} {label}" for label, count in sorted(counts.items()))
+                objects = f"{counts.total()} object{'s' * (counts.total() != 1)}"
+                self._analysis.print_line(f"{self._name}: {objects}{by_label and f': {by_label}'}")
+        finally:
+            super().__exit__(*exc)
 
 
 def camera_groups(camera: CameraPlan, statuses: Sequence[AdapterStatus]) -> list[Group]:
