@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,8 +60,8 @@ def measure(quick: bool) -> Measured:
             row, seconds = measure_cell(case, _QUICK_ROUNDS if quick else _ROUNDS)
             rows.append(row)
             spreads.append(seconds)
-    spread = Spread.of(spreads)
-    return Measured(rows, {"spread": spread._asdict()}, goals_of(rows, spread))
+    spread = spread_of(spreads)
+    return Measured(rows, {"spread": spread}, goals_of(rows, spread))
 
 
 _MIDDLE = ("rank", "adapters")
@@ -204,31 +204,19 @@ def with_cold_caches(
     return timed
 
 
-class Spread(NamedTuple):
-    """p95 / p50 of the chosen strategy and of the others, over the calls of all cells."""
-
-    chosen: float
-    others: float
-
-    @classmethod
-    def of(cls, cells: Sequence[Mapping[str, Sequence[float]]]) -> Spread:
-        """Each call relative to the median of its cell: the 95th percentile of the few calls of one cell would be its
-        maximum.
-        """
-        chosen: list[float] = []
-        others: list[float] = []
-        for cell in cells:
-            for name, seconds in cell.items():
-                median = statistics.median(seconds)
-                (chosen if name == "chosen" else others).extend(taken / median for taken in seconds)
-        return cls(_p95_over_p50(chosen), _p95_over_p50(others))
+def spread_of(cells: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """p95 / p50 of the chosen strategy and of the others, over the calls of all cells, each relative to the median of
+    its cell: the 95th percentile of the few calls of one cell would be its maximum.
+    """
+    relative: dict[str, list[float]] = {"chosen": [], "others": []}
+    for cell in cells:
+        for name, seconds in cell.items():
+            median = statistics.median(seconds)
+            relative["chosen" if name == "chosen" else "others"] += [taken / median for taken in seconds]
+    return {name: statistics.quantiles(all_, n=20)[-1] / statistics.median(all_) for name, all_ in relative.items()}
 
 
-def _p95_over_p50(values: Sequence[float]) -> float:
-    return statistics.quantiles(values, n=20)[-1] / statistics.median(values)
-
-
-def goals_of(rows: Sequence[dict[str, Any]], spread: Spread) -> list[Goal]:
+def goals_of(rows: Sequence[dict[str, Any]], spread: Mapping[str, float]) -> list[Goal]:
     def ratios(name: str, **wanted: Any) -> list[float]:
         return [row[name] for row in rows if row[name] and all(row[key] == value for key, value in wanted.items())]
 
@@ -239,7 +227,7 @@ def goals_of(rows: Sequence[dict[str, Any]], spread: Spread) -> list[Goal]:
     einsum_elsewhere = ratios("padded einsum", segments="even")
     return [
         Goal("chosen / best single strategy, worst cell", max(ratios("chosen / best")), 1.1, True),
-        Goal("p95 / p50 of all calls, chosen over theirs", spread.chosen / spread.others, 1.0, True),
+        Goal("p95 / p50 of all calls, chosen over theirs", spread["chosen"] / spread["others"], 1.0, True),
         Goal("gather and bmm / chosen, geometric mean", _mean(ratios("gather and bmm")), 8.0, False),
         Goal(
             "padded einsum / chosen, uneven, geometric mean",

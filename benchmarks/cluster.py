@@ -25,8 +25,8 @@ from vlora.bench.report import Goal, Row
 from vlora.orchestrator.cost_model import Costs
 from vlora.routing import RULES, Need, Report, Room, Router
 from vlora.simulator.arrivals import Arrival, adapter_name, power_law
-from vlora.simulator.machine import ClusterConfig
-from vlora.simulator.measures import Measures
+from vlora.simulator.cluster_config import ClusterConfig
+from vlora.simulator.measures import Measures, percentile
 from vlora.simulator.replica import ReplicaConfig
 from vlora.simulator.world import replay
 
@@ -236,8 +236,7 @@ def _percentiles_us(action: Callable[[int], Any], times: int) -> tuple[float, fl
         began = time.thread_time()
         action(number)
         spent.append(1e6 * (time.thread_time() - began))
-    spent.sort()
-    return spent[times // 2], spent[math.ceil(0.99 * times) - 1]
+    return percentile(spent, 50), percentile(spent, 99)
 
 
 def decision_goals(found: Sequence[Row]) -> list[Goal]:

@@ -32,9 +32,9 @@ from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
 from vlora.bench.serve.server_process import ServerProcess, launched_server
 from vlora.bench.serve.surfaces import HttpProtocol
-from vlora.bench.timing import percentile
 from vlora.client import Client
 from vlora.models.processing import InputProcessor
+from vlora.simulator.measures import percentile
 
 _TOKENS = (1, 16, 64, 64)  # answer lengths; the longest twice, because its variance is largest
 _WORDS = ("red", "green", "blue", "yellow", "disc", "board", "octagon", "wedge", "car", "truck", "bus", "bike")

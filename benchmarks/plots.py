@@ -182,9 +182,6 @@ def lines(
     """A line for each series.
 
     Args:
-        axis: To draw on.
-        rows: All of the panel.
-        panel: The series.
         styles: Of lines by name of their series.
         mark: A vertical line, and its text.
         error: A column, half the length of a bar at each point.
@@ -235,9 +232,6 @@ def bars(
     """Bars with their values, in a group for each x.
 
     Args:
-        axis: To draw on.
-        rows: All of the panel.
-        panel: The series.
         relative: To the series' first.
         wrap: Letters of a line of the groups' labels; 0: as they are.
         colors: Of the series.

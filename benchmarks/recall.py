@@ -14,6 +14,7 @@ from apps.retrieval.contact_sheet import write_sheet
 from apps.retrieval.indexing import make_settings, update_index
 from apps.retrieval.ranking import Hit, search, search_like
 from apps.retrieval.store import RetrievalIndex
+from vlora.bench.harness import say
 from vlora.bench.report import Goal
 from vlora.client import Client
 
@@ -38,6 +39,20 @@ class Query(NamedTuple):
     clips: tuple[tuple[str, int], ...]
 
 
+class Collection(NamedTuple):
+    """Files of a folder that are searched together. num_frames: of the clip that the model reads. base_caption,
+    caption: the questions that are asked of each clip for the index, of the base model and of the adapter. heads: of
+    the adapter, asked as well. queries: by the name of their group.
+    """
+
+    folder: str
+    num_frames: int
+    base_caption: str
+    caption: str
+    heads: list[str]
+    queries: dict[str, list[Query]]
+
+
 class Ranking(NamedTuple):
     """Of one query. places: of the clips found that it describes, from 1, increasing. wanted: all that it describes."""
 
@@ -45,42 +60,25 @@ class Ranking(NamedTuple):
     wanted: int
 
 
-def measure_recall(
-    client: Client,
-    folder: Path,
-    work: Path,
-    queries: Mapping[str, Sequence[Query]],
-    *,
-    adapter: str,
-    heads: Sequence[str],
-    num_frames: int,
-    base_caption: str,
-    caption: str,
-    question: str,
-    say: Callable[[str], None],
-    sheet: Path | None = None,
-) -> list[dict[str, Any]]:
-    """Rank a folder's files for every query by every method; a row per group of queries and method.
+def measure_recall(client: Client, own: Collection, work: Path, adapter: str, question: str) -> list[dict[str, Any]]:
+    """Rank a collection's files for every query by every method; a row per group of queries and method.
 
     Args:
-        work: folder for the indexes.
-        queries: by the name of their group.
-        heads: of the adapter, for its index.
-        num_frames, question: as for `search`. base_caption, caption: questions for the words of the base model's and
-            the adapter's index.
-        sheet: the contact sheet to write, of the first query's results.
+        work: Folder for the indexes, and for the contact sheet of the first query's results.
+        question: As for `search`.
     """
     rows: list[dict[str, Any]] = []
+    folder, num_frames = Path(own.folder), own.num_frames
 
     def add(group: str, method: str, scores: Mapping[str, float | None]) -> None:
-        rows.append({"videos": group, "method": method, **scores, "queries": len(queries[group])})
+        rows.append({"videos": group, "method": method, **scores, "queries": len(own.queries[group])})
         say(", ".join(f"{column} {value}" for column, value in rows[-1].items()))
 
-    for owner, asked, owners in ((BASE, base_caption, ()), (ADAPTER, caption, (adapter,))):
+    for owner, asked, owners in ((BASE, own.base_caption, ()), (ADAPTER, own.caption, (adapter,))):
         path = work / f"{folder.name}-{owner}.sqlite"
         path.unlink(missing_ok=True)
         settings = make_settings(
-            client, adapters=owners, heads=heads if owners else (), questions=(asked,), num_frames=num_frames
+            client, adapters=owners, heads=own.heads if owners else (), questions=(asked,), num_frames=num_frames
         )
         with RetrievalIndex(path, settings) as index:
             update_index(client, index, [folder])
@@ -90,20 +88,20 @@ def measure_recall(
                 options: dict[str, Any] = {"question": question, "num_frames": num_frames, "num_candidates": most}
                 return search(client, index, query, adapter=adapter if owner == ADAPTER else None, **options)
 
-            for group, own in queries.items():
+            for group, queries in own.queries.items():
                 if owner == BASE:
-                    add(group, RANDOM, expected_by_chance(num_clips, [len(query.clips) for query in own]))
-                found = [(find(query.text, num_clips), query) for query in own]
+                    add(group, RANDOM, expected_by_chance(num_clips, [len(query.clips) for query in queries]))
+                found = [(find(query.text, num_clips), query) for query in queries]
                 for signal, value in SIGNALS.items():
                     if signal != "heads" or settings.heads:
                         add(group, f"{owner}, {signal}", summary([ranked(hits, query, value) for hits, query in found]))
                 add(group, f"{owner}, {TOGETHER}", summary([ranked(hits, query) for hits, query in found]))
-                few = [ranked(find(query.text, NUM_FEW), query) for query in own]
+                few = [ranked(find(query.text, NUM_FEW), query) for query in queries]
                 add(group, f"{owner}, {FEW}", summary(few))
-            if sheet is not None and owner == ADAPTER:
-                first = next(iter(queries.values()))[0].text
+            if owner == ADAPTER:
+                first = next(iter(own.queries.values()))[0].text
                 hits = find(first, NUM_FEW)[:10]
-                write_sheet(sheet, first, hits, [index.frames(hit.clip) for hit in hits])
+                write_sheet(work / f"{folder.name}.png", first, hits, [index.frames(hit.clip) for hit in hits])
     return rows
 
 
@@ -129,7 +127,7 @@ COPIES: Mapping[str, Callable[[np.ndarray], bytes]] = {
 """Near duplicates of a picture."""
 
 
-def measure_copies(client: Client, path: Path, group: str, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure_copies(client: Client, path: Path, group: str) -> list[dict[str, Any]]:
     """Search an index for each of its clips by a near duplicate of the clip's first frame; a row per kind."""
     rows = []
     with RetrievalIndex(path) as index:

@@ -22,14 +22,14 @@ import msgspec
 import numpy as np
 
 from benchmarks.adapters import base_of, cut, plan_of, trainer_of
-from benchmarks.recall import BASE, Query, goals_of, measure_copies, measure_recall
+from benchmarks.recall import BASE, Collection, Query, goals_of, measure_copies, measure_recall
 from fusion.data.samples import Sample, Splits
 from fusion.embedded.drawing import COLORS, SIZE, add_noise, article, chance, pick
 from fusion.plan.schema import LoraPlan
 from fusion.synthetic.drawn import ACTIONS, CLIP_FRAMES, KINDS, SIDES, Passing, Street, Thing, draw_passing, draw_street
 from fusion.synthetic.sources import load_source
 from vlora.bench.harness import Bench, Measured, Results, Store, say
-from vlora.bench.serve.server_process import launched_server
+from vlora.bench.serve.server_process import served
 from vlora.client import Client
 
 QUESTION = "is there {}?"
@@ -216,20 +216,6 @@ _READ = {"digits": ("sklearn-digits", "what digit is shown ?"), "signs": ("drawn
 """Domain of a head -> source and question."""
 
 
-class Collection(NamedTuple):
-    """Files of a folder that are searched together. num_frames: of the clip that the model reads. base_caption,
-    caption: the questions that are asked of each clip for the index, of the base model and of the adapter. heads: of
-    the adapter, asked as well. queries: by the name of their group.
-    """
-
-    folder: str
-    num_frames: int
-    base_caption: str
-    caption: str
-    heads: list[str]
-    queries: dict[str, list[Query]]
-
-
 class Prepared(NamedTuple):
     """adapters: the folder that contains the adapter. scores: of it, on test samples."""
 
@@ -294,30 +280,16 @@ def measure(case: tuple[str, bool], store: Store) -> Measured:
     made = stored["found"]["prepared"]
     prepared = Prepared(**{**made, "collections": msgspec.convert(made["collections"], list[Collection])})
     rows: list[dict[str, Any]] = []
-    ports = ("--rpyc-port", "0", "--http-port", "0")
     with (
-        launched_server("vlora.cli", "serve", "--adapters", prepared.adapters, "--threads", "1", *ports) as server,
+        served("--adapters", prepared.adapters, "--threads", "1") as server,
         Client(port=server.rpyc_port) as client,
     ):
         for collection in prepared.collections:
-            rows += measure_recall(
-                client,
-                Path(collection.folder),
-                store.folder,
-                collection.queries,
-                adapter=ADAPTER,
-                heads=collection.heads,
-                num_frames=collection.num_frames,
-                base_caption=collection.base_caption,
-                caption=collection.caption,
-                question=QUESTION,
-                say=say,
-                sheet=store.folder / f"{Path(collection.folder).name}.png",
-            )
+            rows += measure_recall(client, collection, store.folder, ADAPTER, QUESTION)
         goals = goals_of(rows)
         for collection in prepared.collections:
             name = Path(collection.folder).name
-            rows += measure_copies(client, store.folder / f"{name}-{BASE}.sqlite", name, say)
+            rows += measure_copies(client, store.folder / f"{name}-{BASE}.sqlite", name)
     trained = {"test scores": prepared.scores, "training CPU s": prepared.training_cpu_s}
     return Measured(rows, {"adapter": trained}, [] if quick else goals)
 

@@ -1,11 +1,9 @@
-"""The small model of each built-in source: its network, its training, and its file in ONNX."""
+"""The small models of built-in sources that the papers compare adapters with: networks and their training."""
 
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +13,8 @@ from torch.nn import functional as F
 
 from fusion.data.samples import Sample, Splits
 from fusion.embedded.drawing import SIZE
-from fusion.plan.teacher_kinds import OnnxDetectorTeacher
-from fusion.teachers.onnx_detector import OnnxDetector, open_session
 from heads import TASKS, Box, Task, Value
+from heads.answer import suppress
 
 STRIDE = 8  # pixels of a picture per cell of the trunk's output
 CELLS = SIZE // STRIDE
@@ -32,51 +29,26 @@ def trunk(channels: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-class Classifier(nn.Module):
-    """Logits [n, labels] from the largest features in each quarter of the picture."""
+class ClipClassifier(nn.Module):
+    """Logits [n, labels] of clips [n, 3 * frames, 96, 96], from the largest features in each quarter of the picture.
+    The network's input is the first frame, and each further frame's difference to the one before.
+    """
 
-    def __init__(self, num_labels: int, channels: int = 3) -> None:
+    def __init__(self, num_labels: int, num_frames: int) -> None:
         super().__init__()
-        self.trunk = trunk(channels)
+        self.trunk = trunk(3 * num_frames)
         self.more = nn.Sequential(nn.Conv2d(_WIDTH, 96, 3, 2, 1, bias=False), nn.BatchNorm2d(96), nn.ReLU())
         self.head = nn.Linear(96 * 4, num_labels)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        features = self.more(self.trunk(pixels * 2 - 1))
+        change = pixels[:, 3:] - pixels[:, :-3]
+        features = self.more(self.trunk(torch.cat([2 * pixels[:, :3] - 1, change], 1)))
         logits: torch.Tensor = self.head(F.max_pool2d(features, CELLS // 4).flatten(1))
         return logits
 
 
-class ClipClassifier(Classifier):
-    """A classifier of clips, [n, 3 * frames, 96, 96]: its input is the first frame, and each further frame's difference
-    to the one before."""
-
-    def __init__(self, num_labels: int, num_frames: int) -> None:
-        super().__init__(num_labels, 3 * num_frames)
-
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        change = pixels[:, 3:] - pixels[:, :-3]
-        return super().forward(torch.cat([pixels[:, :3], change / 2 + 0.5], 1))
-
-
-class Counter(nn.Module):
-    """Logits [n, counts] from the sum over all cells of features that are at least 0, so that each object adds its
-    part."""
-
-    def __init__(self, num_counts: int) -> None:
-        super().__init__()
-        self.trunk = trunk(3)
-        self.parts = nn.Sequential(nn.Conv2d(_WIDTH, 32, 3, 1, 1), nn.ReLU())
-        self.head = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, num_counts))
-
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.parts(self.trunk(pixels * 2 - 1)).sum((2, 3)) / 8)
-        return logits
-
-
 class AnchorFreeDetector(nn.Module):
-    """A detector without anchor boxes, with YOLOv8's output layout: [n, 4 + labels, 144], of each cell the centre and
-    size of a box in pixels and a score for each label."""
+    """A detector without anchor boxes, as YOLOv8: a box of each cell, and a score for each label."""
 
     def __init__(self, num_labels: int) -> None:
         super().__init__()
@@ -88,17 +60,12 @@ class AnchorFreeDetector(nn.Module):
         self.middles: torch.Tensor
         self.register_buffer("middles", _middles(), persistent=False)
 
-    def raw(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Edges [n, 144, 4] (left, top, right, bottom) in pixels, and logits of labels [n, 144, labels]."""
         features = self.more(self.trunk(pixels * 2 - 1))
         distances = F.softplus(self.edges(features).flatten(2).transpose(1, 2)) * STRIDE
         edges = torch.cat([self.middles - distances[..., :2], self.middles + distances[..., 2:]], -1)
         return edges, self.labels(features).flatten(2).transpose(1, 2)
-
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        edges, logits = self.raw(pixels)
-        low, high = edges[..., :2], edges[..., 2:]
-        return torch.cat([(low + high) / 2, high - low, logits.sigmoid()], -1).transpose(1, 2)
 
 
 def _middles() -> torch.Tensor:
@@ -161,26 +128,36 @@ def generalised_iou(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return shared / union - (around - union) / around
 
 
-_SCORE = 0.5  # least score of a reported box, as of a detection head
+_SCORE, _OVERLAP = 0.5, 0.45  # of reported boxes: the least score, and the most IoU of two with one label
 
 _BATCH = 32
 _LEARNING_RATE = 4e-3
+
+
+def answers(model: nn.Module, samples: Sequence[Sample]) -> list[Any]:
+    """One answer per sample, as its domain's metric compares them."""
+    with torch.inference_mode():
+        found = model(pixels(samples))
+    if not isinstance(model, AnchorFreeDetector):
+        return [*found.argmax(1).tolist()]
+    edges, (scores, labels) = (found[0] / SIZE).clamp(0, 1), found[1].sigmoid().max(-1)
+    boxes = []
+    for label_of, corners, score_of in zip(labels.tolist(), edges.tolist(), scores.tolist(), strict=True):
+        cells = zip(label_of, corners, score_of, strict=True)
+        likely = [Box(label, *corner, score) for label, corner, score in cells if score >= _SCORE]  # type: ignore[call-arg]
+        boxes.append(tuple(suppress(likely, _OVERLAP)))
+    return boxes
 
 
 @dataclasses.dataclass(frozen=True)
 class Rival:
     """A kind of small model. steps: of training, with 32 samples each."""
 
-    name: str
     build: Callable[[Splits], nn.Module]
     steps: int
 
     def train(self, splits: Splits, seed: int, *, steps: int | None = None) -> nn.Module:
-        """Train on the training part. Takes minutes of processor time.
-
-        Args:
-            steps: instead of the model's own number.
-        """
+        """Train on the training part, for minutes of processor time. steps: instead of the model's own number."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = self.build(splits)
@@ -194,57 +171,10 @@ class Rival:
 
 
 RIVALS: dict[str, Rival] = {
-    "drawn-traffic-detection": Rival(
-        "anchor-free detector", lambda splits: AnchorFreeDetector(len(splits.labels)), 500
-    ),
-    "drawn-signs": Rival("classifier", lambda splits: Classifier(len(splits.labels)), 400),
-    "drawn-traffic-counts": Rival("counter", lambda splits: Counter(len(splits.labels)), 500),
-    "drawn-actions": Rival("action model", lambda splits: ClipClassifier(len(splits.labels), splits.num_frames), 200),
-    "drawn-short-actions": Rival(
-        "action model", lambda splits: ClipClassifier(len(splits.labels), splits.num_frames), 200
-    ),
+    "drawn-traffic-detection": Rival(lambda splits: AnchorFreeDetector(len(splits.labels)), 500),
+    "drawn-actions": Rival(lambda splits: ClipClassifier(len(splits.labels), splits.num_frames), 200),
 }
 """By built-in source."""
-
-
-def export(model: nn.Module, splits: Splits, file: Path) -> None:
-    """Write a trained model in ONNX, for one sample at a time."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that this exporter is the older one; the newer needs onnxscript
-        torch.onnx.export(
-            model, (pixels(splits.test[:1]),), file, input_names=["images"], output_names=["output0"], dynamo=False
-        )
-
-
-class SmallModel:
-    """An exported model, run by onnxruntime: one answer per sample, as its domain's metric compares them.
-
-    Args:
-        threads: number of threads; None for torch's.
-    """
-
-    def __init__(self, file: Path, splits: Splits, *, threads: int | None = None) -> None:
-        self._labels = splits.labels
-        self._detector: OnnxDetector | None = None
-        if splits.task == "detection":
-            plan = OnnxDetectorTeacher(kind="onnx_detector", file=file, labels=splits.labels)
-            self._detector = OnnxDetector(plan, threads=threads)
-        else:
-            self._session: Any = open_session(file, threads)
-
-    def answer(self, sample: Sample) -> Any:
-        if self._detector is not None:
-            return tuple(
-                Box(self._labels.index(box.label), *box[1:5], box.confidence)  # type: ignore[misc, call-arg]
-                for box in self._detector.find(sample.frames[0])
-                if box.confidence >= _SCORE
-            )
-        planes = pixels([sample]).numpy()
-        (logits,) = self._session.run(None, {"images": planes})
-        return int(np.argmax(logits[0]))
-
-    def answers(self, samples: Sequence[Sample]) -> list[Any]:
-        return [self.answer(sample) for sample in samples]
 
 
 # -- training, of which the result depends on the data and the seed only, for a given number of threads ----------------
@@ -304,6 +234,7 @@ def loss_of_detector(model: AnchorFreeDetector, samples: Sequence[Sample], seed:
                 boxes = tuple(box._replace(left=1 - box.right, right=1 - box.left) for box in boxes)  # type: ignore[union-attr]
             pairs.append(targets_of_cells(boxes, model.middles))  # type: ignore[arg-type]
         labels, edges = (torch.stack(each) for each in zip(*pairs, strict=True))
-        return detector_loss(*model.raw(inputs), labels, edges)
+        found: tuple[torch.Tensor, torch.Tensor] = model(inputs)
+        return detector_loss(*found, labels, edges)
 
     return loss

@@ -29,12 +29,12 @@ from benchmarks.plots import Picture
 from fusion.embedded import checkpoint_path
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal, Row
-from vlora.bench.serve.server_process import HEAD, ServerProcess, embedded_model_server, write_embedded_adapter
-from vlora.bench.timing import percentile
+from vlora.bench.serve.server_process import HEAD, ServerProcess, served, write_embedded_adapter
 from vlora.client import AsyncClient, AsyncFrameStream
 from vlora.engine.host_resources import default_threads
 from vlora.errors import VLoraError
 from vlora.models.processing import InputProcessor
+from vlora.simulator.measures import percentile
 
 Kind = Literal["ordinary", "activated"]
 
@@ -70,25 +70,15 @@ class Trial:
 
 @dataclasses.dataclass
 class Observed:
-    """The observations of the cameras of a trial.
-
-    Attributes:
-        latencies_s: From the time at which each answered frame was due to the arrival of its result.
-        sent: Frames sent.
-        dropped: Frames that a newer one replaced on the server.
-        failed: Frames with an error, or with an error of one of their answers.
-        lost: Frames sent without exactly one result in order, and results of no frame.
-        cut: Cameras that were so far behind that they were stopped.
-        unanswered: Frames that stopped cameras sent after the last one with a result; they are not `lost`.
-    """
+    """The frames of a trial. latencies_s: from the time at which each answered frame was due to its result."""
 
     latencies_s: list[float] = dataclasses.field(default_factory=list)
     sent: int = 0
-    dropped: int = 0
-    failed: int = 0
-    lost: int = 0
-    cut: int = 0
-    unanswered: int = 0
+    dropped: int = 0  # a newer one replaced them on the server
+    failed: int = 0  # with an error, or with an error of one of their answers
+    lost: int = 0  # sent without exactly one result in order, and results of no frame
+    cut: int = 0  # cameras that were so far behind that they were stopped
+    unanswered: int = 0  # sent by stopped cameras after the last one with a result; they are not `lost`
 
     @property
     def answered(self) -> int:
@@ -241,7 +231,7 @@ _MOST_CAMERAS = 256
 _GUESS = 0.8  # of the frames per second without a deadline
 _WARM_FRAMES = 30
 _LOADING_S = 60.0
-_FLAGS = ("--max-streams", str(2 * _MOST_CAMERAS), "--max-requests", str(16 * _MOST_CAMERAS))
+_FLAGS = ("--dtype", "float32", "--max-streams", str(2 * _MOST_CAMERAS), "--max-requests", str(16 * _MOST_CAMERAS))
 
 
 def measure_all(quick: bool) -> Measured:
@@ -255,7 +245,7 @@ def measure_all(quick: bool) -> Measured:
         write_adapters(Path(temporary))
         draws = itertools.count()
         for threads in (every,) if quick or every == 1 else (every, 1):
-            with embedded_model_server(Path(temporary), *_FLAGS, threads=threads) as server:
+            with served("--adapters", temporary, "--threads", str(threads), *_FLAGS) as server:
                 rows += asyncio.run(measure(server, threads, quick, totals, draws))
     goals = [
         Goal("frames without exactly one result, in all trials", float(totals.lost), 0.0, True),

@@ -26,10 +26,11 @@ from fusion.embedded import checkpoint_path
 from vlora.bench.dummy import ranks_config
 from vlora.bench.harness import Bench, Measured
 from vlora.bench.report import Goal
-from vlora.bench.timing import percentile, threads
+from vlora.bench.timing import threads
 from vlora.config import EngineConfig
 from vlora.engine import Engine
 from vlora.models.processing import InputProcessor
+from vlora.simulator.measures import percentile
 from vlora.types import Request, SamplingParams
 
 SLOWDOWN = 1.15

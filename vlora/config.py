@@ -34,6 +34,8 @@ POLICY_NAMES = {
     "merged_only": "one adapter at a time, merged",
     "unmerged_only": "all adapters together, never merged",
 }
+RULES = ("placed", "punica", "where_it_is", "least_loaded", "round_robin")
+"""Of `vlora.routing`, which takes long to import."""
 _POLICY = "Request order and inference mode of each step:\n\n\b\n" + "\n".join(
     f"{name:<15}{text}" for name, text in POLICY_NAMES.items()
 )
@@ -48,7 +50,12 @@ def setting(default: Any, heading: str, text: str, **more: Any) -> Any:
         more: `least`, `above` and `most` bound a value that is not None; `choices` has the values of a name;
             `short` is a short flag.
     """
-    return dataclasses.field(default=default, metadata={"heading": heading, "text": text, **more})
+    return bounded(default, heading=heading, text=text, **more)
+
+
+def bounded(default: Any, **more: Any) -> Any:
+    """A field that `check_settings` checks, with what `more` has in `setting`."""
+    return dataclasses.field(default=default, metadata=more)
 
 
 @functools.cache

@@ -45,15 +45,7 @@ class Chunk(NamedTuple):
 
 
 class PagedBatch:
-    """Requests of the given lengths, with their blocks in random order.
-
-    Args:
-        chunks: One per request.
-        heads: Shape of the layers.
-        num_layers: Layers that share the batch; each has its own KV.
-        dtype: Of queries and KV.
-        device: Location.
-    """
+    """Requests of the given lengths, a chunk of each, with their blocks in random order. Each layer has its own KV."""
 
     def __init__(
         self, chunks: Sequence[Chunk], heads: Heads, num_layers: int, dtype: torch.dtype, device: torch.device

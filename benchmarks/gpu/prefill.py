@@ -15,7 +15,7 @@ from vlora.bench.dummy import dummy_picture
 from vlora.bench.gpu import models
 from vlora.bench.gpu.context import Context, elapsed, host_seconds, repeats
 from vlora.bench.report import Goal
-from vlora.bench.timed_engine import FixedModePolicy, TimedEngine
+from vlora.bench.timed_engine import FixedModePolicy, Kind, TimedEngine
 from vlora.models.vision.encoder import VisionTask
 from vlora.types import VisionInput
 
@@ -23,10 +23,10 @@ TOKENS, _SMALL_TOKENS = 2048, 64
 SIDE, OTHER_SIDES = 32, (30, 34, 46)  # patches per side: 1,024 patches, and sizes that are new to the engine
 _SMALL_SIDE, _SMALL_OTHER_SIDES = 4, (6,)
 _NUM_IMAGES = (1, 4, 16)
-_MODES: tuple[tuple[str, tuple[str, ...], bool], ...] = (
-    ("merged", ("r16-0",), True),
-    ("unmerged", ("r16-0",), False),
-    ("mixed", ("r16-0", "r16-1"), True),
+_MODES = (
+    Kind("merged", ("r16-0",), True),
+    Kind("unmerged", ("r16-0",), False),
+    Kind("mixed", ("r16-0", "r16-1"), True),
 )
 
 

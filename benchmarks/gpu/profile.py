@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,20 +14,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from vlora.bench.gpu import models
 from vlora.bench.gpu.context import Context
-from vlora.bench.timed_engine import FixedModePolicy
+from vlora.bench.timed_engine import FixedModePolicy, Kind
 
 _BATCH, _PROMPT, _PREFILL = 16, 1024, 2048
 _SMALL_BATCH, _SMALL_PROMPT, _SMALL_PREFILL = 4, 16, 32
 _KINDS = ("merged", "unmerged 8 x r16", "mixed")
 _ROWS = 25
-
-
-class Kind(NamedTuple):
-    """One kind of batch: the adapters of its requests by turns, and whether the first one is merged."""
-
-    name: str
-    adapters: Sequence[str | None]
-    merging: bool
 
 
 KINDS = (

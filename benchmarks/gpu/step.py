@@ -7,19 +7,22 @@ complete and does not wait for its own. Every mode runs on one engine; others ha
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from atmm import formats
-from benchmarks.gpu.profile import KINDS, Kind, memory_gib, profiled
+from benchmarks.gpu.profile import KINDS, memory_gib, profiled
+from vlora.bench.dummy import language_shapes
 from vlora.bench.gpu import models
 from vlora.bench.gpu.context import Context, launch_seconds, loop_seconds, memory_speed
 from vlora.bench.report import Goal
-from vlora.bench.timed_engine import FixedModePolicy, Step
+from vlora.bench.step import DecodeWork
+from vlora.bench.timed_engine import FixedModePolicy, Kind, Step
 from vlora.config import Quantize
 
 BATCHES, PROMPT = (32, 16, 8, 1), 1024
@@ -44,16 +47,17 @@ def run(context: Context) -> dict[str, Any]:
     bytes_per_s = memory_speed(context)
     batches, prompt = (BATCHES, PROMPT) if context.on_gpu else (_SMALL_BATCHES, _SMALL_PROMPT)
     rows: list[dict[str, Any]] = []
-    found = _time(context, _Base("none", KINDS, batches), prompt, bytes_per_s, rows)
+    timed = functools.partial(_time, context, rows, prompt, bytes_per_s)
+    capture_s = timed("none", KINDS, batches)
     gc.collect()
     on_cuda = context.device.type == "cuda"
     if on_cuda:
         torch.cuda.empty_cache()
     if not on_cuda or torch.cuda.get_device_capability(context.device) >= formats.FP8_CAPABILITY:
-        _time(context, _Base("fp8", KINDS[:3], batches[-3:]), prompt, bytes_per_s, rows)
+        timed("fp8", KINDS[:3], batches[-3:])
         gc.collect()
-    _time(context, _Base("int4", KINDS[1:3], batches[-3:]), prompt, bytes_per_s, rows)
-    goals = goals_of(rows, found.capture_s, context.gpu) if context.on_gpu else []
+    timed("int4", KINDS[1:3], batches[-3:])
+    goals = goals_of(rows, capture_s, context.gpu) if context.on_gpu else []
     shown = _GOAL_BATCH if context.on_gpu else batches[0]
     return {
         "summary": "; ".join(
@@ -64,31 +68,23 @@ def run(context: Context) -> dict[str, Any]:
         "rows": rows,
         "goals": goals,
         "bytes_per_s": bytes_per_s,
-        "sizes": found.sizes._asdict(),
-        "capture_s": found.capture_s,
+        "capture_s": capture_s,
         "reserved_gib": memory_gib(context),
     }
 
 
-class _Base(NamedTuple):
-    """quantize: the format of the base weights. kinds, batches: the steps that are timed."""
-
-    quantize: Quantize
-    kinds: Sequence[Kind]
-    batches: Sequence[int]
-
-
-class _Found(NamedTuple):
-    """capture_s: the time of the capture, or None without graphs."""
-
-    sizes: models.Sizes
-    capture_s: float | None
-
-
-def _time(context: Context, base: _Base, prompt: int, bytes_per_s: float, rows: list[dict[str, Any]]) -> _Found:
-    """Add the rows of a base to `rows`."""
+def _time(
+    context: Context,
+    rows: list[dict[str, Any]],
+    prompt: int,
+    bytes_per_s: float,
+    quantize: Quantize,
+    kinds: Sequence[Kind],
+    batches: Sequence[int],
+) -> float | None:
+    """Add the rows of weights in a format. Returns the seconds of the capture of graphs, if there are graphs."""
     model = models.built(context)
-    sizes = models.sizes_of(model)
+    shapes = language_shapes(model)
     policy = FixedModePolicy()
     engine = models.timed_engine(
         context,
@@ -96,34 +92,33 @@ def _time(context: Context, base: _Base, prompt: int, bytes_per_s: float, rows: 
         {16: 8, 64: 16},
         parts={"policy": policy},
         context=prompt,
-        max_batch_size=base.batches[0],
+        max_batch_size=batches[0],
         max_step_tokens=4096,
-        quantize=base.quantize,
+        quantize=quantize,
     )
-    if base.quantize != "none":
-        head = model.get_output_embeddings().weight.nbytes
-        sizes = sizes._replace(weights=engine.engine.parts.device.slabs.num_bytes + head)
-    suffix = "" if base.quantize == "none" else f", {base.quantize}"
+    slab_bytes = engine.engine.parts.device.slabs.num_bytes
+    work = DecodeWork(model, shapes, prompt, slab_bytes + model.get_output_embeddings().weight.nbytes)
+    suffix = "" if quantize == "none" else f", {quantize}"
     runner = engine.engine.parts.device.runner
     captured = runner.graphs
-    for kind in base.kinds:
+    for kind in kinds:
         policy.merging = kind.merging
-        step = engine.begin([kind.adapters[row % len(kind.adapters)] for row in range(base.batches[0])])
-        for batch in base.batches:
+        step = engine.begin([kind.adapters[row % len(kind.adapters)] for row in range(batches[0])])
+        for batch in batches:
             engine.keep(batch)
             used = {kind.adapters[row % len(kind.adapters)] for row in range(batch)}
             if kind.name == "mixed" and len(used) == 1:
                 continue  # a merged batch
-            adapter_bytes = 0 if kind.name in ("none", "merged") else _rank_sum(used) * sizes.adapter_rank
-            num_bytes = sizes.weights + batch * prompt * sizes.kv_token + adapter_bytes
+            ranks = [int(name[1:].partition("-")[0]) for name in used if name is not None]  # of names such as r16-0
+            num_bytes = work(batch, () if kind.name in ("none", "merged") else ranks).num_bytes
             for graphs in (None,) if captured is None else (captured, None):
                 runner.graphs = graphs
                 row = {"kind": kind.name + suffix, "batch": batch, "context": prompt, "graph": graphs is not None}
-                profiling = batch in (_PROFILED, base.batches[-1])
+                profiling = batch in (_PROFILED, batches[-1])
                 rows.append(row | _timed(context, step, num_bytes / bytes_per_s, profiling))
                 context.keep({"rows": rows, "bytes_per_s": bytes_per_s})
             runner.graphs = captured
-    return _Found(sizes, None if captured is None else captured.seconds)
+    return None if captured is None else captured.seconds
 
 
 def _timed(context: Context, step: Step, floor_s: float, profiling: bool) -> dict[str, float]:
@@ -142,11 +137,6 @@ def _timed(context: Context, step: Step, floor_s: float, profiling: bool) -> dic
         return times
     found = profiled(context, step)
     return times | {"launches": found.launches, "copies": found.copies, "idle": 1 - found.busy_s / median}
-
-
-def _rank_sum(adapters: set[str | None]) -> int:
-    """The sum of the ranks in names such as r16-0."""
-    return sum(int(name[1:].partition("-")[0]) for name in adapters if name is not None)
 
 
 def goals_of(rows: Sequence[dict[str, Any]], capture_s: float | None, gpu: str) -> list[Goal]:

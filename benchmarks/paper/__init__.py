@@ -12,7 +12,7 @@ import os
 import pkgutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -21,7 +21,7 @@ from benchmarks import plots
 from benchmarks.paper import simulations
 from benchmarks.paper.figure import FORM, PAPERS, Figure, Found, Measuring, Setting, read_figures
 from vlora.bench.harness import Bench, Measured, Results, Store, joined
-from vlora.bench.report import Goal, Row, environment
+from vlora.bench.report import Row, environment
 from vlora.bench.timing import threads
 from vlora.errors import BadConfig
 
@@ -129,18 +129,6 @@ def combine(results: Results) -> Measured:
     return whole._replace(found=found)
 
 
-class Drawn(NamedTuple):
-    """A figure on the page. others: the commits of its measurements, by name, if they are not this one."""
-
-    figure: Figure
-    picture: str
-    about: Mapping[str, Any]
-    seconds: float
-    rows: Sequence[Row]
-    goals: Sequence[Goal]
-    others: Mapping[str, str | None]
-
-
 def paint(store: Store, folder: Path) -> None:
     """Draw every figure that is stored, also by earlier runs, and write the page, and costs for `vlora simulate`."""
     quick, env = store.folder.name == "quick", environment()
@@ -156,8 +144,17 @@ def paint(store: Store, folder: Path) -> None:
         used = {name: found for name in (figure.stored, *about["used"]) if (found := store.read(name)) is not None}
         commits = {name: each["origin"]["commit"] for name, each in used.items()}
         others = {name: commit for name, commit in commits.items() if commit != env["commit"]}
-        seconds = stored["spent"]["wall s"]
-        drawn.append(Drawn(figure, picture, about, seconds, rows(figure, value), figure.goals_of(value), others))
+        drawn.append(
+            {
+                "figure": figure,
+                "picture": picture,
+                "about": about,
+                "seconds": stored["spent"]["wall s"],
+                "rows": rows(figure, value),
+                "goals": figure.goals_of(value),
+                "others": others,  # the commits of its measurements, by name, if they are not this one
+            }
+        )
     if store.read("costs") is not None:
         simulations.write_costs(Measuring(setting, store))
     templates = Environment(

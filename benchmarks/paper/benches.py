@@ -8,9 +8,7 @@ import functools
 import itertools
 import math
 import statistics
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from benchmarks.adapters import base_of, block_diagonal_score, cut, plan_of, tra
 from benchmarks.fusion import packing
 from benchmarks.paper import simulations, steps
 from benchmarks.paper.figure import QUICK_MODEL, Measuring
-from benchmarks.rivals import RIVALS, SmallModel, export
+from benchmarks.rivals import RIVALS, answers
 from benchmarks.split import mixed, split
 from benchmarks.split.processes import FULL, QUICK
 from fusion.data.samples import Splits
@@ -32,7 +30,7 @@ from fusion.training.objectives import objective_of
 from fusion.training.scoring import score_before_training
 from fusion.training.trainer import LoraTrainer
 from vlora.bench import tp
-from vlora.bench.dummy import MODELS, dummy_picture, half_billion_config, real_tower_config, unseen
+from vlora.bench.dummy import MODELS, Vision, dummy_picture, half_billion_config, unseen
 from vlora.bench.harness import measured
 from vlora.bench.report import Row
 from vlora.bench.timed_engine import HEAD, TimedEngine
@@ -188,16 +186,12 @@ def _small_model_score(source: str, quick: bool, rival_steps: int | None) -> flo
     """Of the source's rival, otherwise of its built-in teacher; None if it has neither."""
     splits = _splits(source, quick)
     if source in RIVALS:
-        model = RIVALS[source].train(splits, seed=0, steps=rival_steps)
-        with tempfile.TemporaryDirectory() as folder:
-            export(model, splits, Path(folder) / "model.onnx")
-            answers = SmallModel(Path(folder) / "model.onnx", splits, threads=1).answers(splits.test)
+        found = answers(RIVALS[source].train(splits, seed=0, steps=rival_steps), splits.test)
     elif source in TEACHERS:
-        teacher = TEACHERS[source](splits)
-        answers = teacher.answers(splits.test)
+        found = list(TEACHERS[source](splits).answers(splits.test))
     else:
         return None
-    return 100 * float(objective_of(splits).metric(answers, [sample.target for sample in splits.test]))
+    return 100 * float(objective_of(splits).metric(found, [sample.target for sample in splits.test]))
 
 
 def capacity(
@@ -260,8 +254,10 @@ def latency(measuring: Measuring, limit_s: float) -> list[Row]:
     quick = measuring.setting.quick
     small, large = ([(1, 1), (8, 1)], [(1, 1)]) if quick else (itertools.product((1, 8), (1, 4, 6)), [(1, 1), (8, 1)])
     rows: list[Row] = []
-    for tower, config_of, shapes in (("ViT-B", half_billion_config, small), ("Qwen2-VL", real_tower_config, large)):
-        rows += measure_tower(tower, asking(config_of(8 if quick else 24)), shapes, 1 if quick else 5, limit_s)
+    towers: dict[str, tuple[Vision, Any]] = {"ViT-B": ("tower", small), "Qwen2-VL": ("qwen2-vl", large)}
+    for tower, (vision, shapes) in towers.items():
+        ask = asking(half_billion_config(8 if quick else 24, vision))
+        rows += measure_tower(tower, ask, shapes, 1 if quick else 5, limit_s)
     longest = max(row["answer tokens"] for row in rows)
     return [{**row, "answer": "longer" if row["answer tokens"] == longest else "shorter"} for row in rows]
 

@@ -30,17 +30,9 @@ QUICK_MODEL = BenchModel("qwen2-0.5b, 6 layers", lambda: served_config(6), 512 *
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is measured.
-
-    Attributes:
-        quick: Fewer points and repetitions, on a CPU also a model of fewer layers.
-        device: The device.
-        model: The model of all measurements of steps and of all simulations.
-    """
-
-    quick: bool
+    quick: bool  # fewer points and repetitions, on a CPU also a model of fewer layers
     device: torch.device
-    model: BenchModel
+    model: BenchModel  # of all measurements of steps and of all simulations
 
     @classmethod
     def here(cls, quick: bool) -> Setting:

@@ -69,14 +69,8 @@ def operator_seconds(
 
     Args:
         setting: Its device and the others' type are used; on a CPU, torch's threads, and CPU seconds if there is one.
-        shape: One site.
-        rank: Of all adapters.
         segments: Tokens of each adapter.
-        rounds: Times of every call.
         only: Others to time in addition to this operator; all by default.
-
-    Returns:
-        Seconds of every round, by operator.
     """
     torch.manual_seed(0)
     case = Case(shape, rank, _DTYPE, len(segments), sum(segments), True)
@@ -136,7 +130,6 @@ def by_tokens(measuring: Measuring, segments: Mapping[str, Sequence[Sequence[int
     """Times of all operators by number of tokens, and each call relative to the median of its operator.
 
     Args:
-        measuring: Its setting.
         segments: Tokens of each adapter, of several cases each, by kind.
         rounds: Of up to 256 tokens; of more, an eighth of them.
     """

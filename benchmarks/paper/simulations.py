@@ -23,7 +23,7 @@ from vlora.lora.merge import ShadowSwitcher
 from vlora.models.loading import dummy_model
 from vlora.orchestrator.cost_model import Costs
 from vlora.simulator.arrivals import Arrival, hottest, power_law
-from vlora.simulator.machine import ClusterConfig
+from vlora.simulator.cluster_config import ClusterConfig
 from vlora.simulator.replica import ReplicaConfig
 from vlora.simulator.workloads import Gamma, Hottest
 from vlora.simulator.world import replay
@@ -119,12 +119,7 @@ def _switch_ms(setting: Setting) -> dict[str, float]:
 
 
 class System(NamedTuple):
-    """A serving system.
-
-    Attributes:
-        policy: The policy's name.
-        costs: Of the machine with its operator and its switch.
-    """
+    """The policy of a serving system, and the costs of the machine with its operator and its switch."""
 
     policy: str
     costs: Costs
@@ -163,31 +158,20 @@ def full_batch_capacity(costs: Costs, prompt: int, answer: int, shares: Sequence
 
 
 class Point(NamedTuple):
-    """What is simulated.
-
-    Attributes:
-        traffic: "retrieval" (V-LoRA 6.2), or "mixed": prompts and answers of 8 to 512 tokens (S-LoRA 7.2).
-        load: The rate, as a share of the capacity of unmerged-only with full batches of `of` adapters.
-        adapters: Their number.
-        of: Adapters of the capacity; by default as many.
-        skew: The share of the hottest adapter (retrieval).
-        alpha: Of the power law (mixed).
-        cv: Of the gaps between arrivals (mixed).
-        replicas: That share the traffic; the load is of each.
-        resident: Adapters that memory holds.
-        bound: Seconds to the first token, beyond which requests are refused.
+    """What is simulated. traffic: "retrieval" (V-LoRA 6.2), or "mixed": prompts and answers of 8 to 512 tokens (S-LoRA
+    7.2). load: the rate, as a share of the capacity of unmerged-only with full batches.
     """
 
     traffic: str
     load: float
     adapters: int = _ADAPTERS
-    of: int | None = None
-    skew: float = 0.6
-    alpha: float = 1.0
-    cv: float = 1.0
-    replicas: int = 1
+    of: int | None = None  # adapters of the capacity; by default as many
+    skew: float = 0.6  # the share of the hottest adapter (retrieval)
+    alpha: float = 1.0  # of the power law (mixed)
+    cv: float = 1.0  # of the gaps between arrivals (mixed)
+    replicas: int = 1  # that share the traffic; the load is of each
     resident: int = ReplicaConfig.resident_adapters
-    bound: float | None = None
+    bound: float | None = None  # seconds to the first token, beyond which requests are refused
 
     def rate(self, measuring: Measuring) -> float:
         costs, _ = machine_costs(measuring)
@@ -237,7 +221,6 @@ def simulate(
     """What each system does with the same traffic, at all combinations of values.
 
     Args:
-        measuring: Its setting and its costs.
         names: Of systems.
         requests: Of each replica.
         point: What all points have in common.

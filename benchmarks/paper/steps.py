@@ -50,7 +50,6 @@ def compare(
     """Milliseconds of prefills in several modes, and what they take more than the first of them.
 
     Args:
-        measuring: Its setting.
         cases: `tokens` of each prompt, and by mode the requests of each adapter. Modes other than "unmerged" use merged
             weights.
         rounds: Of a quick run; nine take three times as many.

@@ -4,7 +4,6 @@ turns, with their own policy, operator and switch (`rival_engine.py`).
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import itertools
 import json
@@ -18,13 +17,13 @@ from benchmarks.paper.figure import Measuring
 from vlora.bench.dummy import served_config, small_served_config
 from vlora.bench.harness import say
 from vlora.bench.report import Row
-from vlora.bench.serve import check_answers, send_all
+from vlora.bench.serve import check_answers, own_server, send_all
 from vlora.bench.serve.baseline import Baseline
 from vlora.bench.serve.load import LoadRun, workload_requests
 from vlora.bench.serve.model_folder import ModelFiles, write_model_files
 from vlora.bench.serve.server_process import ServerProcess, launched_server
-from vlora.bench.timing import percentile
 from vlora.bench.workload import Workload
+from vlora.simulator.measures import percentile
 
 REFERENCE = "unmerged only"
 """The load is a share of the capacity of this system."""
@@ -70,7 +69,6 @@ def serve_systems(
     """Latencies of each system, at all combinations of values, and whether its answers are right.
 
     Args:
-        measuring: Its setting.
         names: Of systems.
         requests: Of each point and repeat.
         repeats: Each with other requests, and the systems in the opposite order.
@@ -123,7 +121,7 @@ def _server(name: str, files: ModelFiles, device: str, dtype: str = "bfloat16") 
 
 
 def _run(server: ServerProcess, files: ModelFiles, workload: Workload) -> LoadRun:
-    found = asyncio.run(send_all(server, "rpyc", files, workload, workload_requests(workload, adapted=True)))
+    found = send_all(own_server(server, "rpyc", files), workload, workload_requests(workload, adapted=True))
     if found.errors:
         raise RuntimeError(f"a request failed: {found.errors[0]}")
     return found
@@ -142,7 +140,7 @@ def _wrong_answers(files: ModelFiles, name: str, device: str) -> int:
     """Of a system in float32, compared with transformers and PEFT word by word."""
     baseline = Baseline.load(files.model, list(files.adapters.values()), "float32")
     with _server(name, files, device, "float32") as server:
-        return len(check_answers(server, "rpyc", files, _CHECKED, baseline)["wrong"])
+        return len(check_answers(own_server(server, "rpyc", files), files, _CHECKED, baseline)["wrong"])
 
 
 def _row(point: Point, name: str, rate: float, bound_s: float, runs: Sequence[LoadRun]) -> Row:

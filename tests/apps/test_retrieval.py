@@ -24,6 +24,7 @@ from apps.retrieval.ranking import NO_EVIDENCE, Hit, Match, combine, find_eviden
 from apps.retrieval.store import FORMAT_VERSION, Statement, StoredClip
 from benchmarks.recall import (
     SIGNALS,
+    Collection,
     Query,
     Ranking,
     expected_by_chance,
@@ -283,7 +284,7 @@ def test_clips_that_an_update_removes_during_a_search_are_left_out(here: Indexed
         frames = [here.index.frames(hit.clip) for hit in before]
         assert () in frames, "the new clip does not have the id of the removed one"
         write_sheet(tmp_path / "sheet.png", "dark", before, frames)
-    assert (tmp_path / "sheet.png").exists()
+    assert (tmp_path / "shades.png").exists()
 
 
 # -- ranking -----------------------------------------------------------------------------------------------------------
@@ -553,7 +554,7 @@ def test_a_picture_finds_its_copies_and_what_looks_like_it(here: Indexed, videos
     (videos / "b.mp4").unlink()
     here.update(videos)
     assert len(search_like(client, here.index, picture)) == 5, "embeddings are removed with their clips"
-    for row in measure_copies(client, here.path, "shades", lambda text: None):
+    for row in measure_copies(client, here.path, "shades"):
         assert row["queries"] == 5 and row["recall at 5"] == 1.0
     stop = threading.Event()
     stop.set()
@@ -565,23 +566,21 @@ def test_a_picture_finds_its_copies_and_what_looks_like_it(here: Indexed, videos
 def test_every_method_is_measured_on_the_same_queries(tmp_path: Path) -> None:
     (tmp_path / "shades").mkdir()
     write_video(tmp_path / "shades" / "a.mp4", [SHADES[name] for name in ORDER])
-    said: list[str] = []
 
-    def rows_of(shift: int, **options: Any) -> dict[str, dict[str, Any]]:
+    def rows_of(shift: int) -> dict[str, dict[str, Any]]:
         queries = [Query(name, (("a.mp4", (second + shift) % 4),)) for second, name in enumerate(ORDER)]
-        plain: dict[str, Any] = {"adapter": "cam", "heads": ["night"], "num_frames": 1, "say": said.append}
-        plain |= {"base_caption": "describe the image.", "caption": "describe the image.", "question": "Is there {}?"}
-        client = cast(Client, ScriptedClient())
-        rows = measure_recall(client, tmp_path / "shades", tmp_path, {"shades": queries}, **plain, **options)
+        caption = "describe the image."
+        own = Collection(str(tmp_path / "shades"), 1, caption, caption, ["night"], {"shades": queries})
+        rows = measure_recall(cast(Client, ScriptedClient()), own, tmp_path, "cam", "Is there {}?")
         assert all(row["queries"] == 4 and row["videos"] == "shades" for row in rows)
         return {row["method"]: row for row in rows}
 
-    rows = rows_of(0, sheet=tmp_path / "sheet.png")
-    assert rows["random"]["recall at 1"] == 0.25 and len(rows) == len(said) == 10
+    rows = rows_of(0)
+    assert rows["random"]["recall at 1"] == 0.25 and len(rows) == 10
     heads = rows.pop("adapter, heads")
     assert heads["recall at 10"] == 0.0, "no query names night or day"
     assert all(row["recall at 1"] == row["mAP"] == 1.0 for name, row in rows.items() if name != "random")
-    assert (tmp_path / "sheet.png").exists()
+    assert (tmp_path / "shades.png").exists()
     rows = rows_of(1)
     assert all(row["recall at 1"] == 0.0 for name, row in rows.items() if name != "random")
     words, yes = (rows[f"base model, {name}"]["recall at 10"] for name in ("words", "yes"))

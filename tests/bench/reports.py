@@ -114,7 +114,8 @@ def _serve(patch: Patch, slow: float) -> Report:
     comparison.rows.return_value, comparison.errors = [{}], ["broken"] if slow > 1 else []
     comparison.ratio = lambda name: 10.0 / slow
     check = {"answers": 12, "words": 60, "wrong": ["another word"] if slow > 1 else []}
-    patch(serve, "Baseline", "serving", "served_config", "write_model_files", Comparison=lambda *_, **__: comparison)
+    patch(serve, "Baseline", "InputProcessor", "serving", "served_config", "write_model_files")
+    patch(serve, Comparison=lambda *_: comparison)
     patch(serve, check_answers=lambda *_: check, default_threads=lambda: 1)
     return measured(serve.BENCH, False)
 
@@ -125,7 +126,7 @@ def _streams(patch: Patch, slow: float) -> Report:
         shown = {"threads": threads, "tasks": 1, "adapters": "ordinary"}
         return [{**shown, "fps": fps, "cameras": round(40 / fps)} for fps in (5.0, 1.0)]
 
-    patch(streams, "embedded_model_server", "write_adapters", measure=measure)
+    patch(streams, "served", "write_adapters", measure=measure)
     return measured(streams.BENCH, True)
 
 

@@ -76,9 +76,10 @@ def test_a_slow_choice_is_timed_again_and_the_second_time_counts() -> None:
 def test_the_spread_is_over_all_cells() -> None:
     steady, uneven = [1.0] * 20, [1.0] * 18 + [2.0, 2.0]
     cells = [{"chosen": uneven, "a": steady, "b": [100 * taken for taken in steady]}]
-    assert operator_bench.Spread.of(cells) == (2.0, 1.0)
+    assert operator_bench.spread_of(cells) == {"chosen": 2.0, "others": 1.0}
     # Two of eighty calls.
-    assert operator_bench.Spread.of([*cells, *[{"chosen": steady, "a": steady}] * 3]) == (1.0, 1.0)
+    more = [*cells, *[{"chosen": steady, "a": steady}] * 3]
+    assert operator_bench.spread_of(more) == {"chosen": 1.0, "others": 1.0}
 
 
 # -- floors of an engine's work ---------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from vlora.bench.serve import (
     NEAR_TIE,
     check_answers,
     compare,
+    own_server,
     serving,
 )
 from vlora.bench.serve.baseline import Baseline, prepare
@@ -42,10 +43,10 @@ from vlora.bench.serve.load import (
 )
 from vlora.bench.serve.model_folder import ModelFiles, write_model_files
 from vlora.bench.serve.surfaces import ChatCompletions, EventReader
-from vlora.bench.timing import percentile
 from vlora.bench.workload import Workload
 from vlora.errors import BadConfig
 from vlora.models.processing import InputProcessor
+from vlora.simulator.measures import percentile
 
 TINY = Workload(requests=3, concurrency=3, adapters=2, answer_tokens=6, prompt_tokens=48, picture_width=56)
 TINY = dataclasses.replace(TINY, picture_height=56)
@@ -360,11 +361,11 @@ def server(files: ModelFiles) -> Iterator[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("surface", ["http", "rpyc"])
 def test_answers_of_another_adapter_are_detected_as_wrong(files: ModelFiles, server: Any, surface: str) -> None:
-    paths = list(files.adapters.values())
-    found = check_answers(server, surface, files, TINY, Baseline.load(files.model, paths, "float32"))
+    paths, connect = list(files.adapters.values()), own_server(server, surface, files)
+    found = check_answers(connect, files, TINY, Baseline.load(files.model, paths, "float32"))
     assert found["wrong"] == [] and found["ties"] < found["answers"] == 12
     assert found["distinct"] >= 9 and found["words"] > 50
-    swapped = check_answers(server, surface, files, TINY, Baseline.load(files.model, paths[::-1], "float32"))
+    swapped = check_answers(connect, files, TINY, Baseline.load(files.model, paths[::-1], "float32"))
     assert len(swapped["wrong"]) >= 4
 
 

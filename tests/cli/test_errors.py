@@ -92,7 +92,7 @@ ERRORS = {
     "serve --policy quick": "invalid value for '--policy': 'quick' is not one of 'cost_based', 'algorithm1'",
     "serve --dtype quick": "invalid value for '--dtype': 'quick' is not one of 'auto', 'float32'",
     f"{SIMULATE} --rule random": "'random' is not one of 'placed', 'punica'",
-    f"{SIMULATE} --over 0.5": "0.5 is not in the range",
+    f"{SIMULATE} --over 0.5": "over is 0.5; it must be at least 1",
     # The server's address.
     f"{QUERY} --server zzz": "--server is 'zzz'; write HOST:PORT",
     "status --server 127.0.0.1:99999": "--server is '127.0.0.1:99999'; write HOST:PORT, with a port from 1 to 65535",

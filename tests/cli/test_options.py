@@ -22,10 +22,10 @@ from tests.cli.conftest import Vlora
 from tests.server.scripted import write_adapter
 from vlora.bench.report import Goal, Report
 from vlora.cli.group import cli, refuse_unknown
-from vlora.cli.options import RULES as OPTION_RULES
 from vlora.cli.options import HeadedOption, long_flag
 from vlora.cli.progress import counting, waiting
 from vlora.config import POLICY_NAMES, EngineConfig, ServerConfig
+from vlora.config import RULES as OPTION_RULES
 from vlora.errors import BadConfig
 from vlora.orchestrator.policies.registry import POLICIES
 from vlora.parallel.adapter_sharding import Blocks

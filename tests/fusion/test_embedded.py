@@ -78,7 +78,7 @@ def test_the_checkpoint_loads_in_transformers(whole: Path) -> None:
         (training.main, ["--steps", "-3"], "-3 was given; it must be finite and above 0"),
         (training.main, ["--minutes", "nan"], "nan was given"),
         (training.main, ["--minutes", "soon"], "invalid float value: 'soon'"),
-        (training.main, ["--workers", "0"], "0 was given"),
+        (training.main, ["--threads", "0"], "0 was given"),
         (training.main, ["--device", "cuda:9"], "'cuda:9' was requested"),
         (contact_sheet.main, ["nowhere/page.jpg"], "No such file or directory"),
         (contact_sheet.main, ["page.txt"], "unknown file extension"),

@@ -1,24 +1,20 @@
-"""Small models that adapters replace: targets and loss of the detector, training by seed, and their files."""
+"""Small models that adapters replace: targets and loss of the detector, training by seed, and answers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.rivals import RIVALS, AnchorFreeDetector, SmallModel, detector_loss, export, pixels, targets_of_cells
+from benchmarks.rivals import RIVALS, AnchorFreeDetector, answers, detector_loss, pixels, targets_of_cells
 from fusion.data.samples import Sample, Splits
-from fusion.embedded.drawing import NUMBERS
-from fusion.synthetic.drawn import ACTIONS, KINDS, SIGNS, count_vehicles, draw_passing, draw_sign, find_things
+from fusion.synthetic.drawn import ACTIONS, KINDS, draw_passing, find_things
 from fusion.training.objectives import objective_of
 from heads import Box
 from tests.fusion.test_teachers import dots
-
-pytest.importorskip("onnxruntime")
 
 
 def middles() -> torch.Tensor:
@@ -61,11 +57,6 @@ def test_the_loss_is_least_at_the_targets() -> None:
     assert torch.isfinite(detector_loss(edges[None], wanted, empty, edges[None]))
 
 
-def drawn_sign(rng: np.random.Generator) -> Sample:
-    label = int(rng.integers(len(SIGNS)))
-    return Sample((draw_sign(SIGNS[label], rng),), label)
-
-
 def drawn_clip(rng: np.random.Generator) -> Sample:
     label = int(rng.integers(len(ACTIONS)))
     return Sample(tuple(draw_passing(ACTIONS[label], rng, 2).frames), label)
@@ -73,9 +64,7 @@ def drawn_clip(rng: np.random.Generator) -> Sample:
 
 DRAWN: dict[str, tuple[str, tuple[str, ...], Callable[[np.random.Generator], Sample]]] = {
     "drawn-traffic-detection": ("detection", KINDS, find_things),
-    "drawn-signs": ("classification", SIGNS, drawn_sign),
-    "drawn-traffic-counts": ("counting", NUMBERS[:6], count_vehicles),
-    "drawn-short-actions": ("action", ACTIONS, drawn_clip),
+    "drawn-actions": ("action", ACTIONS, drawn_clip),
 }
 
 
@@ -85,50 +74,37 @@ def small(source: str) -> Splits:
     return Splits(task, labels, [draw(rng) for _ in range(40)], (), [draw(rng) for _ in range(6)], real=False)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        pytest.param(name, marks=[pytest.mark.exhaustive] * (task not in ("detection", "action")))
-        for name, (task, _, _) in DRAWN.items()
-    ],
-)
-def test_a_seed_determines_a_training_and_its_file_answers_alike(tmp_path: Path, source: str) -> None:
+@pytest.mark.parametrize("source", DRAWN)
+def test_a_seed_determines_a_training(source: str) -> None:
     splits = small(source)
     torch.set_num_threads(1)
     first, again, other = (RIVALS[source].train(splits, seed, steps=3).state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(value, again[name]) for name, value in first.items())
     assert not all(torch.equal(value, other[name]) for name, value in first.items())
-    model: Any = RIVALS[source].train(splits, 0, steps=3)
-    export(model, splits, tmp_path / "net.onnx")
-    served = SmallModel(tmp_path / "net.onnx", splits, threads=1)
-    if splits.task == "detection":
-        import onnxruntime
 
-        session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
-        inputs = pixels(splits.test[:1])
-        (rows,) = session.run(None, {"images": inputs.numpy()})
-        assert rows.shape == (1, 4 + len(splits.labels), 144)
-        np.testing.assert_allclose(rows, model(inputs).detach().numpy(), rtol=1e-3, atol=1e-3)
-    else:
-        assert served.answers(splits.test) == model(pixels(splits.test)).argmax(1).tolist()
+
+def test_answers_are_the_best_label_or_the_boxes_without_duplicates() -> None:
+    class Detector(AnchorFreeDetector):
+        def forward(self, pixels: torch.Tensor) -> Any:
+            edges, logits = torch.zeros(len(pixels), 144, 4), torch.full((len(pixels), 144, 2), -9.0)
+            edges[0, 3], edges[0, 4] = torch.tensor([-9.0, 24.0, 48.0, 72.0]), torch.tensor([0.0, 24.0, 48.0, 72.0])
+            logits[0, 3, 1], logits[0, 4, 1], logits[1, 0, 0] = 2.0, 1.0, -0.1
+            return edges, logits
+
+    samples = small("drawn-traffic-detection").test[:2]
+    (box,), none = answers(Detector(2), samples)
+    assert box[:5] == (1, 0.0, 0.25, 0.5, 0.75) and none == ()
+    clips = small("drawn-actions").test[:2]
+    assert answers(torch.nn.Flatten(), clips) == pixels(clips).flatten(1).argmax(1).tolist()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("task", "source"),
-    [
-        ("classification", "drawn-signs"),
-        ("detection", "drawn-traffic-detection"),
-    ],
-)
-def test_small_models_learn_from_the_training_part(tmp_path: Path, task: str, source: str) -> None:
+def test_a_small_model_learns_from_the_training_part() -> None:
     torch.set_num_threads(1)
-    splits = Splits(task, ("left", "right"), dots(320, 0, task), (), dots(60, 1, task), real=False)
-    model = RIVALS[source].train(splits, 0, steps=40)
-    export(model, splits, tmp_path / "net.onnx")
-    answers = SmallModel(tmp_path / "net.onnx", splits).answers(splits.test)
+    splits = Splits("detection", ("left", "right"), dots(320, 0, "detection"), (), dots(60, 1, "detection"), real=False)
+    found = answers(RIVALS["drawn-traffic-detection"].train(splits, 0, steps=40), splits.test)
     wanted = [sample.target for sample in splits.test]
-    assert objective_of(splits).metric(answers, wanted) > 0.9
-    shuffled = [answers[-1], *answers[:-1]]  # negative control: answers to other pictures
+    assert objective_of(splits).metric(found, wanted) > 0.9
+    shuffled = [found[-1], *found[:-1]]  # negative control: answers to other pictures
     assert objective_of(splits).metric(shuffled, wanted) < 0.7

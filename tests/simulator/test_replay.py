@@ -21,8 +21,9 @@ from vlora.orchestrator.policies.base import Candidate, PolicyState
 from vlora.orchestrator.policies.cost_based import CostBased
 from vlora.orchestrator.policies.registry import POLICIES
 from vlora.simulator.arrivals import Arrival
+from vlora.simulator.cluster_config import ClusterConfig
 from vlora.simulator.commands import lines, simulate
-from vlora.simulator.machine import MEASURED, ClusterConfig, Machine, read_costs
+from vlora.simulator.machine import MEASURED, Machine, read_costs
 from vlora.simulator.replica import Replica, ReplicaConfig
 from vlora.simulator.workloads import among_tenants, make_workload
 from vlora.simulator.world import replay

@@ -74,11 +74,12 @@ def test_each_video_stream_sends_one_chunk_per_second() -> None:
         ("gamma:rate", "has no setting 'rate'"),
         ("gamma:rate=fast", "rate is 'fast'"),
         ("gamma:rate=0", "rate is 0.0"),
-        ("gamma:rate=nan", "rate is nan"),
+        ("gamma:rate=nan", "rate is 'nan'; it must be a number"),
         ("hottest:skew=1.5", "at most 1"),
         ("hottest:prompt_min=500", "prompt_min .500. is above prompt_max"),
         ("punica:pattern=odd", "choose one of distinct"),
         ("video:streams=0", "streams is 0"),
+        ("video:streams=2.5", "streams is '2.5'; it must be a whole number"),
     ],
 )
 def test_invalid_settings_are_reported_by_name(text: str, message: str) -> None:
@@ -126,7 +127,7 @@ def test_optional_columns_are_read(tmp_path: Path) -> None:
         ([HEADER, "1,2,-3"], "line 2, field GeneratedTokens: '-3'"),
         ([HEADER, "1,2"], "line 2, field GeneratedTokens: None"),
         ([HEADER + ",MaxTTFT", "1,2,3,0"], "line 2, field MaxTTFT: '0' is not above 0"),
-        ([HEADER + ",MaxTTFT", "1,2,3,soon"], "line 2, field MaxTTFT: 'soon'"),
+        ([HEADER + ",MaxTTFT", "1,2,3,soon"], "line 2, field MaxTTFT is 'soon'"),
         ([HEADER + ",Priority", "1,2,3,11"], "line 2, field Priority: '11'"),
         ([HEADER + ",Priority", "1,2,3,0.5"], "line 2, field Priority: '0.5'"),
         ([HEADER + ",Adapter", "1,2,0,"], "line 2, field GeneratedTokens: 0 requests a task head"),

@@ -16,7 +16,8 @@ from vlora.errors import BadConfig
 from vlora.orchestrator.cost_model import Costs
 from vlora.routing import RULES
 from vlora.simulator.arrivals import Arrival
-from vlora.simulator.machine import MEASURED, ClusterConfig, read_costs
+from vlora.simulator.cluster_config import ClusterConfig
+from vlora.simulator.machine import MEASURED, read_costs
 from vlora.simulator.measures import Measures
 from vlora.simulator.replica import ReplicaConfig
 from vlora.simulator.workloads import make_workload
@@ -240,7 +241,7 @@ def test_in_any_world_each_request_ends_once(seed: int) -> None:
     [
         ({"replicas": 0}, "replicas is 0"),
         ({"replicas": 4, "max_replicas": 3}, "max_replicas is 3"),
-        ({"rule": "random"}, "no routing rule named 'random'"),
+        ({"rule": "random"}, "rule is 'random'; choose one of placed"),
         ({"over": 0.9}, "over is 0[.]9"),
         ({"mtbf_s": -1.0}, "mtbf_s is -1[.]0"),
     ],

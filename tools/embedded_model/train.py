@@ -14,9 +14,7 @@ Probes are used in training only and are not saved. A scene's questions share it
 so each is learned as it will be asked: alone.
 
 A run that is started again with the same arguments resumes. Random draws depend on the seed and the step number alone.
-With `--steps` the whole schedule does so as well; `--minutes` adapts it to the speed of the machine. `--workers`
-multiplies the scenes per step, with one process each and averaged gradients: on a CPU, two processes use two cores far
-better than two threads of one process.
+With `--steps` the whole schedule does so as well; `--minutes` adapts it to the speed of the machine.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import argparse
 import dataclasses
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import distributed, nn
+from torch import nn
 from torch.nn import functional
 from transformers import LlavaForConditionalGeneration
 
@@ -83,10 +80,8 @@ class Budget:
 class Trainer:
     """Model, probes, optimisers and the number of the next step."""
 
-    def __init__(
-        self, out: Path, budget: Budget, device: torch.device, seed: int, compiled: bool = False, rank: int = 0
-    ) -> None:
-        self.out, self.budget, self.device, self.seed, self.rank = out, budget, device, seed, rank
+    def __init__(self, out: Path, budget: Budget, device: torch.device, seed: int, compiled: bool = False) -> None:
+        self.out, self.budget, self.device, self.seed = out, budget, device, seed
         self.processor = build_processor()
         self.conversations = Conversations(self.processor.tokenizer)
         self.model: LlavaForConditionalGeneration = build_model(seed)
@@ -150,7 +145,7 @@ class Trainer:
     def advance(self) -> dict[str, float]:
         """One optimiser step; returns the losses."""
         started = self._clock()
-        rng = np.random.default_rng((self.seed, self.step, self.rank))
+        rng = np.random.default_rng((self.seed, self.step, 0))
         self.set_rates()
         vision_only = self.done < VISION_SHARE
         with mixed_precision(self.device):
@@ -159,38 +154,13 @@ class Trainer:
                 [loss * (1.0 if name == "answer" else PROBE_WEIGHT) for name, loss in losses.items()]
             ).sum()
         total.backward()
-        self._average_gradients()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        self.seconds = self._first_workers_seconds(self.seconds + self._clock() - started)
+        self.seconds += self._clock() - started
         return {name: loss.item() for name, loss in losses.items()}
-
-    def _average_gradients(self) -> None:
-        if not distributed.is_initialized():
-            return
-        # A stage skips the same parameters in every worker.
-        gradients = [
-            parameter.grad
-            for part in (self.model, self.probes)
-            for parameter in part.parameters()
-            if parameter.grad is not None
-        ]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        distributed.all_reduce(flat)
-        flat /= distributed.get_world_size()
-        for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
-
-    def _first_workers_seconds(self, seconds: float) -> float:
-        """The first worker's time, which determines rates and the end of the run in all workers."""
-        if not distributed.is_initialized():
-            return seconds
-        agreed = torch.tensor([seconds], dtype=torch.float64)
-        distributed.broadcast(agreed, src=0)
-        return agreed.item()
 
     def set_rates(self) -> None:
         """Set the rate of each part: a short warm-up, then half a cosine to zero at the end of its own training."""
@@ -296,19 +266,16 @@ def _optimizers(model: nn.Module, probes: nn.Module) -> tuple[torch.optim.Optimi
     )
 
 
-def train(
-    out: Path, budget: Budget, *, device: str = "cpu", seed: int = 0, compiled: bool = False, rank: int = 0
-) -> None:
-    """Train or resume training, and write a loadable checkpoint to `out`. rank: index of this worker; only worker 0
-    prints and saves."""
-    trainer = Trainer(out, budget, torch.device(device), seed, compiled, rank)
+def train(out: Path, budget: Budget, *, device: str = "cpu", seed: int = 0, compiled: bool = False) -> None:
+    """Train or resume training, and write a loadable checkpoint to `out`."""
+    trainer = Trainer(out, budget, torch.device(device), seed, compiled)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.percentage:>5.1f} %"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, disable=rank > 0) as progress:
+    with Progress(*columns) as progress:
         task = progress.add_task("starting", total=1.0)
         if trainer.resume():
             progress.console.print(f"resuming at step {trainer.step}, after {trainer.seconds / 60:.1f} minutes")
@@ -319,31 +286,13 @@ def train(
                 means[name] = 0.98 * means.get(name, value) + 0.02 * value
             losses = " ".join(f"{name} {value:.3f}" for name, value in means.items())
             progress.update(task, completed=trainer.done, description=f"step {trainer.step} {losses}")
-            if trainer.step % 200 == 0 and rank == 0:
+            if trainer.step % 200 == 0:
                 progress.console.print(f"step {trainer.step} after {trainer.seconds:.0f} s: {losses}")
-            if rank == 0 and time.monotonic() - saved > SAVE_EVERY_S:
+            if time.monotonic() - saved > SAVE_EVERY_S:
                 trainer.save()
                 saved = time.monotonic()
-    if rank == 0:
-        trainer.save()
-        trainer.export()
-
-
-def _work(rank: int, workers: int, meeting_place: str, arguments: argparse.Namespace, budget: Budget) -> None:
-    """Run one worker process."""
-    torch.set_num_threads(arguments.threads)
-    if workers > 1:
-        distributed.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=rank, world_size=workers)
-    train(
-        arguments.out,
-        budget,
-        device=arguments.device,
-        seed=arguments.seed,
-        compiled=arguments.compile,
-        rank=rank,
-    )
-    if workers > 1:
-        distributed.destroy_process_group()
+    trainer.save()
+    trainer.export()
 
 
 def _positive(kind: type[int] | type[float]) -> Callable[[str], int | float]:
@@ -376,17 +325,12 @@ def main() -> None:
         "--compile", action="store_true", help="compile the model first; 1.4 times as fast on a CPU; needs g++"
     )
     parser.add_argument("--threads", type=_positive(int), default=1, help="torch threads on the CPU")
-    parser.add_argument("--workers", type=_positive(int), default=1, help="processes that share the work")
     arguments = parser.parse_args()
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"argument --device: {arguments.device!r} was requested, but torch finds no such CUDA device")
     budget = Budget(arguments.steps, None if arguments.steps is not None else arguments.minutes)
-    with tempfile.TemporaryDirectory() as folder:
-        work = (arguments.workers, f"{folder}/meeting", arguments, budget)
-        if arguments.workers == 1:
-            _work(0, *work)
-        else:
-            torch.multiprocessing.spawn(_work, work, nprocs=arguments.workers)
+    torch.set_num_threads(arguments.threads)
+    train(arguments.out, budget, device=arguments.device, seed=arguments.seed, compiled=arguments.compile)
     for skill, value in accuracy_by_skill(arguments.out, num_scenes=500, seed=1_000_001).items():
         print(f"{skill:<18} {100 * value.share:5.1f} %  of {value.num_questions}")
 

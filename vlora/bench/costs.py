@@ -76,12 +76,7 @@ def costs_as_dict(found: Fit, model: str) -> dict[str, Any]:
 
 
 class RecordingCostModel(CostModel):
-    """Records the sizes of steps and the number of encoded patches. Both may be reset from outside.
-
-    Attributes:
-        sizes: Sizes of all steps that computed tokens.
-        num_patches: Patches encoded so far.
-    """
+    """Records the sizes of steps that computed tokens, and the number of encoded patches. Both may be reset."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,8 +20,9 @@ from vlora.models.processing import vision_input
 from vlora.parallel.layer_sharding import COLUMN_PARALLEL, ROW_PARALLEL
 from vlora.types import VisionInput
 
-Vision = Literal["tower", "none"]
-"""The vision tower of a dummy model: the real shape of its family, or one of negligible time and memory."""
+Vision = Literal["tower", "qwen2-vl", "none"]
+"""The vision tower of a dummy model: one in proportion to the language model, Qwen2-VL's of every size, or one of
+negligible time and memory."""
 
 _LAYERS = 24
 """Number of layers of Qwen2-0.5B."""
@@ -37,7 +38,6 @@ class _Tower(NamedTuple):
 
 
 _QWEN_TOWER = _Tower(depth=32, embed_dim=1280, num_heads=16)
-"""The tower of Qwen2-VL of every size: 665 million parameters."""
 
 _SMALL_TOWER, _NO_TOWER = _Tower(2, 128, 4), _Tower(1, 64, 2, mlp_ratio=2)
 
@@ -50,17 +50,12 @@ def half_billion_config(num_layers: int = _LAYERS, vision: Vision = "tower") -> 
 
     Args:
         num_layers: Layers of the language model.
-        vision: "tower" has 98 million parameters (Qwen2-VL's blocks at ViT-B's width and depth) with all layers, and
-            otherwise the same fraction of its blocks as `num_layers` is of all layers.
+        vision: "tower" has 98 million parameters (Qwen2-VL's blocks at ViT-B's width and depth) with all layers,
+            "qwen2-vl" 665 million; with fewer layers they have the same fraction of their blocks.
     """
-    tower = _scaled_tower(num_layers) if vision == "tower" else _NO_TOWER
-    return _qwen2_vl(tower, (151936, 151652), (896, 4864), num_layers, 14)
-
-
-def real_tower_config(num_layers: int = _LAYERS) -> Qwen2VLConfig:
-    """As `half_billion_config`, with the tower of Qwen2-VL, or the same fraction of its blocks as of the layers."""
-    tower = _QWEN_TOWER._replace(depth=max(1, _QWEN_TOWER.depth * num_layers // _LAYERS))
-    return _qwen2_vl(tower, (151936, 151652), (896, 4864), num_layers, 14)
+    real = _QWEN_TOWER._replace(depth=max(1, _QWEN_TOWER.depth * num_layers // _LAYERS))
+    towers = {"tower": _scaled_tower(num_layers), "qwen2-vl": real, "none": _NO_TOWER}
+    return _qwen2_vl(towers[vision], (151936, 151652), (896, 4864), num_layers, 14)
 
 
 def _scaled_tower(num_layers: int) -> _Tower:
@@ -115,12 +110,9 @@ def _qwen2_vl(
     """A Qwen2-VL with two attention heads for KV.
 
     Args:
-        tower: Sizes of the vision tower.
         vocabulary: The number of words, and the first of the ids that mark vision input.
         widths: Of the language model, and of its MLP.
-        layers: Of the language model.
-        heads: Of its attention.
-        mrope: Sections of its rotary embedding.
+        mrope: Sections of the rotary embedding.
         tied: Whether the output head has the embeddings' weights.
         text: Further settings of the language model.
     """
@@ -175,13 +167,9 @@ def write_adapter(
     """Write a random LoRA of one rank in PEFT's format.
 
     Args:
-        folder: The folder to write.
         shapes: [out, in] of each adapted layer by name.
-        rank: The rank in every layer.
-        seed: Of the random factors.
         num_blocks: Above 1 the adapter is block-diagonal: A where ranks split a layer's inputs, B where they split its
             outputs.
-        dtype: Of the file.
 
     Returns:
         The folder.

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from vlora.bench.report import Goal, Report, Row, commit, environment, page
 from vlora.errors import BadConfig
@@ -39,7 +39,7 @@ BENCHES = {
 }
 """Modules of the installed benchmarks. A checkout has those of `benchmarks.BENCHES` too."""
 
-_ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 ORIGIN = ("commit", "machine", "gpu", "versions")
 
 
@@ -49,13 +49,6 @@ class Measured(NamedTuple):
     rows: Sequence[Row]
     found: Mapping[str, Any] = {}
     goals: Sequence[Goal] = ()
-
-
-class Picture(Protocol):
-    """A picture of rows: `benchmarks.plots.Picture`, which is not installed."""
-
-    def save(self, path: Path) -> None:
-        """Write it as PNG, unless there are no rows to draw."""
 
 
 Measure = Callable[..., Measured]
@@ -92,7 +85,7 @@ class Bench:
             for files in the store's folder.
         goals: The goals of all measurements; by default those that come with them.
         combine: Makes one table of the cases' results.
-        pictures: Of the combined rows, by name of the file.
+        pictures: `benchmarks.plots.Picture`s of the combined rows, by name of the file.
         options: The settings that `cases` takes beside `quick`.
         same: In which of these a stored result must agree to be used: by default in all, so only a run that continues
             an interrupted one uses it; fewer for results that take hours.
@@ -107,7 +100,7 @@ class Bench:
     cases: Callable[..., Mapping[str, Any]] = whole
     goals: Callable[[Measured], Sequence[Goal]] = own_goals
     combine: Callable[[Results], Measured] = joined
-    pictures: Callable[[Sequence[Row]], Mapping[str, Picture]] | None = None
+    pictures: Callable[[Sequence[Row]], Mapping[str, Any]] | None = None
     options: frozenset[str] = frozenset()
     parts: bool = False
     same: Sequence[str] = ORIGIN
@@ -119,10 +112,10 @@ class Bench:
 
 def modules() -> dict[str, str]:
     """Where each benchmark of this installation is, MODULE or MODULE:VALUE, in the order of `vlora bench all`."""
-    if not (_ROOT / "benchmarks").is_dir():
+    if not (ROOT / "benchmarks").is_dir():
         return BENCHES
-    if str(_ROOT) not in sys.path:
-        sys.path.append(str(_ROOT))
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
     return BENCHES | importlib.import_module("benchmarks").BENCHES
 
 
@@ -143,7 +136,7 @@ def bench_named(name: str) -> Bench:
 
 def module_command(module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
     """The command and the environment of a process that runs a module of this checkout."""
-    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return [sys.executable, "-m", module, *arguments], os.environ | {"PYTHONPATH": path}
 
 

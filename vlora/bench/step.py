@@ -290,11 +290,15 @@ class DecodeWork:
         model: A model of transformers with a language model.
         shapes: (d_out, d_in) of each layer that an adapter changes, by name.
         context: Tokens that each request attends to.
+        weight_bytes: Of the layers and the output head, if they are quantized.
     """
 
-    def __init__(self, model: Any, shapes: Mapping[str, tuple[int, int]], context: int) -> None:
-        # Layers, and the embedding as the output head.
+    def __init__(
+        self, model: Any, shapes: Mapping[str, tuple[int, int]], context: int, weight_bytes: int | None = None
+    ) -> None:
+        # Layers, and the embedding as the output head, which has its size.
         self._weights = sum(parameter.numel() for parameter in model.model.language_model.parameters())
+        self._weight_bytes = weight_bytes or 2 * self._weights
         text = model.config.text_config
         width = text.hidden_size // text.num_attention_heads
         self._kv = 2 * text.num_hidden_layers * text.num_key_value_heads * width * context
@@ -305,7 +309,7 @@ class DecodeWork:
         """The work of a step of `batch` requests, with an unmerged adapter of one request for each of the ranks."""
         adapters = sum(ranks) * self._per_rank
         return StepWork(
-            num_bytes=2 * (self._weights + batch * self._kv + adapters),
+            num_bytes=self._weight_bytes + 2 * (batch * self._kv + adapters),
             operations=2 * (batch * (self._weights + self._attended) + adapters),
         )
 

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,6 +41,14 @@ class FixedModePolicy:
         merged = ready[0].adapter
         alone = all(c.adapter == merged for c in ready)
         return Decision(Mode.MERGED if alone else Mode.MIXED, merged, order)
+
+
+class Kind(NamedTuple):
+    """A kind of batch: the adapters of its requests, by turns, and whether the first one is merged."""
+
+    name: str
+    adapters: Sequence[str | None]
+    merging: bool
 
 
 Step = Callable[[], None]

@@ -116,12 +116,6 @@ def by_turns(
     return found
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Nearest rank: the smallest value that at least `percent` of all values do not exceed. NaN for no values."""
-    rank = math.ceil(percent / 100 * len(values))
-    return sorted(values)[max(rank, 1) - 1] if values else math.nan
-
-
 def median_ms(seconds: Sequence[float]) -> float:
     return statistics.median(seconds) * 1e3
 

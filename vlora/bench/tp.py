@@ -177,15 +177,9 @@ class _Chosen:
 
 
 class RanksEngine:
-    """An engine over several ranks, with a full batch of decoding requests for each adapter and for the base model.
+    """An engine over `size` ranks, with `most` decoding requests for each adapter and for the base model.
 
-    Args:
-        model: A folder with a configuration.
-        adapters: By name.
-        latency_s: The emulated delay of every collective.
-        size: Number of ranks.
-        most: Requests of a full batch.
-        settings: Further ones of the engine.
+    latency_s: the emulated delay of every collective.
     """
 
     def __init__(

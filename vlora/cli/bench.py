@@ -14,35 +14,20 @@ from click.core import ParameterSource
 from vlora.bench.workload import Workload
 from vlora.cli.group import cli
 from vlora.cli.interrupt import ends_with
-from vlora.cli.options import FOLDER, RULES, command, flag, long_flag, print_json, settings_of
+from vlora.cli.options import FOLDER, command, flag, long_flag, print_json, settings_of
 from vlora.cli.progress import waiting
 from vlora.config import EngineConfig, Quantize
 from vlora.errors import BadConfig
 from vlora.run_folder import writing
+from vlora.simulator.cluster_config import ClusterConfig
 
 _SCHEDULING = ("policy", "theta_s", "max_batch_size", "max_step_tokens", "max_ttft_s", "weight", "tenant_weight")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Replicas:
-    """Fields of `vlora.simulator.machine.ClusterConfig`."""
-
-    replicas: int = flag(1, "Number of replicas that share the load.", least=1)
-    rule: str = flag("placed", "Which replica gets the next request.", choices=RULES)
-    over: float | None = flag(
-        None,
-        "Requests that a replica takes at a time, in batches; others wait in the router. Default: 1.5; 1 under punica; "
-        "no limit under least_loaded and round_robin.",
-        least=1,
-    )
-    max_replicas: int | None = flag(None, "Add replicas up to this number, and release them, by the load.", least=1)
-    start_s: float = flag(15.0, "Seconds until an added replica serves.", least=0)
-    mtbf_s: float = flag(0.0, "Mean seconds between failures of a replica; 0: none fail.", least=0)
-    detect_s: float = flag(0.0, "Seconds from a failure until the router learns of it.", least=0)
-    restart_s: float = flag(15.0, "Seconds from then until a replacement serves.", least=0)
-    report_s: float = flag(0.0, "Period of the replicas' reports to the router; 0: at every event.", least=0)
-    report_age_s: float = flag(0.0, "A report arrives up to so many seconds after it was made.", least=0)
-    rebalance_s: float = flag(0.0, "Period of moving requests to replicas that finish early; 0: never.", least=0)
+_CLUSTER = (
+    *("replicas", "rule", "over", "max_replicas", "start_s", "mtbf_s", "detect_s", "restart_s", "report_s"),
+    *("report_age_s", "rebalance_s"),
+)
 
 
 @command(cli)
@@ -69,7 +54,7 @@ def simulate(
     costs: Path | None = flag(
         None, "Machine costs: JSON of `vlora bench costs --out`. Default: the file in the package."
     ),
-    cluster: dict[str, Any] = settings_of(_Replicas),
+    cluster: dict[str, Any] = settings_of(ClusterConfig, *_CLUSTER),
     quick: bool | None = flag(
         None,
         "Simulate stretches of unmerged steps, or each step. Default: --quick with more than 16 replicas.",

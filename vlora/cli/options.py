@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from vlora.client import Client
 
 EMBEDDED = "embedded"
-RULES = ("placed", "punica", "where_it_is", "least_loaded", "round_robin")
-"""Of `vlora.routing`, which takes long to import."""
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)

@@ -16,9 +16,9 @@ import click
 from vlora.adapter_files import CONFIG_FILE
 from vlora.cli.extras import require
 from vlora.cli.group import cli
-from vlora.cli.options import EMBEDDED, RULES, TOKEN_FILE, command, flag, log_level, model_path, settings_of
+from vlora.cli.options import EMBEDDED, TOKEN_FILE, command, flag, log_level, model_path, settings_of
 from vlora.cli.progress import waiting
-from vlora.config import EngineConfig, ServedBase, ServerConfig, check_settings, setting
+from vlora.config import RULES, EngineConfig, ServedBase, ServerConfig, check_settings, setting
 from vlora.errors import BadAdapter, BadConfig
 from vlora.logging_format import JSON_VARIABLE, LEVEL_VARIABLE, configure
 from vlora.types.composition import name_problem

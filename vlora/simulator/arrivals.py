@@ -29,25 +29,17 @@ class Arrival(NamedTuple):
 
 
 class Job:
-    """One request on its way through the replicas. Times are in seconds of the world; negative ones are not known.
-
-    Attributes:
-        need: as of its last submission to the router.
-        answered: tokens that were answered when it was last sent.
-        num_reused: prompt tokens found in a prefix cache.
-        first_s: time of its first answer.
-        refused_s: time at which it was refused because of its deadline.
-    """
+    """One request on its way through the replicas. Times are in seconds of the world; negative ones are not known."""
 
     __slots__ = ("answered", "arrival", "first_s", "need", "num_reused", "refused_s")
 
     def __init__(self, arrival: Arrival, need: Need) -> None:
         self.arrival = arrival
-        self.need = need
-        self.answered = 0
-        self.num_reused = 0
-        self.first_s = -1.0
-        self.refused_s = -1.0
+        self.need = need  # as of its last submission to the router
+        self.answered = 0  # tokens, when it was last sent
+        self.num_reused = 0  # prompt tokens found in a prefix cache
+        self.first_s = -1.0  # of its first answer
+        self.refused_s = -1.0  # because of its deadline
 
     @property
     def num_tokens(self) -> int:

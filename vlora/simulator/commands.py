@@ -9,7 +9,8 @@ from typing import Any
 
 from vlora.errors import BadConfig
 from vlora.routing.journal import Replayed, replay_file
-from vlora.simulator.machine import MEASURED, ClusterConfig, read_costs
+from vlora.simulator.cluster_config import ClusterConfig
+from vlora.simulator.machine import MEASURED, read_costs
 from vlora.simulator.replica import ReplicaConfig
 from vlora.simulator.workloads import among_tenants, arrivals_of, is_file, make_workload
 from vlora.simulator.world import replay
@@ -37,10 +38,7 @@ def simulate(
         trace: A CSV file or a workload's name.
         num_adapters: Adapters of a workload, or of a trace that names none.
         num_requests: Limit on the number of requests; None is 1000 for a workload and no limit for a trace.
-        num_tenants: Tenants to assign to requests without one; 0 assigns none.
-        costs: JSON file of a machine's costs; None uses the built-in measurements.
         quick: Simulate stretches of unmerged steps; None: with many replicas, unless a policy is chosen.
-        policy: The chosen policy; None for the default one.
         settings: Further fields of `ReplicaConfig`.
         cluster: Fields of `ClusterConfig`.
 

@@ -17,23 +17,16 @@ IDLE_S = math.inf
 
 
 class Totals(NamedTuple):
-    """The counters of a replica at its end.
-
-    Attributes:
-        num_switches, switch_s: of merged weights.
-        num_preemptions: requests that lost their KV to continue others.
-        busy_s, batch_s: seconds with requests, and their sum over the requests.
-        longest_wait_s, wait_bound_s: of admitted requests for their next step; 0 if not simulated.
-    """
+    """The counters of a replica at its end."""
 
     steps_by_mode: dict[str, int]
-    num_switches: int
+    num_switches: int  # of merged weights
     switch_s: float
-    num_preemptions: int
+    num_preemptions: int  # requests that lost their KV to continue others
     num_loads: int
-    busy_s: float
-    batch_s: float
-    longest_wait_s: float = 0.0
+    busy_s: float  # with requests
+    batch_s: float  # the sum of busy_s over the requests
+    longest_wait_s: float = 0.0  # of admitted requests for their next step; 0 if not simulated
     wait_bound_s: float = 0.0
 
 
@@ -215,12 +208,13 @@ class _Tenant:
 
 def _percentiles(values: Iterable[float]) -> dict[str, float]:
     ordered = sorted(values)
-    return {f"p{share}": _percentile(ordered, share) for share in PERCENTILES} if ordered else {}
+    return {f"p{share}": percentile(ordered, share) for share in PERCENTILES} if ordered else {}
 
 
-def _percentile(ordered: Sequence[float], share: int) -> float:
-    """The smallest value that `share` percent of the values do not exceed."""
-    return ordered[max(0, math.ceil(len(ordered) * share / 100) - 1)]
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Nearest rank: the smallest value that at least `percent` of all values do not exceed. NaN for no values."""
+    rank = math.ceil(percent / 100 * len(values))
+    return sorted(values)[max(rank, 1) - 1] if values else math.nan
 
 
 class TenantContention:

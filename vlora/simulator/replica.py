@@ -7,8 +7,8 @@ import functools
 import zlib
 from collections.abc import Callable, Collection, Iterable, Set
 
-from vlora.config import STEP_TOKENS, EngineConfig
-from vlora.errors import BadConfig, DeadlineUnreachable
+from vlora.config import EngineConfig, bounded
+from vlora.errors import DeadlineUnreachable
 from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.block_manager import BlockManager
 from vlora.memory.page_allocator import PageAllocator
@@ -73,8 +73,8 @@ class Loader:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplicaConfig:
-    """The resources and settings of a replica. The fields not listed are those of `EngineConfig`.
+class ReplicaConfig(EngineConfig):
+    """The resources of a replica, and the engine's settings that apply without a model.
 
     Attributes:
         load_s: Seconds from the allocation of an adapter's pages until a step may use it; copies run one at a time,
@@ -88,43 +88,12 @@ class ReplicaConfig:
     """
 
     costs: Costs
+    model: str = ""
     load_s: float = 0.0
     move_s: float = 32e-6  # measured for 16 tokens of the 0.5 B model (docs/decisions/0017)
-    kv_tokens: int = 65_536
-    resident_adapters: int = 64
+    kv_tokens: int = bounded(65_536, least=1)
+    resident_adapters: int = bounded(64, least=1)
     prefix_cache: bool = False
-    policy: str = EngineConfig.policy
-    max_batch_size: int = EngineConfig.max_batch_size
-    max_step_tokens: int | None = EngineConfig.max_step_tokens
-    block_size: int = EngineConfig.block_size
-    theta_s: float = EngineConfig.theta_s
-    max_ttft_s: float | None = EngineConfig.max_ttft_s
-    weight: tuple[str, ...] = EngineConfig.weight
-    tenant_weight: tuple[str, ...] = EngineConfig.tenant_weight
-
-    def __post_init__(self) -> None:
-        for field in ("kv_tokens", "resident_adapters"):
-            if getattr(self, field) < 1:
-                raise BadConfig(f"{field} is {getattr(self, field)}; it must be at least 1")
-        self.settings()  # checks them
-
-    @property
-    def step_tokens(self) -> int:
-        return self.max_step_tokens or STEP_TOKENS[0]
-
-    def settings(self) -> EngineConfig:
-        """The engine's settings that apply without a model. Raises BadConfig for an invalid value."""
-        return EngineConfig(
-            model="",
-            policy=self.policy,
-            max_batch_size=self.max_batch_size,
-            max_step_tokens=self.max_step_tokens,
-            block_size=self.block_size,
-            theta_s=self.theta_s,
-            max_ttft_s=self.max_ttft_s,
-            weight=self.weight,
-            tenant_weight=self.tenant_weight,
-        )
 
 
 _NO_TIME_LEFT_S, _NO_BOUND_S = 1e-9, 1e9
@@ -132,25 +101,45 @@ _IMAGE_TOKEN = 1
 _CACHED = "cached"  # content hash of images with cached embeddings
 
 
-class Replica:
-    """Steps through requests with the engine's scheduler; outputs are `RequestOutput`s, as of an engine.
-
-    In a `World`, which uses the methods from `send` on, a step is computed when it begins, and its answers count when
-    it ends.
+class SimulatedReplica:
+    """The state of a replica that a world keeps.
 
     Attributes:
         name: Unique among all replicas of a world, past ones included.
         next_s: When `advance` is due; infinite without work.
+        pushed_s: The time of its latest event on the world's heap.
+        alive: It has not failed or been released.
+        taken, ended: Requests so far, as of `Report`.
+        num_reported: Adapters that it had loaded at its last report.
+        busy_s, batch_s: Seconds with requests, and their sum over the requests.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.next_s = self.pushed_s = IDLE_S
+        self.alive = True
+        self.taken = self.ended = 0
+        self.num_reported = -1
+        self.busy_s = self.batch_s = 0.0
+
+    @property
+    def size(self) -> int:
+        return self.taken - self.ended
+
+
+class Replica(SimulatedReplica):
+    """Steps through requests with the engine's scheduler; outputs are `RequestOutput`s, as of an engine.
+
+    In a `World`, which uses the methods from `send` on, a step is computed when it begins, and its answers count when
+    it ends.
     """
 
     def __init__(self, config: ReplicaConfig, name: str = "") -> None:
-        self.name = name
-        self.next_s = IDLE_S
+        super().__init__(name)
         self._config = config
         self._jobs: dict[str, Job] = {}
         self._sent_s: dict[str, float] = {}  # on the replica's clock
         self._pending: list[RequestOutput] = []
-        self._busy_s = self._batch_s = 0.0
         self.clock = Clock()
         self._machine = Machine(self.clock, config.costs, config.move_s)
         # A page holds one adapter, or one KV block.
@@ -172,8 +161,8 @@ class Replica:
             eos_ids=frozenset(),
             cost=CostModel(config.costs.thresholds),
             clock=self.clock,
-            weights=config.settings().weights,
-            tenant_weights=config.settings().tenant_weights,
+            weights=config.weights,
+            tenant_weights=config.tenant_weights,
             placeholders={"image": _IMAGE_TOKEN},
             is_cached=lambda key: key[0] == _CACHED,
         )
@@ -324,8 +313,8 @@ class Replica:
         self.wait_until(now)
         early, self._pending, self.next_s = self.step()
         ended += self._end(early, now)
-        self._busy_s += self.next_s - now
-        self._batch_s += (self.next_s - now) * len(self._jobs)
+        self.busy_s += self.next_s - now
+        self.batch_s += (self.next_s - now) * len(self._jobs)
         return ended
 
     def free_blocks(self) -> int:
@@ -342,8 +331,8 @@ class Replica:
             stats.switch_s,
             stats.num_preemptions,
             self.num_loads,
-            self._busy_s,
-            self._batch_s,
+            self.busy_s,
+            self.batch_s,
             waits.longest_s,
             waits.bound_s,
         )

@@ -19,33 +19,26 @@ from collections.abc import Callable, Collection, Set
 from vlora.errors import PromptTooLong
 from vlora.simulator.arrivals import Job
 from vlora.simulator.measures import IDLE_S, Totals
-from vlora.simulator.replica import ReplicaConfig
+from vlora.simulator.replica import ReplicaConfig, SimulatedReplica
 from vlora.types import Mode
 
 
 class _Part:
-    """A request on this replica.
-
-    Attributes:
-        prompt: tokens to have in KV before its next answer.
-        reused: of these, tokens that the prefix cache had.
-        left: of these, tokens to compute.
-        ends: number of the step after which it is answered, while it decodes.
-    """
+    """A request on this replica."""
 
     __slots__ = ("adapter", "ends", "job", "left", "prompt", "ready_s", "reused")
 
     def __init__(self, job: Job, reused: int) -> None:
         self.job = job
         self.adapter = job.arrival.adapter
-        self.prompt = job.num_tokens
-        self.reused = reused
-        self.left = job.num_tokens - reused
-        self.ends = 0
+        self.prompt = job.num_tokens  # to have in KV before its next answer
+        self.reused = reused  # of these, tokens that the prefix cache had
+        self.left = job.num_tokens - reused  # of these, tokens to compute
+        self.ends = 0  # number of the step after which it is answered, while it decodes
         self.ready_s = 0.0
 
 
-class QuickReplica:
+class QuickReplica(SimulatedReplica):
     """A `Replica` in a world that computes stretches of steps.
 
     Args:
@@ -54,8 +47,7 @@ class QuickReplica:
     """
 
     def __init__(self, name: str, config: ReplicaConfig, overflow: Callable[[QuickReplica], bool]) -> None:
-        self.name = name
-        self.next_s = IDLE_S  # end of the present stretch
+        super().__init__(name)  # next_s: the end of the present stretch
         self._config, self._costs = config, config.costs
         self._overflow = overflow
         self._parts: dict[str, _Part] = {}
@@ -78,7 +70,6 @@ class QuickReplica:
         self._computed = 0
         self.num_loads = 0
         self._num_preemptions = 0
-        self._busy_s = self._batch_s = 0.0
 
     @property
     def jobs(self) -> Collection[Job]:
@@ -125,8 +116,8 @@ class QuickReplica:
             0.0,
             self._num_preemptions,
             self.num_loads,
-            self._busy_s,
-            self._batch_s,
+            self.busy_s,
+            self.batch_s,
         )
 
     # -- stretches ----------------------------------------------------------------------------------------------------
@@ -232,8 +223,8 @@ class QuickReplica:
         """Count the present stretch; return the requests that have ended."""
         took, num = self.next_s - self._at, len(self._decoding)
         if self._steps:
-            self._busy_s += took
-            self._batch_s += took * (num + len(self._chunks))
+            self.busy_s += took
+            self.batch_s += took * (num + len(self._chunks))
         self._count += self._steps
         self._context += self._steps * num
         self._computed += self._steps * num

@@ -14,13 +14,19 @@ import random
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from vlora.config import bounded, check_settings
 from vlora.errors import BadConfig
 from vlora.simulator.arrivals import Arrival, adapter_name, hottest, power_law, punica, tenant_name
 from vlora.types import MAX_PRIORITY
 
 _NUM_REQUESTS = 1000
 PATTERNS = ("distinct", "uniform", "skewed", "identical")
+
+
+def _share(default: float) -> Any:
+    return bounded(default, least=0, most=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,22 +39,19 @@ class Lengths:
     `prefix_tokens` tokens, included in the prompt's. 0: prompts have nothing in common.
     """
 
-    prompt_min: int = 192
+    prompt_min: int = bounded(192, least=1)
     prompt_max: int = 320
-    answer_min: int = 16
+    answer_min: int = bounded(16, least=0)
     answer_max: int = 112
-    images: int = 0
-    patches: int = 256
-    hits: float = 0.0
-    shown: float = 1.0
-    prefixes: int = 0
-    prefix_tokens: int = 128
+    images: int = bounded(0, least=0)
+    patches: int = bounded(256, least=1)
+    hits: float = _share(0.0)
+    shown: float = _share(1.0)
+    prefixes: int = bounded(0, least=0)
+    prefix_tokens: int = bounded(128, least=0)
 
     def __post_init__(self) -> None:
-        _check(self, 1, "prompt_min")
-        _check(self, 0, "answer_min", "images", "hits", "shown", "prefixes", "prefix_tokens")
-        _check(self, 1, "patches")
-        _check_shares(self, "hits", "shown")
+        check_settings(self)
         if self.prefixes and self.prefix_tokens >= self.prompt_min:
             raise BadConfig(f"prefix_tokens is {self.prefix_tokens}; it must be below prompt_min, {self.prompt_min}")
         if self.images > self.prompt_min:
@@ -86,14 +89,9 @@ class Gamma(Lengths):
     rate: requests per second over all adapters. cv: coefficient of variation of the gaps. alpha: of the power law.
     """
 
-    rate: float = 2.0
-    cv: float = 1.0
-    alpha: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self, 1e-6, "rate", "cv")
-        _check(self, 0, "alpha")
+    rate: float = bounded(2.0, least=1e-6)
+    cv: float = bounded(1.0, least=1e-6)
+    alpha: float = bounded(1.0, least=0)
 
     def arrivals(self, num_requests: int, num_adapters: int, seed: int) -> Iterator[Arrival]:
         draws = random.Random(seed)
@@ -113,15 +111,8 @@ class Gamma(Lengths):
 class Hottest(Lengths):
     """Poisson arrivals; one adapter has the share `skew`, the others share the rest evenly (V-LoRA section 6.3.3)."""
 
-    rate: float = 2.0
-    skew: float = 0.6
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self, 1e-6, "rate")
-        _check(self, 0, "skew")
-        if self.skew > 1:
-            raise BadConfig(f"skew is {self.skew}; it is a share and must be at most 1")
+    rate: float = bounded(2.0, least=1e-6)
+    skew: float = _share(0.6)
 
     def arrivals(self, num_requests: int, num_adapters: int, seed: int) -> Iterator[Arrival]:
         draws = random.Random(seed)
@@ -132,14 +123,8 @@ class Hottest(Lengths):
 class Punica(Lengths):
     """Poisson arrivals in one of Punica's popularity patterns (section 7), which also set the number of adapters."""
 
-    rate: float = 2.0
-    pattern: str = "skewed"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self, 1e-6, "rate")
-        if self.pattern not in PATTERNS:
-            raise BadConfig(f"pattern is {self.pattern!r}; choose one of {', '.join(PATTERNS)}")
+    rate: float = bounded(2.0, least=1e-6)
+    pattern: str = bounded("skewed", choices=PATTERNS)
 
     def arrivals(self, num_requests: int, num_adapters: int, seed: int) -> Iterator[Arrival]:
         draws = random.Random(seed)
@@ -155,19 +140,17 @@ class Video:
     (`VisionInput.num_patches`); hits: the share of frames with cached embeddings.
     """
 
-    streams: int = 3
-    fps: int = 30
-    chunk: int = 30
-    frames: int = 6
-    frame_tokens: int = 256
-    answer: int = 0
-    patches: int = 1024
-    hits: float = 0.0
+    streams: int = bounded(3, least=1)
+    fps: int = bounded(30, least=1)
+    chunk: int = bounded(30, least=1)
+    frames: int = bounded(6, least=1)
+    frame_tokens: int = bounded(256, least=1)
+    answer: int = bounded(0, least=0)
+    patches: int = bounded(1024, least=0)
+    hits: float = _share(0.0)
 
     def __post_init__(self) -> None:
-        _check(self, 1, "streams", "fps", "chunk", "frames", "frame_tokens")
-        _check(self, 0, "answer", "patches", "hits")
-        _check_shares(self, "hits")
+        check_settings(self)
 
     def arrivals(self, num_requests: int, num_adapters: int, seed: int) -> Iterator[Arrival]:
         draws, pictures = random.Random(seed), random.Random(f"images {seed}")
@@ -190,18 +173,19 @@ def make_workload(text: str) -> Workload:
     if name not in WORKLOADS:
         raise BadConfig(f"no workload named {name!r}; choose one of {', '.join(WORKLOADS)}, or give a CSV file")
     kinds = typing.get_type_hints(WORKLOADS[name])
-    settings: dict[str, typing.Any] = {}
+    settings: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):
         key, equals, value = pair.partition("=")
-        known = [field.name for field in dataclasses.fields(WORKLOADS[name])]
-        if not equals or key not in known:
+        if not equals or key not in kinds:
             raise BadConfig(
-                f"workload {name!r} has no setting {pair!r}; write KEY=VALUE with one of {', '.join(known)}"
+                f"workload {name!r} has no setting {pair!r}; write KEY=VALUE with one of {', '.join(kinds)}"
             )
+        if kinds[key] is not str:
+            _number(value, key)
         try:
             settings[key] = kinds[key](value)
         except ValueError:
-            raise BadConfig(f"{key} is {value!r}; it must be a number") from None
+            raise BadConfig(f"{key} is {value!r}; it must be a whole number") from None
     return WORKLOADS[name](**settings)
 
 
@@ -228,19 +212,6 @@ def among_tenants(arrivals: Iterable[Arrival], num_tenants: int, seed: int) -> I
     for arrival in arrivals:
         drawn = draws.choices(range(num_tenants), cum_weights=sums)[0]
         yield arrival if arrival.tenant is not None else arrival._replace(tenant=tenant_name(drawn))
-
-
-def _check(workload: Lengths | Video, least: float, *fields: str) -> None:
-    for field in fields:
-        value = getattr(workload, field)
-        if not (math.isfinite(value) and value >= least):
-            raise BadConfig(f"{field} is {value}; it must be a number of {least:g} or more")
-
-
-def _check_shares(workload: Lengths | Video, *fields: str) -> None:
-    for field in fields:
-        if getattr(workload, field) > 1:
-            raise BadConfig(f"{field} is {getattr(workload, field)}; it is a share and must be at most 1")
 
 
 def _poisson(
@@ -285,60 +256,54 @@ def read_trace(path: Path, num_adapters: int, seed: int) -> Iterator[Arrival]:
         first: float | None = None
         last = -math.inf
         for row in rows:
-            where = f"{path}, line {rows.line_num}"
-            now = _seconds(row[TIME], where)
+            where = f"{path}, line {rows.line_num}, field "
+            now = _seconds(row[TIME], where + TIME)
             if now < last:
-                raise BadConfig(
-                    f"{where}, field {TIME}: {row[TIME]!r} is earlier than the previous row; sort the file by time"
-                )
+                raise BadConfig(f"{where}{TIME}: {row[TIME]!r} is earlier than the previous row; sort the file by time")
             first, last = now if first is None else first, now
             if named:
                 adapter = row[ADAPTER] or None
             else:
                 adapter = adapter_name(draws.choices(range(num_adapters), cum_weights=sums)[0])
-            prompt, answer = _count(row[PROMPT], PROMPT, 1, where), _count(row[ANSWER], ANSWER, 0, where)
+            prompt, answer = _count(row[PROMPT], 1, where + PROMPT), _count(row[ANSWER], 0, where + ANSWER)
             if answer == 0 and adapter is None:
-                raise BadConfig(f"{where}, field {ANSWER}: 0 requests a task head, but the base model has none")
-            bound = _number(row.get(BOUND), BOUND, where) if row.get(BOUND) else None
-            priority = _number(row.get(PRIORITY), PRIORITY, where) if row.get(PRIORITY) else 0
+                raise BadConfig(f"{where}{ANSWER}: 0 requests a task head, but the base model has none")
+            bound = _number(row[BOUND], where + BOUND) if row.get(BOUND) else None
+            priority = _number(row[PRIORITY], where + PRIORITY) if row.get(PRIORITY) else 0
             if bound is not None and bound <= 0:
-                raise BadConfig(f"{where}, field {BOUND}: {row[BOUND]!r} is not above 0; leave it empty for no bound")
+                raise BadConfig(f"{where}{BOUND}: {row[BOUND]!r} is not above 0; leave it empty for no bound")
             if priority != int(priority) or abs(priority) > MAX_PRIORITY:
                 raise BadConfig(
-                    f"{where}, field {PRIORITY}: {row[PRIORITY]!r} is not a whole number from {-MAX_PRIORITY} to "
-                    f"{MAX_PRIORITY}"
+                    f"{where}{PRIORITY}: {row[PRIORITY]!r} is not a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}"
                 )
             yield Arrival(now - first, adapter, prompt, answer, bound, int(priority), row.get(TENANT) or None)
 
 
 def _seconds(text: str | None, where: str) -> float:
     try:
-        value = float(text or "")
-    except ValueError:
+        return _number(text, where)
+    except BadConfig:
         pass
-    else:
-        if math.isfinite(value):
-            return value
     try:
         # The published traces have seven decimal digits of a second, one more than Python parses.
         whole, dot, fraction = (text or "").partition(".")
         moment = datetime.datetime.fromisoformat(whole + dot + fraction[:6])
     except ValueError:
-        raise BadConfig(f"{where}, field {TIME}: {text!r} is neither seconds nor a date and time") from None
+        raise BadConfig(f"{where}: {text!r} is neither seconds nor a date and time") from None
     return moment.replace(tzinfo=moment.tzinfo or datetime.UTC).timestamp()
 
 
-def _number(text: str | None, field: str, where: str) -> float:
+def _number(text: str | None, name: str) -> float:
     try:
         value = float(text or "")
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise BadConfig(f"{where}, field {field}: {text!r} is not a number")
+        raise BadConfig(f"{name} is {text!r}; it must be a number")
     return value
 
 
-def _count(text: str | None, field: str, least: int, where: str) -> int:
+def _count(text: str | None, least: int, name: str) -> int:
     if text is None or not text.strip().isdecimal() or int(text) < least:
-        raise BadConfig(f"{where}, field {field}: {text!r} is not a whole number of {least} or more")
+        raise BadConfig(f"{name}: {text!r} is not a whole number of {least} or more")
     return int(text)

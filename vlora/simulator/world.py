@@ -13,7 +13,7 @@ from vlora.errors import BadConfig
 from vlora.routing import Advice, MoveCosts, Need, Placed, Report, Room, Router, ScalingPolicy, ScalingSettings
 from vlora.routing.scaling import Situation
 from vlora.simulator.arrivals import Arrival, Job
-from vlora.simulator.machine import ClusterConfig
+from vlora.simulator.cluster_config import ClusterConfig
 from vlora.simulator.measures import IDLE_S, Measures, Sample, contested_shares
 from vlora.simulator.replica import Replica, ReplicaConfig
 from vlora.simulator.stretches import QuickReplica
@@ -22,41 +22,19 @@ _STUCK_S = 1e6  # without an arrival or a step
 _REFUSE_S = 0.1  # period in which the router refuses requests
 
 
-class ReplicaAccount:
-    """A replica, and what the world counts of it.
-
-    Attributes:
-        alive: it has not failed or been released.
-        taken, ended: requests so far, as of `Report`.
-        pushed_s: the time of its latest event on the heap.
-        num_reported: adapters that it had loaded at its last report.
-    """
-
-    __slots__ = ("alive", "ended", "num_reported", "pushed_s", "replica", "taken")
-
-    def __init__(self, replica: Replica | QuickReplica) -> None:
-        self.replica = replica
-        self.alive = True
-        self.taken = self.ended = 0
-        self.pushed_s = IDLE_S
-        self.num_reported = -1
-
-    @property
-    def size(self) -> int:
-        return self.taken - self.ended
+AnyReplica = Replica | QuickReplica
 
 
 class World:
     def __init__(self, config: ReplicaConfig, cluster: ClusterConfig) -> None:
         self._config, self._cluster = config, cluster
-        settings = config.settings()
         self.router = Router(
             cluster.rule if cluster.routed else "least_loaded",  # a single replica takes everything at once
             over=cluster.over,
-            weights=settings.weights,
-            tenant_weights=settings.tenant_weights,
+            weights=config.weights,
+            tenant_weights=config.tenant_weights,
         )
-        self.replicas: dict[str, ReplicaAccount] = {}
+        self.replicas: dict[str, AnyReplica] = {}
         self.measures = Measures()
         self.now = 0.0
         self._jobs: dict[str, Job] = {}
@@ -64,7 +42,7 @@ class World:
         self._numbers = itertools.count()
         self._names = itertools.count()
         self._draws = random.Random(f"cluster {cluster.seed}")
-        self._past: list[Replica | QuickReplica] = []
+        self._past: list[AnyReplica] = []
         self._num_active = 0
         self._counted_s = self._progress_s = 0.0
         self._bounded = False
@@ -141,36 +119,34 @@ class World:
             job.need = need
             self._put(job, self.replicas[name])
 
-    def _put(self, job: Job, account: ReplicaAccount) -> None:
-        account.taken += 1
-        if not account.alive:
+    def _put(self, job: Job, replica: AnyReplica) -> None:
+        replica.taken += 1
+        if not replica.alive:
             return  # the router does not know yet; it will submit the request again
-        if account.size == 1:
+        if replica.size == 1:
             self._count_active(1)
-        account.replica.send(job, self.now)
-        self._schedule(account)
+        replica.send(job, self.now)
+        self._schedule(replica)
 
-    def _schedule(self, account: ReplicaAccount) -> None:
-        next_s = account.replica.next_s
-        if next_s != account.pushed_s:
-            account.pushed_s = next_s
-            if next_s < IDLE_S:
-                self.at(next_s, self._advance, account)
+    def _schedule(self, replica: AnyReplica) -> None:
+        if replica.next_s != replica.pushed_s:
+            replica.pushed_s = replica.next_s
+            if replica.next_s < IDLE_S:
+                self.at(replica.next_s, self._advance, replica)
 
-    def _advance(self, account: ReplicaAccount) -> None:
-        replica = account.replica
-        if not account.alive or replica.next_s != self.now:
+    def _advance(self, replica: AnyReplica) -> None:
+        if not replica.alive or replica.next_s != self.now:
             return  # the replica's plan has changed since
-        self._progress_s, account.pushed_s = self.now, IDLE_S
+        self._progress_s, replica.pushed_s = self.now, IDLE_S
         ended = replica.advance()
         if not self._cluster.report_s:
             # As of before the ends, which follow at once.
             free_blocks = replica.free_blocks() - sum(job.need.blocks for job in ended)
-            self._report(account, free_blocks)
-        self._schedule(account)
+            self._report(replica, free_blocks)
+        self._schedule(replica)
         for job in ended:
-            account.ended += 1
-            if not account.size:
+            replica.ended += 1
+            if not replica.size:
                 self._count_active(-1)
             del self._jobs[job.need.request_id]
             if job.refused_s >= 0:
@@ -189,42 +165,39 @@ class World:
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
-    def _report(self, account: ReplicaAccount, free_blocks: int) -> None:
-        replica = account.replica
-        num_adapters = replica.num_loads
-        adapters = replica.adapters if num_adapters != account.num_reported else None
-        account.num_reported = num_adapters
-        report = Report(free_blocks, account.taken, account.ended, None, adapters)
+    def _report(self, replica: AnyReplica, free_blocks: int) -> None:
+        adapters = replica.adapters if replica.num_loads != replica.num_reported else None
+        replica.num_reported = replica.num_loads
+        report = Report(free_blocks, replica.taken, replica.ended, None, adapters)
         self._send(self.router.report(replica.name, report))
 
-    def _make_report(self, account: ReplicaAccount) -> None:
+    def _make_report(self, replica: AnyReplica) -> None:
         """Make a report, which arrives later, and the next one after a period."""
-        if not account.alive:
+        if not replica.alive:
             return
-        replica = account.replica
-        report = Report(replica.free_blocks(), account.taken, account.ended, None, frozenset(replica.adapters))
+        report = Report(replica.free_blocks(), replica.taken, replica.ended, None, frozenset(replica.adapters))
         age_s = self._draws.uniform(0, self._cluster.report_age_s)
-        self.at(self.now + age_s, self._deliver, (account, report))
-        self.at(self.now + self._cluster.report_s, self._make_report, account)
+        self.at(self.now + age_s, self._deliver, (replica, report))
+        self.at(self.now + self._cluster.report_s, self._make_report, replica)
 
-    def _deliver(self, made: tuple[ReplicaAccount, Report]) -> None:
-        account, report = made
-        if self.replicas.get(account.replica.name) is account:
-            self._send(self.router.report(account.replica.name, report))
+    def _deliver(self, made: tuple[AnyReplica, Report]) -> None:
+        replica, report = made
+        if self.replicas.get(replica.name) is replica:
+            self._send(self.router.report(replica.name, report))
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
     def _start(self, _: None) -> None:
         name = f"{next(self._names):05d}"
         quick = self._cluster.quick
-        replica = QuickReplica(name, self._config, self._overflow) if quick else Replica(self._config, name)
-        account = self.replicas[name] = ReplicaAccount(replica)
+        replica: AnyReplica = QuickReplica(name, self._config, self._overflow) if quick else Replica(self._config, name)
+        self.replicas[name] = replica
         config, cluster = self._config, self._cluster
         room = Room(config.max_batch_size, -(-config.kv_tokens // config.block_size), config.resident_adapters)
         if cluster.mtbf_s:
-            self.at(self.now + self._draws.expovariate(1 / cluster.mtbf_s), self._fail, account)
+            self.at(self.now + self._draws.expovariate(1 / cluster.mtbf_s), self._fail, replica)
         if cluster.report_s:
-            self.at(self.now + self._draws.uniform(0, cluster.report_s), self._make_report, account)
+            self.at(self.now + self._draws.uniform(0, cluster.report_s), self._make_report, replica)
         self._send(self.router.join(name, room))
 
     def start_after(self, delay_s: float) -> None:
@@ -240,30 +213,30 @@ class World:
     def release(self, name: str) -> None:
         lost = self.router.leave(name)
         assert not lost
-        account = self.replicas.pop(name)
-        if account.alive:
-            account.alive = False
-            self._past.append(account.replica)
+        replica = self.replicas.pop(name)
+        if replica.alive:
+            replica.alive = False
+            self._past.append(replica)
 
     def resume(self, name: str) -> None:
         self._send(self.router.drain(name, draining=False))
 
-    def _fail(self, account: ReplicaAccount) -> None:
-        if not account.alive:
+    def _fail(self, replica: AnyReplica) -> None:
+        if not replica.alive:
             return
-        account.alive = False
-        self._past.append(account.replica)
+        replica.alive = False
+        self._past.append(replica)
         self.measures.num_failures += 1
-        for job in list(account.replica.jobs):
-            account.replica.remove(job, self.now)
-        if account.size:
+        for job in list(replica.jobs):
+            replica.remove(job, self.now)
+        if replica.size:
             self._count_active(-1)
-        self.at(self.now + self._cluster.detect_s, self._detect, account)
+        self.at(self.now + self._cluster.detect_s, self._detect, replica)
 
-    def _detect(self, account: ReplicaAccount) -> None:
+    def _detect(self, replica: AnyReplica) -> None:
         """The router learns of a failure: the requests go elsewhere, with what they have answered."""
-        name = account.replica.name
-        if self.replicas.get(name) is not account:
+        name = replica.name
+        if self.replicas.get(name) is not replica:
             return  # it was idle and has been released
         lost = self.router.leave(name)
         del self.replicas[name]
@@ -294,13 +267,13 @@ class World:
         self._send(eviction.placed)
         return True
 
-    def _take(self, job: Job, account: ReplicaAccount) -> None:
-        account.replica.remove(job, self.now)
-        account.ended += 1
+    def _take(self, job: Job, replica: AnyReplica) -> None:
+        replica.remove(job, self.now)
+        replica.ended += 1
         self.measures.num_recomputed += job.num_tokens
-        if not account.size:
+        if not replica.size:
             self._count_active(-1)
-        self._schedule(account)
+        self._schedule(replica)
 
     def _consolidate(self, _: None) -> None:
         self._move(self.router.consolidate())
@@ -308,7 +281,7 @@ class World:
     def _rebalance(self, _: None) -> None:
         finished = self.measures.num_finished
         if finished:
-            replicas = (*self._past, *(account.replica for account in self.replicas.values() if account.alive))
+            replicas = (*self._past, *(replica for replica in self.replicas.values() if replica.alive))
             busy_s = sum(replica.totals().busy_s for replica in replicas)
             again_s = self._config.costs.merged_s(self.measures.num_tokens / finished, 0)
             self._move(self.router.rebalance(busy_s / finished, MoveCosts(self._config.load_s, again_s)))
@@ -335,12 +308,12 @@ class World:
         self._num_active += change
 
     def _sample(self, _: None) -> None:
-        sizes = {name: account.size for name, account in self.replicas.items()}
+        sizes = {name: replica.size for name, replica in self.replicas.items()}
         self.measures.samples.append(Sample(self.now, sizes, self.router.num_waiting))
 
     def _close(self) -> None:
         self._count_active(0)
-        replicas = [*self._past, *(account.replica for account in self.replicas.values() if account.alive)]
+        replicas = [*self._past, *(replica for replica in self.replicas.values() if replica.alive)]
         shares = contested_shares(replica.contention for replica in replicas if isinstance(replica, Replica))
         self.measures.close([replica.totals() for replica in replicas], self.now, shares)
         if self._cluster.routed:

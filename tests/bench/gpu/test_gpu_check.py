@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.bench.gpu.only_engine_packages import others
-from vlora.bench.gpu.runner import INSTALLED, ROOT, STAGES
+from vlora.bench.gpu.runner import STAGES
+from vlora.bench.harness import ROOT
 from vlora.simulator.machine import read_costs
 
 pytestmark = pytest.mark.slow
@@ -44,9 +45,7 @@ def without_others(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.gpu_sim
 def test_the_engine_and_every_stage_are_imported_without_a_servers_packages(without_others: str) -> None:
-    stages = [
-        f"{'vlora.bench.gpu.stages' if each.name in INSTALLED else 'benchmarks.gpu'}.{each.name}" for each in STAGES
-    ]
+    stages = [each.module for each in STAGES]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((without_others, str(ROOT)))}
     command = [sys.executable, "-c", f"import vlora.engine.engine, {', '.join(stages)}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)

@@ -75,40 +75,16 @@ SMALLER: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize(
-    ("stage", "goals"),
+    ("stage", "num_goals"),
     [
-        pytest.param(
-            "step",
-            [
-                "steps run as CUDA graphs",
-                "merged step / bytes, batch 16",
-                "merged step in fp8, ms",
-                "merged step in int4, ms",
-                "unmerged 8 x r16 / merged",
-                "unmerged 16 x r64",
-                "mixed / merged",
-                "host ms of a step, batch 32",
-            ],
-            marks=pytest.mark.gpu_sim,
-        ),
-        (
-            "prefill",
-            ["unmerged / merged", "prefill of 64 tokens, merged", "one image", "the first image of a new size"],
-        ),
-        pytest.param(
-            "merge",
-            ["merge / bytes, rank 16", "back to W0", "first merge", "drift in place", "drift after a restore"],
-            marks=pytest.mark.gpu_sim,
-        ),
-        ("serve", ["32 streams over 8 adapters", "burst / transformers + PEFT", "p99 / p50"]),
-        pytest.param(
-            "attention",
-            ["batch 32 x 2048, us", "batch 1 x 2048, us", "decode / torch over contiguous KV"],
-            marks=pytest.mark.gpu_sim,
-        ),
+        pytest.param("step", 8, marks=pytest.mark.gpu_sim),
+        ("prefill", 4),
+        pytest.param("merge", 5, marks=pytest.mark.gpu_sim),
+        ("serve", 3),
+        pytest.param("attention", 3, marks=pytest.mark.gpu_sim),
     ],
 )
-def test_goals_of_a_stage(stage: str, goals: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_goals_of_a_stage(stage: str, num_goals: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module(f"benchmarks.gpu.{stage}")
     for name, value in SMALLER[stage].items():
         monkeypatch.setattr(module, name, value)
@@ -119,9 +95,8 @@ def test_goals_of_a_stage(stage: str, goals: list[str], tmp_path: Path, monkeypa
     monkeypatch.setattr(module, "memory_gib", lambda context: 1.0, raising=False)
     result = module.run(Context(CPU, tmp_path, time.monotonic() + 200, lambda found: kept.append(dict(found))))
     found: list[Goal] = result["goals"]
-    assert len(found) == len(goals)
-    for goal, part in zip(found, goals, strict=True):
-        assert part in goal.name and goal.value == goal.value, goal
+    assert len(found) == num_goals
+    assert [goal.name for goal in found if math.isnan(goal.value)] == []
     assert result["summary"] and kept
 
 

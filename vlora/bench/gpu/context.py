@@ -19,19 +19,10 @@ from atmm.tuning.timing import Replays
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The conditions of one stage.
-
-    Attributes:
-        device: The device to measure.
-        out: The folder of the results, for files that are results by themselves.
-        ends_s: The time on `time.monotonic` at which the stage is ended.
-        keep: Writes the results so far, which are lost otherwise if the stage is ended before it returns.
-    """
-
     device: torch.device
-    out: Path
-    ends_s: float
-    keep: Callable[[dict[str, Any]], None]
+    out: Path  # the folder of the results, for files that are results by themselves
+    ends_s: float  # on `time.monotonic`, when the stage is ended
+    keep: Callable[[dict[str, Any]], None]  # writes the results so far, lost otherwise if the stage is ended
 
     @property
     def on_gpu(self) -> bool:

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from vlora.bench.dummy import language_shapes, model_named, small_config
+from vlora.bench.dummy import model_named, small_config
 from vlora.bench.gpu.context import Context
 from vlora.bench.timed_engine import TimedEngine
 from vlora.models.loading import dummy_model
 
 _LARGE = "qwen2-vl-7b"
 ARENA_BYTES, _SMALL_ARENA_BYTES = 12 * 2**30, 2**28
-
-
-class Sizes(NamedTuple):
-    """Bytes that a decode step reads."""
-
-    weights: int  # of the language model, with its output head and without its embeddings
-    kv_token: int  # KV of one token, all layers
-    adapter_rank: int  # one rank of one adapter, all layers
 
 
 def config_of(context: Context) -> Any:
@@ -29,19 +21,6 @@ def config_of(context: Context) -> Any:
 
 def built(context: Context) -> Any:
     return dummy_model(config_of(context), "bfloat16", context.device, seed=0)
-
-
-def sizes_of(model: Any) -> Sizes:
-    """Of a model that no engine has taken yet."""
-    text = model.config.text_config
-    language = model.model.language_model
-    layers = sum(parameter.numel() for parameter in language.parameters()) - language.embed_tokens.weight.numel()
-    width = text.hidden_size // text.num_attention_heads
-    return Sizes(
-        weights=2 * (layers + model.get_output_embeddings().weight.numel()),
-        kv_token=2 * 2 * text.num_hidden_layers * text.num_key_value_heads * width,
-        adapter_rank=2 * sum(d_out + d_in for d_out, d_in in language_shapes(model).values()),
-    )
 
 
 def adapters(counts: Mapping[int, int]) -> dict[str, int]:

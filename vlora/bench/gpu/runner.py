@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from vlora.bench.harness import ROOT, module_command
 from vlora.bench.report import commit
 from vlora.errors import BadConfig
 from vlora.run_folder import write_whole
@@ -90,22 +90,19 @@ def chosen(names: Sequence[str]) -> list[Stage]:
 
 # -- records -----------------------------------------------------------------------------------------------------------
 
-ROOT = Path(__file__).parents[3]
 _PACKAGES = ("vlora", "atmm", "heads", "benchmarks", "tests")
 _SUFFIXES = {".py", ".cpp", ".cu", ".h"}
 
 
-class Code(NamedTuple):
-    commit: str | None  # the checkout's commit; None outside a git repository
-    digest: str  # of the stage's source files, so that changes after the commit count, and checkouts without git
-
-    @classmethod
-    def of(cls, stage: Stage) -> Code:
-        digest = hashlib.sha256()
-        for path in sorted(_sources(stage)):
-            digest.update(str(path.relative_to(ROOT)).encode())
-            digest.update(path.read_bytes())
-        return cls(commit(), digest.hexdigest()[:16])
+def code_of(stage: Stage) -> dict[str, str | None]:
+    """The checkout's commit, None outside a git repository, and a digest of the stage's source files, so that changes
+    after the commit count, and checkouts without git.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(_sources(stage)):
+        digest.update(str(path.relative_to(ROOT)).encode())
+        digest.update(path.read_bytes())
+    return {"commit": commit(), "digest": digest.hexdigest()[:16]}
 
 
 def _sources(stage: Stage) -> set[Path]:
@@ -144,19 +141,13 @@ def write(path: Path, record: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps(record, indent=1, default=str).encode() + b"\n", durable=False)
 
 
-def read(path: Path) -> dict[str, Any] | None:
-    """A stage's record; None if there is none that can be read."""
+def read(path: Path) -> dict[str, Any]:
+    """A stage's record; empty if there is none that can be read."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _is_current(record: Mapping[str, Any] | None, code: Code, device: str) -> bool:
-    """Whether the stage has succeeded with this code on this kind of device."""
-    identity = (code.digest, device)
-    return record is not None and record.get("ok") is True and (record.get("digest"), record.get("device")) == identity
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _unmet(record: Mapping[str, Any]) -> Sequence[str]:
@@ -168,89 +159,37 @@ def _unmet(record: Mapping[str, Any]) -> Sequence[str]:
 
 _RESERVE_S = 5.0
 """Of the box, to end the last stage's process and to print the table."""
-_OUTPUT_LINES = 30  # of a traceback, and of what a failed stage printed
+_OUTPUT_LINES = 30  # of what a failed stage printed
 
 Process = Callable[[Stage, str, Path, float], tuple[int | None, str]]
-
-
-class Outcome(NamedTuple):
-    """The stages that ran, those that had succeeded before, and those that did not fit."""
-
-    ran: Sequence[Stage]
-    skipped: Sequence[Stage]
-    left: Sequence[Stage]
+"""Runs a stage for at most so many seconds; returns its exit code (None: it was ended) and its output."""
 
 
 class Checked(NamedTuple):
-    """The records in a folder after a call."""
+    """The records in a folder after a call, by stage, in order; empty for a stage that has not run."""
 
-    records: dict[Stage, dict[str, Any] | None]  # by stage, in order; None for a stage that has not run
-    outcome: Outcome  # of this call
+    records: dict[Stage, dict[str, Any]]
+    ran: Sequence[Stage]  # by this call
+    left: Sequence[Stage]  # for the next call: they did not fit
 
     @property
     def succeeded(self) -> bool:
         """Whether every stage that has run succeeded, and meets its goals."""
-        found = [each for each in self.records.values() if each is not None]
-        return all(each.get("ok") is True and not _unmet(each) for each in found)
+        return all(each.get("ok") is True and not _unmet(each) for each in self.records.values() if each)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the records by name, and the names of the stages that did not fit."""
-        return {
-            "stages": {stage.name: found for stage, found in self.records.items()},
-            "left": [stage.name for stage in self.outcome.left],
-        }
-
-
-def check(out: Path, device: str, minutes: float, stages: Sequence[Stage], say: Callable[[str], None]) -> Checked:
-    """Run stages within `minutes`."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        outcome = run(out, device, minutes, stages, say, in_own_process)
-    except OSError as error:
-        raise BadConfig(f"cannot write the results in {out}: {error}; set another --out") from error
-    if outcome.left:
-        say(f"left for the next call: {', '.join(stage.name for stage in outcome.left)}")
-    return Checked({stage: read(out / stage.file_name) for stage in STAGES}, outcome)
-
-
-def run(
-    out: Path, device: str, minutes: float, stages: Sequence[Stage], say: Callable[[str], None], process: Process
-) -> Outcome:
-    """Run the stages that have not succeeded with this code, within the time box."""
-    ends_s = time.monotonic() + 60 * minutes - _RESERVE_S
-    ran: list[Stage] = []
-    skipped: list[Stage] = []
-    left: list[Stage] = []
-    for stage in stages:
-        path, code = out / stage.file_name, Code.of(stage)
-        if _is_current(read(path), code, device):
-            skipped.append(stage)
-            continue
-        remaining_s = ends_s - time.monotonic()
-        if remaining_s < (stage.needs_s if device == "cuda" else SMALL_NEEDS_S):
-            left.append(stage)
-            continue
-        limit_s = min(stage.limit_s, remaining_s)
-        say(f"{stage.name}: at most {limit_s:.0f} s")
-        path.unlink(missing_ok=True)
-        started = time.monotonic()
-        exit_code, output = process(stage, device, out, limit_s)
-        _complete(path, stage, device, code, time.monotonic() - started, exit_code, output)
-        ran.append(stage)
-        say(f"{stage.name}: {_headline(read(path))}")
-    return Outcome(ran, skipped, left)
+        records = {stage.name: found or None for stage, found in self.records.items()}
+        return {"stages": records, "left": [stage.name for stage in self.left]}
 
 
 def in_own_process(stage: Stage, device: str, out: Path, limit_s: float) -> tuple[int | None, str]:
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-        "PYTHONUNBUFFERED": "1",
-    }
+    arguments = (stage.name, device, str(out), f"{limit_s:.1f}")
+    command, environment = module_command("vlora.bench.gpu.runner", *arguments)
+    environment |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     if device == "cpu":
         # The shapes are too small for several threads, which would wait for each other on a shared machine.
         environment["OMP_NUM_THREADS"] = "1"
-    command = [sys.executable, "-m", "vlora.bench.gpu.runner", stage.name, device, str(out), f"{limit_s:.1f}"]
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         # A session of its own, so that the processes that a stage starts end with it.
         process = subprocess.Popen(
@@ -269,119 +208,123 @@ def in_own_process(stage: Stage, device: str, out: Path, limit_s: float) -> tupl
         return exit_code, output.read()
 
 
-def run_stage(stage: Stage, device: str, folder: Path, seconds: float) -> int:
-    """Run a stage in this process, for at most `seconds`, which the caller enforces. Returns the exit code."""
-    started = time.monotonic()
-    found: dict[str, Any] = {
-        "bench": f"gpu-check {stage.name}",
-        "stage": stage.name,
-        "ok": False,
-        "error": {"message": "the stage did not return"},
-        "device": device,
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **Code.of(stage)._asdict(),
-    }
-
-    def save() -> None:
-        write(folder / stage.file_name, found | {"seconds": round(time.monotonic() - started, 2)})
-
-    def keep(result: dict[str, Any]) -> None:
-        found["goals"] = [goal.as_dict() for goal in result.get("goals", ())]
-        found["result"] = {name: value for name, value in result.items() if name != "goals"}
-        save()
-
-    save()
+def check(
+    out: Path,
+    device: str,
+    minutes: float,
+    stages: Sequence[Stage],
+    say: Callable[[str], None],
+    process: Process = in_own_process,
+) -> Checked:
+    """Run the stages that have not succeeded with this code on this kind of device, within the time box."""
+    ends_s = time.monotonic() + 60 * minutes - _RESERVE_S
+    ran: list[Stage] = []
+    left: list[Stage] = []
     try:
-        found["env"] = _prepare(device)
-        save()
-        keep(_result(stage, device, folder, started + seconds, keep))
-    except Exception as error:
-        lines = traceback.format_exc().splitlines()
-        about = {"type": type(error).__name__, "message": str(error)[:2000]}
-        found["error"] = about | {"traceback": lines[-_OUTPUT_LINES:]}
-        save()
-        print("\n".join(lines), file=sys.stderr)
-        return 1
-    found["ok"] = True
-    del found["error"]
-    save()
-    return 0
+        out.mkdir(parents=True, exist_ok=True)
+        for stage in stages:
+            path, before = out / stage.file_name, read(out / stage.file_name)
+            identity = True, device, code_of(stage)["digest"]
+            if (before.get("ok"), before.get("device"), before.get("digest")) == identity:
+                continue
+            remaining_s = ends_s - time.monotonic()
+            if remaining_s < (stage.needs_s if device == "cuda" else SMALL_NEEDS_S):
+                left.append(stage)
+                continue
+            limit_s = min(stage.limit_s, remaining_s)
+            say(f"{stage.name}: at most {limit_s:.0f} s")
+            path.unlink(missing_ok=True)
+            started = time.monotonic()
+            exit_code, output = process(stage, device, out, limit_s)
+            if exit_code != 0 or not read(path).get("ok"):
+                _add_cause(path, stage, device, time.monotonic() - started, exit_code, output.splitlines())
+            ran.append(stage)
+            say(f"{stage.name}: {_headline(read(path))}")
+    except OSError as error:
+        raise BadConfig(f"cannot write the results in {out}: {error}; set another --out") from error
+    if left:
+        say(f"left for the next call: {', '.join(stage.name for stage in left)}")
+    return Checked({stage: read(out / stage.file_name) for stage in STAGES}, ran, left)
 
 
-def _prepare(device: str) -> dict[str, Any]:
-    """Apply the settings under which results are comparable. Returns the environment."""
-    import torch
+def _add_cause(
+    path: Path, stage: Stage, device: str, seconds: float, exit_code: int | None, output: Sequence[str]
+) -> None:
+    """Add the cause and the output to the record of a stage that failed; write one if the process wrote none."""
+    if exit_code is None:
+        cause = f"ended at its limit of {seconds:.0f} s"
+    elif exit_code < 0:
+        cause = f"ended by signal {-exit_code} ({signal.Signals(-exit_code).name})"
+    else:
+        cause = next((line for line in reversed(output) if line.strip()), f"exit code {exit_code}")[:2000]
+    found = read(path) or {"stage": stage.name, "device": device, **code_of(stage)}
+    failed = {"ok": False, "seconds": round(seconds, 2), "error": {"message": cause}}
+    write(path, found | failed | {"output": output[-_OUTPUT_LINES:]})
 
-    from vlora.bench.report import environment, version_of
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError("torch finds no CUDA device")
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_tf32 = False
-    found = environment()
-    found["versions"] |= {name: version_of(name) for name in ("triton", "numpy", "safetensors", "msgspec")}
-    found["versions"]["cuda"] = torch.version.cuda
-    return found
-
-
-def _result(stage: Stage, device: str, folder: Path, ends_s: float, keep: Callable[[Any], None]) -> dict[str, Any]:
+def run_stage(stage: Stage, device: str, folder: Path, seconds: float) -> None:
+    """Run a stage in this process, for at most `seconds`, which the caller enforces. The record has the results so far
+    when it raises.
+    """
     import torch
 
     from vlora.bench.gpu.context import Context
+    from vlora.bench.report import environment, version_of
+
+    started = time.monotonic()
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("torch finds no CUDA device")
+    # Under these settings results are comparable.
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    env = environment()
+    env["versions"] |= {name: version_of(name) for name in ("triton", "numpy", "safetensors", "msgspec")}
+    env["versions"]["cuda"] = torch.version.cuda
+    about = {
+        "bench": f"gpu-check {stage.name}",
+        "stage": stage.name,
+        "device": device,
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **code_of(stage),
+        "env": env,
+    }
+
+    def keep(result: dict[str, Any], ok: bool = False) -> None:
+        found = {name: value for name, value in result.items() if name != "goals"}
+        goals = [goal.as_dict() for goal in result.get("goals", ())]
+        seconds = round(time.monotonic() - started, 2)
+        write(folder / stage.file_name, {**about, "ok": ok, "seconds": seconds, "goals": goals, "result": found})
 
     module = importlib.import_module(stage.module)
-    result: dict[str, Any] = module.run(Context(torch.device(device), folder, ends_s, keep))
-    return result
+    keep(module.run(Context(torch.device(device), folder, started + seconds, keep)), ok=True)
 
 
-def _complete(
-    path: Path, stage: Stage, device: str, code: Code, seconds: float, exit_code: int | None, output: str
-) -> None:
-    """Add the cause and the output to the record of a stage that failed; write one if the process wrote none."""
-    found = read(path) or {"stage": stage.name, "ok": False, "device": device, **code._asdict()}
-    if exit_code == 0 and found["ok"]:
-        return
-    found["ok"] = False
-    found["seconds"] = round(seconds, 2)
-    found["output"] = output.splitlines()[-_OUTPUT_LINES:]
-    if exit_code is None:
-        found["error"] = {"message": f"ended at its limit of {seconds:.0f} s"}
-    elif exit_code < 0:
-        found["error"] = {"message": f"ended by signal {-exit_code} ({signal.Signals(-exit_code).name})"}
-    elif "error" not in found:
-        found["error"] = {"message": f"exit code {exit_code}"}
-    write(path, found)
-
-
-def _headline(found: dict[str, Any] | None) -> str:
-    if found is None:
-        return ""
+def _headline(found: Mapping[str, Any]) -> str:
     if not found["ok"]:
-        error = found["error"]
-        return f"FAILED: {error.get('type', '')} {error['message']}".replace("  ", " ").splitlines()[0][:200]
-    return str((found.get("result") or {}).get("summary", ""))
+        error = found.get("error", {"message": "the stage did not return"})
+        return f"FAILED: {error['message']}".splitlines()[0][:200]
+    return str(found["result"].get("summary", ""))
 
 
 def print_table(checked: Checked) -> None:
     """Print a row for each stage: of this call, of earlier ones, or not run."""
-    records, outcome = checked
     table = Table(title="vlora gpu-check")
     for column in ("stage", "state", "s", "goals", "result"):
         table.add_column(column, justify="right" if column in ("s", "goals") else "left", overflow="fold")
-    for stage, found in records.items():
-        if found is None:
-            state = "left" if stage in outcome.left else "not run"
+    for stage, found in checked.records.items():
+        if not found:
+            state = "left" if stage in checked.left else "not run"
             table.add_row(stage.name, state, "", "", f"about {stage.needs_s:.0f} s on an H100")
             continue
-        state = "failed" if not found["ok"] else "ok" if stage in outcome.ran else "ok, earlier"
-        goals = found.get("goals", ())
-        met = f"{len(goals) - len(_unmet(found))}/{len(goals)}" if goals else ""
+        state = "failed" if not found["ok"] else "ok" if stage in checked.ran else "ok, earlier"
+        goals, unmet = found.get("goals", ()), _unmet(found)
+        met = f"{len(goals) - len(unmet)}/{len(goals)}" if goals else ""
         table.add_row(stage.name, state, f"{found['seconds']:.1f}", met, _headline(found))
-        for name in _unmet(found):
+        for name in unmet:
             table.add_row("", "", "", "", f"FALLS SHORT: {name}")
     Console(width=150).print(table)
 
 
 if __name__ == "__main__":
     name, *where, limit_s = sys.argv[1:]
-    sys.exit(run_stage(chosen([name])[0], where[0], Path(where[1]), float(limit_s)))
+    run_stage(chosen([name])[0], where[0], Path(where[1]), float(limit_s))

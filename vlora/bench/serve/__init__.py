@@ -10,12 +10,12 @@ With `url` any other server with OpenAI's API is measured instead, without a bas
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 import statistics
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from vlora.bench.report import Goal
 from vlora.bench.serve.baseline import Baseline, PreparedRequest, prepare
 from vlora.bench.serve.load import LoadRun, WorkloadRequest, drive, row, workload_requests
 from vlora.bench.serve.model_folder import ModelFiles, write_model_files
-from vlora.bench.serve.server_process import ServerProcess, launched_server
+from vlora.bench.serve.server_process import ServerProcess, served
 from vlora.bench.serve.surfaces import ChatCompletions, RpycClient, token_from_environment
 from vlora.bench.timing import threads_label
 from vlora.bench.workload import Workload
@@ -73,20 +73,12 @@ _CHECKED, _CHECKED_TOKENS = 6, 16
 
 
 class ServeCase(NamedTuple):
-    """One kind of traffic.
-
-    Attributes:
-        name: Its name in reports.
-        baseline: The baseline's name in reports; except with `alone`, its batch size is the number of outstanding
-            requests at the server.
-        adapted: With adapters, or the base model.
-        alone: One request at a time.
-    """
+    """One kind of traffic. The baseline's batch size is the number of outstanding requests at the server."""
 
     name: str
     baseline: str
-    adapted: bool
-    alone: bool = False
+    adapted: bool  # with adapters, or the base model
+    alone: bool = False  # one request at a time
 
     def workload(self, workload: Workload, number: int) -> Workload:
         """The workload of one round, with its own pictures and texts."""
@@ -109,100 +101,96 @@ CASES = {
 }
 
 
-@contextlib.contextmanager
-def serving(files: ModelFiles, dtype: str, threads: int | None) -> Iterator[ServerProcess]:
+def serving(files: ModelFiles, dtype: str, threads: int | None) -> AbstractContextManager[ServerProcess]:
     """`vlora serve` on loopback with user defaults, but without caches of prompts and pictures. threads None: its
     default.
-
-    Raises:
-        BadConfig: The server does not start.
     """
     flags = ["--model", files.model, "--served-model-name", _BASE, "--dtype", dtype]
-    flags += ["--rpyc-port", "0", "--http-port", "0"]
     flags += [flag for name, path in files.adapters.items() for flag in ("--adapter", f"{name}={path}")]
     flags += ["--no-prefix-cache", "--vision-cache-bytes", "0", "--arena-bytes", str(2 * 2**30)]
     flags += ["--request-timeout-s", "600", "--max-requests", "1024"]
-    if threads is not None:
-        flags += ["--threads", str(threads)]
-    with launched_server("vlora.cli", "serve", *flags) as server:
-        yield server
+    return served(*flags, *([] if threads is None else ["--threads", str(threads)]))
 
 
-async def send_all(
-    server: ServerProcess, surface: str, files: ModelFiles, workload: Workload, requests: Iterable[WorkloadRequest]
-) -> LoadRun:
+Connect = Callable[[], ChatCompletions | RpycClient]
+
+
+def own_server(server: ServerProcess, surface: str, files: ModelFiles) -> Connect:
+    """Clients of a server that was started here. surface: http or rpyc."""
     names = list(files.adapters)
-    client: ChatCompletions | RpycClient
-    if surface == "http":
-        client = ChatCompletions(f"http://127.0.0.1:{server.http_port}/v1", _BASE, names)
-    else:
-        client = RpycClient(server.rpyc_port, names)
-    try:
-        return await drive(workload, iter(requests), client)
-    finally:
-        await client.close()
+    if surface == "rpyc":
+        return lambda: RpycClient(server.rpyc_port, names)
+    return lambda: ChatCompletions(f"http://127.0.0.1:{server.http_port}/v1", _BASE, names)
+
+
+def send_all(connect: Connect, workload: Workload, requests: Iterable[WorkloadRequest]) -> LoadRun:
+    async def sent() -> LoadRun:
+        client = connect()
+        try:
+            return await drive(workload, iter(requests), client)
+        finally:
+            await client.close()
+
+    return asyncio.run(sent())
 
 
 @dataclasses.dataclass
 class Comparison:
-    """Runs of a served model and of baselines, in rounds.
+    """Runs of a server and of baselines, in rounds.
 
     Attributes:
-        files: The model and its adapters.
+        connect: Makes a client of the server.
+        by: The server's name in reports.
         workload: Of the cases `base` and `adapters`; `one` takes its first request.
-        cases: The kinds of traffic.
-        dtype: Of the server.
-        surface: http or rpyc.
-        threads: Of the server's engine and of the baseline; None for the default of each.
-        rounds: Number of rounds.
         runs: By case, name of the system, and its dtype.
     """
 
-    files: ModelFiles
+    connect: Connect
+    by: str
     workload: Workload
     cases: Sequence[ServeCase]
-    dtype: str
-    surface: str
-    threads: int | None
     rounds: int
-    runs: dict[tuple[str, str, str], list[LoadRun]] = dataclasses.field(default_factory=dict)
+    dtype: str | None = None
+    threads: int | str | None = None
+    runs: dict[tuple[str, str, str | None], list[LoadRun]] = dataclasses.field(default_factory=dict)
 
-    def run(self, server: ServerProcess, baselines: Mapping[str, Baseline]) -> None:
+    def run(self, baselines: Mapping[str, Baseline] | None = None, processor: InputProcessor | None = None) -> None:
         """Run every round: each case of the server, then of each baseline, without concurrency."""
-        torch.set_num_threads(self.threads or default_threads())
-        processor = InputProcessor.from_pretrained(self.files.model)
-        self._warm_up(server, baselines, processor)
         for number, case in itertools.product(range(self.rounds), self.cases):
             one = case.workload(self.workload, number)
-            requests = workload_requests(one, adapted=case.adapted)
-            found = asyncio.run(send_all(server, self.surface, self.files, one, requests))
-            self.runs.setdefault((case.name, self._by, self.dtype), []).append(found)
-            for dtype, baseline in baselines.items():
+            found = send_all(self.connect, one, workload_requests(one, adapted=case.adapted))
+            self.runs.setdefault((case.name, self.by, self.dtype), []).append(found)
+            for dtype, baseline in (baselines or {}).items():
                 if not self._too_slow(case, dtype):
                     found = baseline.run(_prepared(processor, one, case), one.concurrency)
                     self.runs.setdefault((case.name, case.baseline, dtype), []).append(found)
 
+    def warm_up(self, baselines: Mapping[str, Baseline], processor: InputProcessor) -> None:
+        """Send a few short answers of every kind, to load adapters and warm code and memory."""
+        few: dict[str, Any] = {"requests": max(self.workload.adapters, 2), "duration_s": None, "rate": None}
+        workload = dataclasses.replace(self.workload, **few, answer_tokens=3, popularity="uniform")
+        for case in self.cases:
+            send_all(self.connect, workload, workload_requests(workload, adapted=case.adapted))
+            for baseline in baselines.values():
+                baseline.run(_prepared(processor, workload, case)[:1], 1)
+
     def rows(self) -> Iterator[dict[str, Any]]:
         for (case, by, dtype), runs in self.runs.items():
-            labels = {"case": case, "threads": self.threads or "default", "by": by, "dtype": dtype}
-            yield row(runs, **labels) | {"ours / it": None if by == self._by else self._ratio(case, runs)}
+            labels = {"case": case, "threads": self.threads, "by": by, "dtype": dtype}
+            yield row(runs, **labels) | {"ours / it": None if by == self.by else self._ratio(case, runs)}
 
     def ratio(self, case: str) -> float:
         """Tokens per second relative to the faster baseline, the median over rounds."""
-        baselines = (runs for (name, by, _), runs in self.runs.items() if name == case and by != self._by)
+        baselines = (runs for (name, by, _), runs in self.runs.items() if name == case and by != self.by)
         return min(self._ratio(case, runs) for runs in baselines)
 
     @property
     def errors(self) -> list[str]:
         return [error for runs in self.runs.values() for run in runs for error in run.errors]
 
-    @property
-    def _by(self) -> str:
-        return f"vlora {self.surface}"
-
     def _ratio(self, case: str, theirs: Sequence[LoadRun]) -> float:
         # a slow baseline has only the first round
-        pairs = zip(self.runs[case, self._by, self.dtype], theirs, strict=False)
+        pairs = zip(self.runs[case, self.by, self.dtype], theirs, strict=False)
         return statistics.median(ours.tokens_per_s / other.tokens_per_s for ours, other in pairs)
 
     def _too_slow(self, case: ServeCase, dtype: str) -> bool:
@@ -210,37 +198,20 @@ class Comparison:
         seconds = {its: runs[0].seconds for (*which, its), runs in self.runs.items() if tuple(which) == own}
         return dtype in seconds and seconds[dtype] > _SLOW * min(seconds.values())
 
-    def _warm_up(self, server: ServerProcess, baselines: Mapping[str, Baseline], processor: InputProcessor) -> None:
-        """Send a few short answers of every kind, to load adapters and warm code and memory."""
-        workload = dataclasses.replace(
-            self.workload,
-            requests=max(self.workload.adapters, 2),
-            duration_s=None,
-            rate=None,
-            answer_tokens=3,
-            popularity="uniform",
-        )
-        for case in self.cases:
-            requests = workload_requests(workload, adapted=case.adapted)
-            asyncio.run(send_all(server, self.surface, self.files, workload, requests))
-            for baseline in baselines.values():
-                baseline.run(_prepared(processor, workload, case)[:1], 1)
 
-
-def _prepared(processor: InputProcessor, workload: Workload, case: ServeCase) -> list[PreparedRequest]:
+def _prepared(processor: InputProcessor | None, workload: Workload, case: ServeCase) -> list[PreparedRequest]:
     """The requests of a case; with a duration, as many as run concurrently."""
+    assert processor is not None, "baselines need one"
     count = workload.requests or workload.concurrency
     requests = itertools.islice(workload_requests(workload, adapted=case.adapted), count)
     return [prepare(processor, request) for request in requests]
 
 
-def check_answers(
-    server: ServerProcess, surface: str, files: ModelFiles, workload: Workload, baseline: Baseline
-) -> dict[str, Any]:
+def check_answers(connect: Connect, files: ModelFiles, workload: Workload, baseline: Baseline) -> dict[str, Any]:
     """Compare answers to a small set of requests, all at once, against the baseline's one by one.
 
     Args:
-        server: In float32.
+        connect: To a server in float32.
         baseline: In float32.
 
     Returns:
@@ -261,7 +232,7 @@ def check_answers(
     texts: set[str] = set()
     for adapted in (True, False):
         requests = list(itertools.islice(workload_requests(workload, adapted=adapted), _CHECKED))
-        run = asyncio.run(send_all(server, surface, files, workload, requests))
+        run = send_all(connect, workload, requests)
         for answer, request in zip(run.answers, requests, strict=True):
             texts.add(answer.text)
             if answer.error is not None:
@@ -337,12 +308,16 @@ def _measure(
         config = small_served_config() if quick else served_config()
         files = write_model_files(config, Path(folder), workload.adapters)
         baselines = {each: Baseline.load(files.model, list(files.adapters.values()), each) for each in BASELINE_DTYPES}
+        processor = InputProcessor.from_pretrained(files.model)
         default = (None,) if quick or default_threads() == 1 else (None, 1)
         for count in threads or default:
             with serving(files, dtype, count) as server:
+                torch.set_num_threads(count or default_threads())
                 for surface in surfaces:
-                    comparison = Comparison(files, workload, chosen, dtype, surface, count, rounds)
-                    comparison.run(server, baselines)
+                    about = f"vlora {surface}", workload, chosen, rounds, dtype, count or "default"
+                    comparison = Comparison(own_server(server, surface, files), *about)
+                    comparison.warm_up(baselines, processor)
+                    comparison.run(baselines, processor)
                     rows += comparison.rows()
                     errors += comparison.errors
                     number = "default threads" if count is None else threads_label(count)
@@ -351,7 +326,8 @@ def _measure(
                         goals.append(Goal(name, comparison.ratio(case.name), _GOALS[case.name], False))
         with serving(files, "float32", None) as server:
             for surface in surfaces:
-                checks[surface] = check = check_answers(server, surface, files, workload, baselines["float32"])
+                connect = own_server(server, surface, files)
+                checks[surface] = check = check_answers(connect, files, workload, baselines["float32"])
                 name = f"wrong of {check['answers']} greedy answers in float32 ({check['words']} words), {surface}"
                 goals.append(Goal(name, float(len(check["wrong"])), 0.0, True))
     goals.append(_failed(errors))
@@ -378,24 +354,13 @@ def _other_server(
         cases = [case for case in cases if not case.adapted]
     workload = Workload(**{**settings, "adapters": max(1, len(adapter_names))})
 
-    async def measure(case: ServeCase, number: int) -> LoadRun:
-        one = case.workload(workload, number)
-        send = ChatCompletions(url, model or "", adapter_names, token_from_environment())
-        try:
-            return await drive(one, workload_requests(one, adapted=case.adapted), send)
-        finally:
-            await send.close()
-
-    runs: dict[str, list[LoadRun]] = {case.name: [] for case in cases}
-    for number in range(rounds):
-        for case in cases:
-            runs[case.name].append(asyncio.run(measure(case, number)))
-    rows = [
-        row(found, case=name, threads=None, by="server", dtype=None) | {"ours / it": None}
-        for name, found in runs.items()
-    ]
-    errors = [error for found in runs.values() for run in found for error in run.errors]
-    return Measured(rows, _found(workload, errors) | {"title": f"vlora bench serve: {url}"}, [_failed(errors)])
+    token = token_from_environment()
+    comparison = Comparison(
+        lambda: ChatCompletions(url, model or "", adapter_names, token), "server", workload, cases, rounds
+    )
+    comparison.run()
+    found = _found(workload, comparison.errors) | {"title": f"vlora bench serve: {url}"}
+    return Measured(list(comparison.rows()), found, [_failed(comparison.errors)])
 
 
 def _found(workload: Workload, errors: Sequence[str]) -> dict[str, Any]:

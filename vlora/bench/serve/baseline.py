@@ -21,16 +21,8 @@ from vlora.types import TensorValue
 
 
 class GreedyAnswer(NamedTuple):
-    """A greedy answer.
-
-    Attributes:
-        token_ids: Its tokens.
-        margins: For each token, the distance of its logit to the second best in standard deviations of that step's
-            logits.
-    """
-
     token_ids: list[int]
-    margins: list[float]
+    margins: list[float]  # of each token's logit over the second best, in standard deviations of that step's logits
 
 
 class PreparedRequest(NamedTuple):
@@ -51,13 +43,7 @@ def prepare(processor: InputProcessor, request: WorkloadRequest) -> PreparedRequ
 
 
 class Baseline:
-    """A model with transformers' own attention (sdpa) and generation, and PEFT adapters on it.
-
-    Args:
-        plain: The model without adapters.
-        peft: The model with adapters, or None.
-        names: Of the adapters, by index.
-    """
+    """A model with transformers' own attention (sdpa) and generation, and PEFT's model with adapters on it, or None."""
 
     def __init__(self, plain: Any, peft: Any, names: Sequence[str]) -> None:
         self._plain, self._peft, self._names = plain, peft, names

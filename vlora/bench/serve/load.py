@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vlora.bench.timing import percentile
 from vlora.bench.workload import Workload
 from vlora.simulator.arrivals import hottest, power_law
+from vlora.simulator.measures import percentile
 
 WORDS = (
     *("a", "an", "the", "is", "are", "was", "in", "on", "at", "of", "to", "and", "or", "not", "with", "from", "this"),

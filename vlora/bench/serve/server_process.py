@@ -1,4 +1,4 @@
-"""A running server of a benchmark, and its processes; `vlora serve` on the embedded model, and adapters for it."""
+"""A running server of a benchmark, and adapters for the embedded model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,15 +27,11 @@ _ENDING_S = 20.0
 
 
 class ServerProcess(NamedTuple):
-    """Ports of both APIs, and its processes: the front end first, then the engine."""
+    """Ports of both APIs, and the process of its front end."""
 
     rpyc_port: int
     http_port: int
     front_end: psutil.Process
-
-    @property
-    def processes(self) -> dict[str, psutil.Process]:
-        return {"front end": self.front_end, "engine": self.front_end.children()[0]}
 
 
 @contextlib.contextmanager
@@ -64,14 +61,9 @@ def launched_server(module: str, *arguments: str) -> Iterator[ServerProcess]:
 HEAD, _QUESTION = "kind", "what shape is shown ?"
 
 
-@contextlib.contextmanager
-def embedded_model_server(adapters: Path, *flags: str, threads: int = 1) -> Iterator[ServerProcess]:
-    """Run the embedded model in float32 with the adapters of a folder on loopback until the end of the block."""
-    ports = ("--rpyc-port", "0", "--http-port", "0", "--threads", str(threads))
-    with launched_server(
-        "vlora.cli", "serve", "--dtype", "float32", "--adapters", str(adapters), *ports, *flags
-    ) as server:
-        yield server
+def served(*flags: str) -> AbstractContextManager[ServerProcess]:
+    """Run `vlora serve` on loopback until the end of the block; the embedded model by default."""
+    return launched_server("vlora.cli", "serve", "--rpyc-port", "0", "--http-port", "0", *flags)
 
 
 def write_embedded_adapter(folder: Path, seed: int, **settings: Any) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import json
 import os
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
@@ -78,8 +77,8 @@ class HttpConnection:
     """One persistent connection; one request at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, protocol: HttpProtocol) -> None:
-        self.reader, self.protocol = reader, protocol
-        self._writer = writer
+        self.protocol = protocol
+        self._reader, self._writer = reader, writer
 
     def send(self, path: str, body: dict[str, Any]) -> None:
         """Post JSON without reading the response."""
@@ -89,27 +88,12 @@ class HttpConnection:
         """Status and body of the answer. on_part: called after each part of it."""
         complete = False
         while not complete:
-            complete = self.protocol.receive(await self.reader.read(_READ_BYTES))
+            complete = self.protocol.receive(await self._reader.read(_READ_BYTES))
             on_part()
         return self.protocol.status, self.protocol.body
 
-    async def post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        """Status and body of the answer."""
-        self.send(path, body)
-        return await self.receive()
-
     def abort(self) -> None:
         self._writer.transport.abort()
-
-
-@contextlib.asynccontextmanager
-async def connected(port: int, limit: int = _READ_BYTES) -> AsyncIterator[HttpConnection]:
-    """A connection to a server on this machine, aborted at the end."""
-    connection = HttpConnection(*await asyncio.open_connection("127.0.0.1", port, limit=limit), HttpProtocol())
-    try:
-        yield connection
-    finally:
-        connection.abort()
 
 
 class EventReader:

@@ -13,7 +13,7 @@ import torch
 from vlora.bench.costs import costs_as_dict, fit
 from vlora.bench.dummy import BenchModel, model_named, small_config
 from vlora.bench.gpu.context import Context
-from vlora.bench.report import environment
+from vlora.bench.report import Report
 from vlora.run_folder import write_whole
 
 _MODEL, _DECODE_STEPS = "qwen2-vl-7b", 3
@@ -32,8 +32,8 @@ def run(context: Context) -> dict[str, Any]:
         model = BenchModel("small", small_config, 2**27)
         fitted = fit(model, context.device, 1, _SMALL_BATCHES, sides=(4, 8))
     found = costs_as_dict(fitted, model.name)
-    report = {"bench": "costs", "env": environment(), "rows": [], "goals": [], **found}
-    write_whole(context.out / "costs.json", json.dumps(report).encode() + b"\n", durable=False)
+    report = Report("costs", [], [], found=found)
+    write_whole(context.out / "costs.json", json.dumps(report.as_dict()).encode() + b"\n", durable=False)
     errors = [abs(fitted.costs.step_s(size) / seconds - 1) for size, seconds in fitted.samples]
     return {
         "summary": f"{len(errors)} steps, median relative error {statistics.median(errors):.3f}",

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from vlora.bench.gpu.context import Context
-from vlora.bench.gpu.runner import ROOT
+from vlora.bench.harness import ROOT
 
 _FILES = (
     "tests/atmm/test_merge.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import LlavaConfig
@@ -17,7 +17,7 @@ from atmm.tuning.search import Case, Shape, error
 from vlora.bench.dummy import clip_config, dummy_picture, llava_config, small_served_config
 from vlora.bench.gpu.context import Context
 from vlora.bench.serve.model_folder import answering_weights
-from vlora.bench.timed_engine import FixedModePolicy, TimedEngine
+from vlora.bench.timed_engine import FixedModePolicy, Kind, TimedEngine
 from vlora.models.loading import dummy_model
 from vlora.tune import LARGEST_ERROR
 from vlora.types import TokenScore
@@ -33,18 +33,10 @@ Scores = dict[str, list[TokenScore]]
 """By request id, the score of each token of the answer."""
 
 
-class _Mode(NamedTuple):
-    """A mode of the engine, and the requests that lead to it."""
-
-    name: str
-    adapters: Sequence[str | None]  # of the requests
-    merging: bool  # whether the first request's adapter is merged
-
-
 _MODES = (
-    _Mode("unmerged", (None, *_ADAPTERS, "r8"), False),
-    _Mode("merged", ("r16", "r16"), True),
-    _Mode("mixed", ("r16", None, "r8", "r16"), True),
+    Kind("unmerged", (None, *_ADAPTERS, "r8"), False),
+    Kind("merged", ("r16", "r16"), True),
+    Kind("mixed", ("r16", None, "r8", "r16"), True),
 )
 
 
