@@ -108,27 +108,43 @@ class Gamma(Lengths):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hottest(Lengths):
-    """Poisson arrivals; one adapter has the share `skew`, the others share the rest evenly (V-LoRA section 6.3.3)."""
+class Poisson(Lengths):
+    """Poisson arrivals. rate: requests per second over all adapters."""
 
     rate: float = bounded(2.0, least=1e-6)
-    skew: float = _share(0.6)
+
+    def shares(self, num_requests: int, num_adapters: int) -> Sequence[float] | None:
+        """Of the adapters, the hottest first; None: every request has its own adapter."""
+        raise NotImplementedError
 
     def arrivals(self, num_requests: int, num_adapters: int, seed: int) -> Iterator[Arrival]:
-        draws = random.Random(seed)
-        return _poisson(self, self.rate, hottest(num_adapters, self.skew), num_requests, draws, seed)
+        draws, arrival, now = random.Random(seed), self.source(seed), 0.0
+        shares = self.shares(num_requests, num_adapters)
+        sums = None if shares is None else list(itertools.accumulate(shares))
+        for number in range(num_requests):
+            now += draws.expovariate(self.rate)
+            which = number if sums is None else draws.choices(range(len(sums)), cum_weights=sums)[0]
+            yield arrival(now, adapter_name(which), draws)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Punica(Lengths):
-    """Poisson arrivals in one of Punica's popularity patterns (section 7), which also set the number of adapters."""
+class Hottest(Poisson):
+    """One adapter has the share `skew`, the others share the rest evenly (V-LoRA section 6.3.3)."""
 
-    rate: float = bounded(2.0, least=1e-6)
+    skew: float = _share(0.6)
+
+    def shares(self, num_requests: int, num_adapters: int) -> Sequence[float]:
+        return hottest(num_adapters, self.skew)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Punica(Poisson):
+    """One of Punica's popularity patterns (section 7), which also sets the number of adapters."""
+
     pattern: str = bounded("skewed", choices=PATTERNS)
 
-    def arrivals(self, num_requests: int, num_adapters: int, seed: int) -> Iterator[Arrival]:
-        draws = random.Random(seed)
-        return _poisson(self, self.rate, punica(self.pattern, num_requests), num_requests, draws, seed)
+    def shares(self, num_requests: int, num_adapters: int) -> Sequence[float] | None:
+        return punica(self.pattern, num_requests)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,19 +228,6 @@ def among_tenants(arrivals: Iterable[Arrival], num_tenants: int, seed: int) -> I
     for arrival in arrivals:
         drawn = draws.choices(range(num_tenants), cum_weights=sums)[0]
         yield arrival if arrival.tenant is not None else arrival._replace(tenant=tenant_name(drawn))
-
-
-def _poisson(
-    lengths: Lengths, rate: float, shares: Sequence[float] | None, num_requests: int, draws: random.Random, seed: int
-) -> Iterator[Arrival]:
-    """shares None: every request has its own adapter."""
-    sums = list(itertools.accumulate(shares)) if shares else None
-    arrival = lengths.source(seed)
-    now = 0.0
-    for number in range(num_requests):
-        now += draws.expovariate(rate)
-        which = number if sums is None else draws.choices(range(len(sums)), cum_weights=sums)[0]
-        yield arrival(now, adapter_name(which), draws)
 
 
 TIME, PROMPT, ANSWER, ADAPTER = "TIMESTAMP", "ContextTokens", "GeneratedTokens", "Adapter"
