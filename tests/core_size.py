@@ -54,12 +54,12 @@ BUDGETS = (
     Budget("vlora/wire", 920, 1_000),
     Budget("vlora/split", 2_500, 1_600),
     Budget("vlora/training vlora/learning fusion/training", 7_150, 4_500),
-    Budget("vlora/simulator", 2_240, 1_500),
-    Budget("vlora/cli", 3_440, 2_600),
-    Budget("vlora/bench", 4_440, 2_500),
-    Budget("benchmarks", 8_190, 6_500),
+    Budget("vlora/simulator", 2_130, 1_500),
+    Budget("vlora/cli", 3_420, 2_600),
+    Budget("vlora/bench", 4_250, 2_500),
+    Budget("benchmarks", 8_000, 6_500),
     Budget("fusion", 9_380, 6_200),
-    Budget("tools", 910, 800),
+    Budget("tools", 850, 800),
     Budget("atmm apps heads", 13_580, 10_500),
 )
 """Each file counts for the longest folder that it is in."""
