@@ -50,12 +50,7 @@ def setting(default: Any, heading: str, text: str, **more: Any) -> Any:
         more: `least`, `above` and `most` bound a value that is not None; `choices` has the values of a name;
             `short` is a short flag.
     """
-    return bounded(default, heading=heading, text=text, **more)
-
-
-def bounded(default: Any, **more: Any) -> Any:
-    """A field that `check_settings` checks, with what `more` has in `setting`."""
-    return dataclasses.field(default=default, metadata=more)
+    return dataclasses.field(default=default, metadata={"heading": heading, "text": text, **more})
 
 
 @functools.cache

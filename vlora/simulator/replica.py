@@ -7,7 +7,7 @@ import functools
 import zlib
 from collections.abc import Callable, Collection, Iterable, Set
 
-from vlora.config import EngineConfig, bounded
+from vlora.config import EngineConfig
 from vlora.errors import DeadlineUnreachable
 from vlora.memory.adapter_cache import AdapterCache
 from vlora.memory.block_manager import BlockManager
@@ -91,8 +91,8 @@ class ReplicaConfig(EngineConfig):
     model: str = ""
     load_s: float = 0.0
     move_s: float = 32e-6  # measured for 16 tokens of the 0.5 B model (docs/decisions/0017)
-    kv_tokens: int = bounded(65_536, least=1)
-    resident_adapters: int = bounded(64, least=1)
+    kv_tokens: int = dataclasses.field(default=65_536, metadata={"least": 1})
+    resident_adapters: int = dataclasses.field(default=64, metadata={"least": 1})
     prefix_cache: bool = False
 
 

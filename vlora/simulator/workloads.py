@@ -16,13 +16,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlora.config import bounded, check_settings
+from vlora.config import check_settings
 from vlora.errors import BadConfig
 from vlora.simulator.arrivals import Arrival, adapter_name, hottest, power_law, punica, tenant_name
 from vlora.types import MAX_PRIORITY
 
 _NUM_REQUESTS = 1000
 PATTERNS = ("distinct", "uniform", "skewed", "identical")
+
+
+def bounded(default: Any, **bounds: Any) -> Any:
+    """A field that `check_settings` checks."""
+    return dataclasses.field(default=default, metadata=bounds)
 
 
 def _share(default: float) -> Any:
