@@ -54,7 +54,7 @@ BUDGETS = (
     Budget("vlora/wire", 920, 1_000),
     Budget("vlora/split", 2_500, 1_600),
     Budget("vlora/training vlora/learning fusion/training", 7_150, 4_500),
-    Budget("vlora/simulator", 2_130, 1_500),
+    Budget("vlora/simulator", 2_140, 1_500),
     Budget("vlora/cli", 3_420, 2_600),
     Budget("vlora/bench", 4_250, 2_500),
     Budget("benchmarks", 8_000, 6_500),
