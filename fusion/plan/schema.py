@@ -308,16 +308,9 @@ class PlanFile:
     text: PlanText
 
 
-def read_plan(path: Path | str) -> Plan:
-    """Read and check a plan file. Raises BadPlan with file, line and field."""
-    return read_plan_file(path).plan
-
-
 def read_plan_file(path: Path | str | PlanFile) -> PlanFile:
-    """Like `read_plan`, with the line of each field; a plan that was read already is returned.
-
-    Raises BadPlan with file, line and field of every error.
-    """
+    """Read and check a plan file; a plan that was read already is returned. Raises BadPlan with file, line and field of
+    every error."""
     if isinstance(path, PlanFile):
         return path
     return PlanFile(*read_model(path, Plan, needed="domains", forms=_FORMS))

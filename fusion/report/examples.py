@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import cv2
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from fusion.data.samples import Sample, Splits, Target
 from fusion.data.targets import labels_shown
@@ -131,7 +131,7 @@ def contact_sheet(domains: Mapping[str, Splits]) -> Image.Image:
         top += 2 * _LINE
         for place, (part, sample) in enumerate(samples):
             left, upper = _MARGIN + place % _COLUMNS * (_CELL + _MARGIN), top + place // _COLUMNS * height
-            _draw_sample(draw, sheet, (left, upper), sample, domains[name].labels, font)
+            sheet.paste(_cell(sample, domains[name].labels, font), (left, upper))
             words = (part, sample.question, _in_words(sample.target, domains[name].labels))
             for line, text in enumerate(word for word in words if word):
                 shown = text.split("\n")[0][:200]
@@ -154,24 +154,16 @@ def _varied(splits: Splits, part: str) -> list[Sample]:
     return [*first, *others][: _OF_PART[part]]
 
 
-def _draw_sample(
-    draw: ImageDraw.ImageDraw,
-    sheet: Image.Image,
-    corner: tuple[int, int],
-    sample: Sample,
-    labels: Sequence[str],
-    font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
-) -> None:
-    picture = Image.fromarray(sample.frames[0])
-    picture.thumbnail((_CELL, _HEIGHT))
-    scale = min(_CELL / picture.width, _HEIGHT / picture.height)
-    picture = picture.resize((max(1, int(picture.width * scale)), max(1, int(picture.height * scale))))
-    sheet.paste(picture, corner)
+def _cell(sample: Sample, labels: Sequence[str], font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> Image.Image:
+    """The first picture of a sample with its boxes, as large as a cell of the contact sheet."""
+    picture = ImageOps.contain(Image.fromarray(sample.frames[0]), (_CELL, _HEIGHT))
+    draw = ImageDraw.Draw(picture)
     for box in sample.target if isinstance(sample.target, tuple) else ():
         if isinstance(box, Box) and box.image == 0:
-            across = [corner[0] + edge * picture.width for edge in (box.left, box.right)]
-            down = [corner[1] + edge * picture.height for edge in (box.top, box.bottom)]
-            draw.rectangle((across[0], down[0], across[1], down[1]), outline=_FOUND, width=2)
-            at = (across[0], max(corner[1], down[0] - _LINE))
+            left, right = (edge * picture.width for edge in (box.left, box.right))
+            top, bottom = (edge * picture.height for edge in (box.top, box.bottom))
+            draw.rectangle((left, top, right, bottom), outline=_FOUND, width=2)
+            at = (left, max(0, top - _LINE))
             draw.rectangle(draw.textbbox(at, labels[box.label], font), fill=_FOUND)
             draw.text(at, labels[box.label], "white", font)
+    return picture

@@ -21,7 +21,7 @@ import vlora.engine
 import vlora.types
 from examples import tour
 from fusion.plan.data_formats import DataPlan
-from fusion.plan.schema import METRICS, TASKS, DomainPlan, LoraPlan, Plan, TrainingPlan, read_plan
+from fusion.plan.schema import METRICS, TASKS, DomainPlan, LoraPlan, Plan, TrainingPlan, read_plan_file
 from fusion.plan.teacher_kinds import TeacherPlan
 from tests.core_size import ROOT
 from tests.test_prose import listed
@@ -136,7 +136,7 @@ def test_the_reference_has_every_public_name_and_imports_nothing_of_ours(tmp_pat
 def test_the_example_of_a_plan_can_be_read_and_its_defaults_are_right(tmp_path: Path) -> None:
     (example,) = re.findall(r"^```yaml\n(.*?)^```$", PLAN_GUIDE, re.MULTILINE | re.DOTALL)
     (tmp_path / "plan.yaml").write_text(example)
-    assert [domain.name for domain in read_plan(tmp_path / "plan.yaml").domains] == ["signs", "lots", "gates"]
+    assert [domain.name for domain in read_plan_file(tmp_path / "plan.yaml").plan.domains] == ["signs", "lots", "gates"]
     stated: dict[tuple[str, str], str] = {}
     for names, defaults in re.findall(r"^\| (`[\w.`, ]+`) \| ([^|]+) \|", PLAN_GUIDE, re.MULTILINE):
         section = ""

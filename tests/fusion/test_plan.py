@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fusion
-from fusion.plan.schema import read_plan
+from fusion.plan.schema import read_plan_file
 from vlora.errors import BadPlan
 
 GOOD = """\
@@ -34,7 +34,7 @@ def write(folder: Path, text: str) -> Path:
 
 def test_the_demo_has_real_pixels_heads_and_words() -> None:
     plans = Path(fusion.__file__).parent / "plans"
-    own, full = (read_plan(plans / f"{name}.yaml").domains for name in ("demo", "demo-full"))
+    own, full = (read_plan_file(plans / f"{name}.yaml").plan.domains for name in ("demo", "demo-full"))
     assert len(own) == 5 and len(full) == 8
     assert sum(str(domain.source).startswith("drawn-") for domain in own) <= 2
     assert {"digits", "readings"} <= {domain.name for domain in own}  # in words; the others have heads
@@ -85,7 +85,7 @@ BY_SIMILARITY = "packing: first_fit\norder: [given, similarity]\nlora: {vision: 
 def test_errors_are_located(tmp_path: Path, old: str, new: str, line: int, field: str, text: str) -> None:
     file = write(tmp_path, GOOD.replace(old, new))
     with pytest.raises(BadPlan) as caught:
-        read_plan(file)
+        read_plan_file(file)
     assert f"{file}, line {line}, field `{field}`" in str(caught.value)
     assert text in str(caught.value)
 
@@ -93,8 +93,8 @@ def test_errors_are_located(tmp_path: Path, old: str, new: str, line: int, field
 @pytest.mark.parametrize("number", [2**63, "0x" + "f" * 20_000])
 def test_integers_of_more_than_63_bits_are_refused(tmp_path: Path, number: object) -> None:
     with pytest.raises(BadPlan, match=r"plan.yaml, line 1: not YAML: .* cannot be read \(more than 63 bits\)"):
-        read_plan(write(tmp_path, f"seed: {number}\n{GOOD}"))
-    assert read_plan(write(tmp_path, f"seed: {2**63 - 1}\n{GOOD}")).seed == 2**63 - 1
+        read_plan_file(write(tmp_path, f"seed: {number}\n{GOOD}"))
+    assert read_plan_file(write(tmp_path, f"seed: {2**63 - 1}\n{GOOD}")).plan.seed == 2**63 - 1
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_all_errors_are_reported_together_up_to_twenty(
     for old, new in changes.items():
         text = text.replace(old, new)
     with pytest.raises(BadPlan) as caught:
-        read_plan(write(tmp_path, text))
+        read_plan_file(write(tmp_path, text))
     lines = str(caught.value).splitlines()
     assert len(lines) == fields and last in lines[-1]
 
@@ -120,7 +120,7 @@ def test_paths_are_relative_to_the_plan(tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
     text = GOOD.replace("source: sklearn-digits", "source: pictures")
     text = text.replace("source: library-photos", "data: {format: coco, path: there/boxes.json}")
-    first, second = read_plan(write(tmp_path, text)).domains
+    first, second = read_plan_file(write(tmp_path, text)).plan.domains
     assert first.source == str(tmp_path / "pictures")
     assert second.data is not None and second.data.path == tmp_path / "there" / "boxes.json"
 
@@ -146,13 +146,13 @@ def test_paths_are_relative_to_the_plan(tmp_path: Path) -> None:
 )
 def test_files_that_are_no_plan_are_refused(tmp_path: Path, text: str, want: str) -> None:
     with pytest.raises(BadPlan, match=want):
-        read_plan(write(tmp_path, text))
+        read_plan_file(write(tmp_path, text))
 
 
 def test_a_plan_may_merge_keys_and_a_missing_one_is_named(tmp_path: Path) -> None:
     text = GOOD.replace("  - name: digits\n", "  - &first\n    name: digits\n").replace(BASE, "packing: jointly")
-    plan = read_plan(write(tmp_path, text + "  - {<<: *first, name: again, threshold: 0.6}\n"))
+    plan = read_plan_file(write(tmp_path, text + "  - {<<: *first, name: again, threshold: 0.6}\n")).plan
     assert [domain.threshold for domain in plan.domains] == [0.8, 0.7, 0.6] and plan.packing == "jointly"
     assert plan.training.steps == 10 and plan.lora.rank == 8
     with pytest.raises(BadPlan, match="cannot be read"):
-        read_plan(tmp_path / "nothing.yaml")
+        read_plan_file(tmp_path / "nothing.yaml")
