@@ -58,7 +58,7 @@ BUDGETS = (
     Budget("vlora/cli", 3_420, 2_600),
     Budget("vlora/bench", 4_250, 2_500),
     Budget("benchmarks", 8_000, 6_500),
-    Budget("fusion", 9_380, 6_200),
+    Budget("fusion", 9_370, 6_200),
     Budget("tools", 850, 800),
     Budget("atmm apps heads", 13_580, 10_500),
 )
