@@ -13,10 +13,10 @@ import pytest
 from tests.cluster.in_process import V1, V2, V3, Here, LocalReplica, Maker, run_virtually, virtual
 from tests.cluster.running import asked, check, outputs_of
 from tests.cluster.sleeping_engine import expected, version_of
-from vlora.cluster.adapter_state import FIRST_PAUSE_S, AdapterState, DesiredAdapter
+from vlora.cluster.adapter_state import AdapterState, DesiredAdapter
 from vlora.cluster.former_contents import MAX_FORMER
 from vlora.cluster.held_requests import CONTENT_S
-from vlora.cluster.replica_adapters import RETRY_S, ReplicaAdapters
+from vlora.cluster.replica_adapters import FIRST_PAUSE_S, RETRY_S, ReplicaAdapters
 from vlora.engine.operations import LoadAdapter
 from vlora.errors import Aborted, AdapterChanged, BadAdapter, BadRequest, UnknownAdapter, VLoraError
 from vlora.routing import RULES

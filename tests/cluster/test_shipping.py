@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry
 from tests.cluster.running import SECRET, Running, asked, check, joined, outputs_of, real, running
 from tests.processes import PATIENCE_S
 from vlora.adapter_files import CONFIG_FILE, WEIGHTS_FILE, content_hash
-from vlora.cluster import adapter_sender, adapter_state
+from vlora.cluster import adapter_sender, replica_adapters
 from vlora.cluster.adapter_messages import (
     Files,
     FilesOperation,
@@ -366,59 +366,54 @@ def test_a_folder_that_others_can_write_to_is_refused(store: AdapterStore, sourc
         store.find(offer_of(source))
 
 
-@real
-async def test_errors_are_the_answers_of_their_calls(tmp_path: Path, source: Path) -> None:
-    receiver = AdapterReceiver(tmp_path / "adapters")
-    answers: asyncio.Queue[bytes] = asyncio.Queue()
+class Sender:
+    """A front end, as a receiver sees it."""
 
-    async def answer(call: FilesOperation) -> messages.Reply[msgspec.Raw]:
-        receiver.receive(1, call, answers.put_nowait)
-        found = messages.decode_from_engine(await asyncio.wait_for(answers.get(), PATIENCE_S))
+    def __init__(self, receiver: AdapterReceiver) -> None:
+        self.receiver = receiver
+        self.answers: asyncio.Queue[bytes] = asyncio.Queue()
+        self.send = self.answers.put_nowait
+
+    async def ask(self, call: FilesOperation) -> Files:
+        """Raises the error of the answer."""
+        self.receiver.receive(1, call, self.send)
+        found = messages.decode_from_engine(await asyncio.wait_for(self.answers.get(), PATIENCE_S))
         assert isinstance(found, messages.Reply)
-        return found
+        if found.error is not None:
+            raise found.error.to_exception()
+        return msgspec.msgpack.decode(found.value, type=Files)
 
+
+@real
+async def test_errors_are_answers_and_a_front_end_that_leaves_ends_only_what_it_sends(
+    tmp_path: Path, source: Path
+) -> None:
+    receiver = AdapterReceiver(tmp_path / "adapters")
+    own, other = Sender(receiver), Sender(receiver)
     offer = offer_of(source)
+    version = offer.version
     escaping = replace(offer, version="0" * 32, files=(ShippedFile("../../escaped", 1),))
     piece = Piece("../" + "0" * 29, "../../escaped", b"x")
     named = "'../../escaped' is no file of an adapter"
     for call, reason in ((escaping, named), (piece, ""), (Hold(("..",)), "")):
-        error = (await answer(call)).error
-        assert error is not None and error.code == "bad_request" and reason in error.message, call
+        with pytest.raises(BadRequest, match=reason):
+            await own.ask(call)
     assert not list(tmp_path.rglob("*escaped*")) and not (tmp_path / "adapters").exists()
-    found = msgspec.msgpack.decode((await answer(offer)).value, type=Files)
-    assert not found.path and not found.busy
-    await receiver.close()
-
-
-@real
-async def test_a_front_end_that_leaves_ends_only_what_it_sends(tmp_path: Path, source: Path) -> None:
-    receiver = AdapterReceiver(tmp_path / "adapters")
-    own: asyncio.Queue[bytes] = asyncio.Queue()
-    other: asyncio.Queue[bytes] = asyncio.Queue()
-    first, second = own.put_nowait, other.put_nowait
-
-    async def answer(of: asyncio.Queue[bytes], call: FilesOperation) -> messages.Reply[msgspec.Raw]:
-        receiver.receive(1, call, first if of is own else second)
-        found = messages.decode_from_engine(await asyncio.wait_for(of.get(), PATIENCE_S))
-        assert isinstance(found, messages.Reply)
-        return found
-
-    offer = offer_of(source)
-    version = offer.version
     pieces = [Piece(version, file.name, (source / file.name).read_bytes()) for file in offer.files]
-    assert (await answer(own, offer)).error is None
-    assert (await answer(own, pieces[0])).error is None
-    assert msgspec.msgpack.decode((await answer(other, offer)).value, type=Files).busy
-    for call in (pieces[1], Finish(version), replace(offer, files=(ShippedFile("other", 1),))):
-        error = (await answer(other, call)).error
-        assert error is not None and error.code == "bad_request", call
-    receiver.peer_left(second)
-    assert (await answer(own, pieces[1])).error is None
-    assert msgspec.msgpack.decode((await answer(own, Finish(version))).value, type=Files).path.endswith(version)
+    found = await own.ask(offer)
+    assert not found.path and not found.busy
+    await own.ask(pieces[0])
+    assert (await other.ask(offer)).busy
+    for foreign in (pieces[1], Finish(version), replace(offer, files=(ShippedFile("other", 1),))):
+        with pytest.raises(BadRequest):
+            await other.ask(foreign)
+    receiver.peer_left(other.send)
+    await own.ask(pieces[1])
+    assert (await own.ask(Finish(version))).path.endswith(version)
     unfinished = offer_of(written(tmp_path / "second", 2))
-    assert (await answer(own, unfinished)).error is None
-    receiver.peer_left(first)
-    assert not msgspec.msgpack.decode((await answer(other, unfinished)).value, type=Files).busy
+    await own.ask(unfinished)
+    receiver.peer_left(own.send)
+    assert not (await other.ask(unfinished)).busy
     await receiver.close()
 
 
@@ -777,7 +772,7 @@ async def test_a_replica_that_joins_serves_before_it_has_all_files(machines: Mak
 async def test_wrong_bytes_and_ends_in_the_middle_leave_nothing_in_part(
     machines: Make, tmp_path: Path, sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_state, "FIRST_PAUSE_S", 0.2)
+    monkeypatch.setattr(replica_adapters, "FIRST_PAUSE_S", 0.2)
     version = write(tmp_path / "front" / "signs", size=3_000_000)
     write(tmp_path / "a" / "signs", size=3_000_000)
     async with machines("a") as here:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -47,6 +48,25 @@ class DesiredAdapter(msgspec.Struct, frozen=True):
     path: str
     version: str = ""
     pinned: bool = False
+
+
+class AdapterFailure(msgspec.Struct):
+    """Why a replica is not as desired with one adapter, and when that is tried again.
+
+    Attributes:
+        bars: Whether it gets no requests of the adapter because of it.
+        is_coming: The adapter's files are not there yet, and are being sent.
+        has_arrived: They were sent, and the adapter was not tried again yet.
+        pause_s: The time between two attempts.
+        due_s: The time of the next attempt, in the loop's clock; infinite: another front end makes it.
+    """
+
+    error: ErrorValue
+    bars: bool
+    is_coming: bool = False
+    has_arrived: bool = False
+    pause_s: float = 0.0
+    due_s: float = math.inf
 
 
 class Goal(NamedTuple):
@@ -249,37 +269,3 @@ def _changed(
 ) -> dict[str, DesiredAdapter]:
     changed = {**adapters, **changes}
     return {name: each for name, each in changed.items() if each is not None}
-
-
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-
-
-class AdapterFailure(msgspec.Struct, frozen=True):
-    """A `Failure`, as other front ends see it. coming: the files are being sent."""
-
-    error: ErrorValue
-    bars: bool
-    coming: bool
-
-
-class Failure:
-    """Why a replica is not as desired with one adapter, and when that is tried again.
-
-    Attributes:
-        bars: Whether it gets no requests of the adapter because of it.
-        due_s: The time of the next attempt, in the loop's clock.
-        pause_s: The time between two attempts.
-        is_coming: The adapter's files are not there yet, and are being sent.
-        has_arrived: They were sent, and the adapter was not tried again yet.
-    """
-
-    is_coming = has_arrived = False
-
-    def __init__(self, error: ErrorValue, before: Failure | None, *, bars: bool) -> None:
-        self.error = error
-        self.bars = bars
-        self.pause_s: float = FIRST_PAUSE_S if before is None else min(LONGEST_PAUSE_S, 2 * before.pause_s)
-        self.due_s = asyncio.get_running_loop().time() + self.pause_s
-
-    def is_due(self, now_s: float) -> bool:
-        return self.due_s <= now_s and not self.is_coming

@@ -10,9 +10,11 @@ import math
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
+import msgspec
+
 from vlora.cluster.adapter_messages import Lead
 from vlora.cluster.adapter_sender import ReplicaFiles
-from vlora.cluster.adapter_state import FIRST_PAUSE_S, AdapterFailure, DesiredAdapter, Failure, Goal
+from vlora.cluster.adapter_state import AdapterFailure, DesiredAdapter, Goal
 from vlora.cluster.former_contents import parts_of
 from vlora.engine.ipc.client import EngineClient
 from vlora.errors import Aborted, EngineDead, OverCapacity, UnknownAdapter, VLoraError
@@ -22,6 +24,7 @@ log = logging.getLogger("vlora.cluster")
 
 T = TypeVar("T")
 
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between two attempts of an adapter that fails
 ANSWER_S, STATUS_S = 300.0, 10.0  # of one call: the read of an adapter may take long
 RETRY_S, MAX_COMPOSITIONS = 60.0, 256  # refused compositions that are remembered, and for how long
 BATCH = 64  # adapters in one call: the engine reads their headers between two steps
@@ -58,7 +61,7 @@ class ReplicaAdapters:
         self._client = client
         self.files = files
         self.calling = asyncio.Lock()
-        self.failures: dict[str, Failure] = {}
+        self.failures: dict[str, AdapterFailure] = {}
         self.to_read: set[str] = set()
         self.to_cancel: set[str] = set()
         self._goal = goal
@@ -185,13 +188,14 @@ class ReplicaAdapters:
 
     def fail(self, name: str, error: ErrorValue, *, bars: bool = True) -> None:
         """Note that an adapter cannot be served there. It is tried again after a pause, each time a longer one."""
-        before = self.failures.get(name)
-        failure = self.failures[name] = Failure(error, before, bars=bars)
+        before, pause_s = self.failures.get(name), RETRY_S
         if self._goal().term is not None and not is_composed(name):
+            pause_s = FIRST_PAUSE_S if before is None else min(LONGEST_PAUSE_S, 2 * before.pause_s)
             if before is None or before.error != error:
                 log.warning("replica %r cannot serve adapter %r: %s", self.name, name, error.message)
-        else:
-            failure.due_s += RETRY_S - failure.pause_s
+        due_s = asyncio.get_running_loop().time() + pause_s
+        self.failures[name] = AdapterFailure(error, bars, pause_s=pause_s, due_s=due_s)
+        if is_composed(name):
             composed = [each for each in self.failures if is_composed(each)]
             for oldest in composed[:-MAX_COMPOSITIONS]:  # there may be any number, since weights are free
                 self._forget_failure(oldest)
@@ -206,8 +210,7 @@ class ReplicaAdapters:
         for name in [name for name, each in self.failures.items() if math.isinf(each.due_s) and name not in failures]:
             self._forget_failure(name)
         for name, found in failures.items():
-            failure = self.failures[name] = Failure(found.error, None, bars=found.bars)
-            failure.due_s, failure.is_coming = math.inf, found.coming
+            self.failures[name] = msgspec.structs.replace(found)
             self._on_usable(self.name, name, not found.bars)
 
     def mirrored(self) -> dict[str, AdapterFailure]:
@@ -250,7 +253,8 @@ class ReplicaAdapters:
 
     def _is_due(self, name: str) -> bool:
         """Whether an adapter has not failed, or is to be tried again."""
-        return name not in self.failures or self.failures[name].is_due(asyncio.get_running_loop().time())
+        failure, now_s = self.failures.get(name), asyncio.get_running_loop().time()
+        return failure is None or (failure.due_s <= now_s and not failure.is_coming)
 
     def _is_unread(self, name: str) -> bool:
         """Whether an adapter has not failed before; only then its header suffices to try it."""
