@@ -50,7 +50,7 @@ BUDGETS = (
     Budget("vlora/engine vlora/parallel", 6_620, 4_900),
     Budget("vlora/orchestrator vlora/routing", 5_450, 4_000),
     Budget("vlora/memory vlora/lora vlora/models", 12_050, 8_300),
-    Budget("vlora/cluster", 7_030, 3_700),
+    Budget("vlora/cluster", 7_020, 3_700),
     Budget("vlora/wire", 920, 1_000),
     Budget("vlora/split", 2_500, 1_600),
     Budget("vlora/training vlora/learning fusion/training", 7_150, 4_500),
