@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -20,8 +21,12 @@ from vlora.types import MemoryView
 _WAIT_S = 0.005  # how long a step with nothing to run waits for a load before messages are handled
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class AdapterLoader:
     """Loads the adapters that requests need, and knows which requests use which registration.
+
+    Args:
+        on_retire: Called with the key of each registration that is dropped.
 
     Attributes:
         num_hits, num_misses: Requests whose adapter was, or was not, on the device when they arrived.
@@ -29,29 +34,19 @@ class AdapterLoader:
         kept: Keys of registrations that stay without a name and without a request.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        scheduler: Scheduler,
-        registry: AdapterRegistry,
-        device: DeviceRuntime,
-        adapter_cache: AdapterCache,
-        block_manager: BlockManager,
-        on_retire: Sequence[Callable[[str], None]] = (),
-    ) -> None:
-        """on_retire: called with the key of each registration that is dropped."""
+    config: EngineConfig
+    scheduler: Scheduler
+    registry: AdapterRegistry
+    device: DeviceRuntime
+    adapter_cache: AdapterCache
+    block_manager: BlockManager
+    on_retire: Sequence[Callable[[str], None]] = ()
+
+    def __post_init__(self) -> None:
         self.num_hits = self.num_misses = self.num_waits = 0
         self.wait_s = 0.0
         self.kept: set[str] = set()
-        self._merge_fidelity_floor = config.merge_fidelity_floor
-        self._scheduler = scheduler
-        self._registry = registry
-        self._device = device
-        self._pool = device.pool
-        self._adapter_cache = adapter_cache
-        self._block_manager = block_manager
-        self._on_retire = on_retire
+        self._pool = self.device.pool
         self._users: dict[str, set[str]] = {}
         self._view = MemoryView(resident=frozenset(), mergeable=frozenset())
 
@@ -64,13 +59,13 @@ class AdapterLoader:
 
     def add_user(self, key: str, request_id: str) -> None:
         """Keep a registration, and the parts of a composition, until `remove_user`."""
-        for used in self._registry.known(key).uses:
+        for used in self.registry.known(key).uses:
             self._users.setdefault(used, set()).add(request_id)
         self.num_hits += key in self._pool.resident
         self.num_misses += key not in self._pool.resident
 
     def remove_user(self, key: str, request_id: str) -> None:
-        for used in self._registry.known(key).uses:
+        for used in self.registry.known(key).uses:
             self._users[used].discard(request_id)
             if not self._users[used]:
                 del self._users[used]
@@ -78,24 +73,24 @@ class AdapterLoader:
 
     def retire(self, key: str | None) -> None:
         """Drop a registration unless a name maps to it, a request uses it or it is kept."""
-        if key is None or key in self.kept or self._registry.is_current(key) or self._users.get(key):
+        if key is None or key in self.kept or self.registry.is_current(key) or self._users.get(key):
             return
-        self._device.switcher.forget(key)
+        self.device.switcher.forget(key)
         self._pool.evict(key)
-        self._device.vision.forget(key)
-        self._block_manager.forget(key)
-        self._registry.forget(key)
-        for notify in self._on_retire:
+        self.device.vision.forget(key)
+        self.block_manager.forget(key)
+        self.registry.forget(key)
+        for notify in self.on_retire:
             notify(key)
 
     # -- before a step ------------------------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[tuple[str, VLoraError]]:
         """Collect adapters that were read or loaded. Yields the keys and errors of those that failed."""
-        for failed in self._registry.collect():
+        for failed in self.registry.collect():
             yield failed.key, BadAdapter(failed.error or "")
         for key, error in self._pool.collect().items():
-            kind, name = type(error) if isinstance(error, BadAdapter) else StepFailed, self._registry.known(key).name
+            kind, name = type(error) if isinstance(error, BadAdapter) else StepFailed, self.registry.known(key).name
             yield key, kind(f"adapter {name!r} could not be loaded onto the device: {error}")
 
     @property
@@ -104,12 +99,12 @@ class AdapterLoader:
 
     def load_needed(self) -> None:
         """Start to load the adapters that requests need, and evict others if the next step lacks KV blocks."""
-        switcher = self._device.switcher
-        load_needed_adapters(self._scheduler.demand, self._adapter_cache, self._load)
-        evict_for_kv(self._scheduler.demand, self._adapter_cache, switcher.merged_key)
+        switcher = self.device.switcher
+        load_needed_adapters(self.scheduler.demand, self.adapter_cache, self._load)
+        evict_for_kv(self.scheduler.demand, self.adapter_cache, switcher.merged_key)
         self._pool.detach_evicted()
-        for key in self._scheduler.queue.waiting_adapters:
-            self._registry.fetch(key)  # into host memory only: their requests are not admitted yet
+        for key in self.scheduler.queue.waiting_adapters:
+            self.registry.fetch(key)  # into host memory only: their requests are not admitted yet
         merged = switcher.merged_key
         if merged is not None and merged not in self._pool.resident:
             switcher.forget(merged)
@@ -129,8 +124,8 @@ class AdapterLoader:
         Args:
             calls: Reads for administration; they count only while there is no request.
         """
-        pending: tuple[Future[Any], ...] = (*self._registry.pending, *self._pool.pending, *grammars)
-        if not self._scheduler.has_work:
+        pending: tuple[Future[Any], ...] = (*self.registry.pending, *self._pool.pending, *grammars)
+        if not self.scheduler.has_work:
             wait((*pending, *calls), _WAIT_S, FIRST_COMPLETED)
         elif pending:
             started = time.perf_counter()
@@ -139,11 +134,11 @@ class AdapterLoader:
             self.wait_s += time.perf_counter() - started
 
     def is_mergeable(self, key: str) -> bool:
-        adapter = self._registry.known(key).adapter
-        return adapter is not None and adapter.can_merge and adapter.merge_fidelity >= self._merge_fidelity_floor
+        adapter = self.registry.known(key).adapter
+        return adapter is not None and adapter.can_merge and adapter.merge_fidelity >= self.config.merge_fidelity_floor
 
     def _load(self, key: str) -> bool:
-        adapter = self._registry.fetch(key)
+        adapter = self.registry.fetch(key)
         return adapter is not None and self._pool.load(adapter)
 
     def _loading(self) -> frozenset[str]:
@@ -151,6 +146,6 @@ class AdapterLoader:
         arriving = self._pool.loading
         return frozenset(
             key
-            for key in self._scheduler.demand.needed_adapters - self._pool.resident
-            if key in arriving or self._registry.known(key).adapter is None
+            for key in self.scheduler.demand.needed_adapters - self._pool.resident
+            if key in arriving or self.registry.known(key).adapter is None
         )

@@ -203,7 +203,7 @@ def build(
         cost = cost or CostModel(token_thresholds(device.hf_model))
         scheduler = _build_scheduler(config, device, block_manager, policy, cost, clock)
         loader = AdapterLoader(
-            config,
+            config=config,
             scheduler=scheduler,
             registry=registry,
             device=device,
@@ -219,7 +219,7 @@ def build(
             loader=loader,
             several_ranks=coordinator is not None,
         )
-        trainings = Trainings(config, device=device, registry=registry, admin=admin, cost=cost, clock=clock)
+        trainings = Trainings(config=config, device=device, registry=registry, admin=admin, cost=cost, clock=clock)
         other_work: OtherWork = trainings
         if base is not None:
             served = base.start(device, trainings.promise, clock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import msgspec
@@ -33,14 +34,14 @@ class CheckedRequest(NamedTuple):
     held: bool
 
 
+@dataclasses.dataclass(frozen=True)
 class RequestChecks:
     """Checks requests against a model, its limits and the registered adapters."""
 
-    def __init__(self, config: EngineConfig, hf_model: HFModel, limits: Limits, adapters: Compositions) -> None:
-        self._max_ttft_s = config.max_ttft_s
-        self._hf_model = hf_model
-        self._limits = limits
-        self._adapters = adapters
+    config: EngineConfig
+    hf_model: HFModel
+    limits: Limits
+    adapters: Compositions
 
     def check(self, request: Request) -> CheckedRequest:
         """Raises subclasses of BadRequest, or BadAdapter. Registers compositions, and changes no other state."""
@@ -54,11 +55,11 @@ class RequestChecks:
         checked = msgspec.structs.replace(
             request,
             adapter=key,
-            max_ttft_s=self._max_ttft_s if request.max_ttft_s is None else request.max_ttft_s,
+            max_ttft_s=self.config.max_ttft_s if request.max_ttft_s is None else request.max_ttft_s,
             read_from=0 if request.pooling == "mean" else self._first_image_token(request, adapter),
             adapter_from=start or 0,
             vision=tuple(
-                msgspec.structs.replace(item, num_patches=encode_patches(self._hf_model.config, item))
+                msgspec.structs.replace(item, num_patches=encode_patches(self.hf_model.config, item))
                 for item in request.vision
             ),
         )
@@ -66,7 +67,7 @@ class RequestChecks:
         return CheckedRequest(checked, vision_key, held=not is_checked or grammar_of(request) is not None)
 
     def _check_tokens(self, request: Request) -> None:
-        vocab = self._hf_model.embed.weight.shape[0]
+        vocab = self.hf_model.embed.weight.shape[0]
         wrong = next((token for token in request.prompt_ids if not 0 <= token < vocab), None)
         if wrong is not None:
             raise BadRequest(f"the prompt contains token id {wrong}; this model's ids run from 0 to {vocab - 1}")
@@ -76,12 +77,12 @@ class RequestChecks:
                 f"logit_bias has token id {biased}; this model's ids run from 0 to {vocab - 1}", field="logit_bias"
             )
         answer = 0 if request.in_one_pass else request.sampling.max_tokens
-        if len(request.prompt_ids) + answer > self._limits.max_context:
+        if len(request.prompt_ids) + answer > self.limits.max_context:
             raise PromptTooLong(
                 f"the prompt has {len(request.prompt_ids)} tokens and up to {answer} output tokens are requested, "
-                f"over this model's context of {self._limits.max_context}; shorten the prompt or lower max_tokens"
+                f"over this model's context of {self.limits.max_context}; shorten the prompt or lower max_tokens"
             )
-        for kind, token in (("image", self._hf_model.image_token_id), ("video", self._hf_model.video_token_id)):
+        for kind, token in (("image", self.hf_model.image_token_id), ("video", self.hf_model.video_token_id)):
             placed = request.prompt_ids.count(token) if token is not None else 0
             needed = sum(item.num_tokens for item in request.vision if item.kind == kind)
             if placed != needed:
@@ -92,7 +93,7 @@ class RequestChecks:
         answered = request.answered
         if not answered:
             return
-        vocab, limit = self._hf_model.embed.weight.shape[0], request.sampling.max_tokens
+        vocab, limit = self.hf_model.embed.weight.shape[0], request.sampling.max_tokens
         why = None
         if request.in_one_pass:
             what = "an embedding" if request.head is None else f"head {request.head!r}"
@@ -101,8 +102,8 @@ class RequestChecks:
             why = f"max_tokens is {limit}, so the answer is complete"
         elif (wrong := next((token for token in answered if not 0 <= token < vocab), None)) is not None:
             why = f"they contain token id {wrong}; this model's ids run from 0 to {vocab - 1}"
-        elif not request.sampling.ignore_eos and not self._hf_model.eos_ids.isdisjoint(answered):
-            place = next(i for i, token in enumerate(answered) if token in self._hf_model.eos_ids)
+        elif not request.sampling.ignore_eos and not self.hf_model.eos_ids.isdisjoint(answered):
+            place = next(i for i, token in enumerate(answered) if token in self.hf_model.eos_ids)
             why = f"the token at index {place} ends the answer"
         if why is not None:
             raise BadRequest(f"{len(answered)} answered tokens cannot be continued: {why}", field="answered")
@@ -115,7 +116,7 @@ class RequestChecks:
                 f"adapter {request.adapter!r} has no head {request.head!r}; it is a composition, and a head belongs to "
                 "one adapter: name that one"
             )
-        adapter = self._adapters.get(request.adapter, request.adapter_version)
+        adapter = self.adapters.get(request.adapter, request.adapter_version)
         heads = adapter.header.heads
         if request.head is not None and request.head not in heads:
             raise UnknownHead(
@@ -139,10 +140,10 @@ class RequestChecks:
         if adapter is None or request.head is None or not adapter.header.heads[request.head].task.reads_images:
             return None
         name = f"head {request.head!r} of adapter {request.adapter!r}"
-        reason = why_no_grid(self._hf_model.config)
+        reason = why_no_grid(self.hf_model.config)
         if reason is not None:
             raise BadRequest(f"{name} reads image tokens as a grid, and {reason}; use a head over the whole image")
         if not request.vision:
             raise BadRequest(f"{name} reads image tokens; the request has no image")
-        placeholders = set(self._hf_model.placeholders.values())
+        placeholders = set(self.hf_model.placeholders.values())
         return next(index for index, token in enumerate(request.prompt_ids) if token in placeholders)

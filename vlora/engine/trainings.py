@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -47,6 +48,7 @@ class _Submission(NamedTuple):
     done: Future[tuple[TrainingStatus, ...]]
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Trainings:
     """All trainings of an engine. Not thread-safe: it belongs to the engine's thread.
 
@@ -60,28 +62,19 @@ class Trainings:
         load_processor: Returns the model's processor; called in the training's thread.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        device: DeviceRuntime,
-        registry: AdapterRegistry,
-        admin: AdapterAdmin,
-        cost: CostModel,
-        clock: Callable[[], float],
-    ) -> None:
-        """Start without trainings. The arguments are parts of the engine, and its clock."""
+    config: EngineConfig
+    device: DeviceRuntime
+    registry: AdapterRegistry
+    admin: AdapterAdmin
+    cost: CostModel
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self.wake: Callable[[], None] = lambda: None
-        self.promise = LatencyPromise(config.train_slowdown, clock, config.max_batch_size)
+        self.promise = LatencyPromise(self.config.train_slowdown, self.clock, self.config.max_batch_size)
         self.prices = PiecePrices()
-        self._device = device
-        self._registry = registry
-        self._admin = admin
-        self._cost = cost
-        self._config = config
-        self._clock = clock
         self.load_processor: Callable[[], InputProcessor] = functools.cache(
-            lambda: InputProcessor.from_pretrained(config.model)
+            lambda: InputProcessor.from_pretrained(self.config.model)
         )
         self._jobs: dict[str, TrainingJob] = {}
         self._submitted: deque[_Submission] = deque()
@@ -169,11 +162,11 @@ class Trainings:
         if self.waits:
             self.fits_later = price_s <= self.promise.longest_s
             return not self.fits_later and loop.shrink()  # requests have become shorter or more, or pieces longer
-        before = self._clock()
+        before = self.clock()
         loop.run_piece()
-        if self._device.hf_model.device.type == "cuda":
+        if self.device.hf_model.device.type == "cuda":
             torch.cuda.synchronize()
-        seconds = self._clock() - before
+        seconds = self.clock() - before
         loop.charge(seconds)
         self.promise.spent(seconds)
         self.prices.observe(piece, seconds)
@@ -188,13 +181,13 @@ class Trainings:
         self.promise.add(request.request_id)
 
     def begin_step(self) -> tuple[RequestOutput, ...]:
-        self._marked_s = self._clock()
+        self._marked_s = self.clock()
         return ()
 
     def record_step(self, batch: Batch) -> None:
         """A step has served requests: the one that began last or, where steps run ahead, the one before."""
-        now = self._clock()
-        self.promise.served(now - self._marked_s, self._cost.costs.base_s, len(batch.items))
+        now = self.clock()
+        self.promise.served(now - self._marked_s, self.cost.costs.base_s, len(batch.items))
         self._marked_s = now
 
     def close(self) -> None:
@@ -224,7 +217,7 @@ class Trainings:
             strict = [job.records for job in jobs if job.is_new and job.plan.bad_records == "refuse"]
             if checks and strict:
                 checked = dict.fromkeys(one for part in strict for one in (*part.train, *part.held_out))
-                check_records(self.load_processor(), self._device.hf_model.max_positions, checked)
+                check_records(self.load_processor(), self.device.hf_model.max_positions, checked)
         except BaseException:
             for job in jobs:
                 job.release()
@@ -259,9 +252,9 @@ class Trainings:
         finished = [
             job
             for job in jobs
-            if job.plan.register_adapter and job.state == "finished" and job.name not in self._registry
+            if job.plan.register_adapter and job.state == "finished" and job.name not in self.registry
         ]
-        self._admin.register({job.name: str(job.adapter_folder) for job in finished})
+        self.admin.register({job.name: str(job.adapter_folder) for job in finished})
         if reopen:
             for job in jobs:
                 job.reopen()
@@ -279,16 +272,16 @@ class Trainings:
             known = self._jobs.get(job.name)
             if known is not None and known.state == "running":
                 raise BadRequest(f"training {job.name!r} is running already; cancel it first, or choose another name")
-            if job.name in self._registry and job.state != "finished":
+            if job.name in self.registry and job.state != "finished":
                 raise BadRequest(
                     f"an adapter {job.name!r} is registered already; unload it first, or choose another name"
                 )
 
     def _check_memory(self, jobs: list[tuple[TrainingJob, int]]) -> None:
         """Raises BadConfig for adapters that do not fit into memory, OverCapacity for one that could not be served."""
-        hf_model = self._device.hf_model
+        hf_model = self.device.hf_model
         for job, count in jobs:
-            self._admin.check_room(job.name, count * hf_model.dtype.itemsize)
+            self.admin.check_room(job.name, count * hf_model.dtype.itemsize)
         needed, free = _PARAMETER_BYTES * sum(count for _, count in jobs), self._free_bytes()
         if needed > free:
             raise BadConfig(
@@ -297,12 +290,12 @@ class Trainings:
             )
 
     def _make_loop(self) -> TrainingLoop:
-        if self._device.switcher.in_place:
+        if self.device.switcher.in_place:
             raise BadConfig(
                 "training needs W0 in memory while an adapter is merged; start with --switching shadow, "
                 "which needs memory for a second copy of the weights"
             )
-        hf_model, slabs = self._device.hf_model, self._device.slabs
+        hf_model, slabs = self.device.hf_model, self.device.slabs
         trainer = PackedTrainer(hf_model, {name: slabs.entry(name) for name in slabs.slots})
         encoder = VisionEncoder(hf_model, cache_bytes=0)  # samples keep their features
 
@@ -319,8 +312,8 @@ class Trainings:
         )
 
     def _free_bytes(self) -> int:
-        device = self._device.hf_model.device
-        free = free_room(self._config, device).num_bytes
+        device = self.device.hf_model.device
+        free = free_room(self.config, device).num_bytes
         if device.type == "cuda":  # torch's cache
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free
@@ -331,11 +324,11 @@ class Trainings:
 
         In bfloat16, so that a training continues when the model is served in another type.
         """
-        slabs = self._device.slabs
-        weights = [slabs.entry(name) for name in sorted(slabs.slots)] if not self._device.switcher.in_place else []
+        slabs = self.device.slabs
+        weights = [slabs.entry(name) for name in sorted(slabs.slots)] if not self.device.switcher.in_place else []
         floats = [weight[:1] for weight in weights if isinstance(weight, torch.Tensor)]
         digest = hashlib.blake2b(digest_size=16)
-        for rows in (self._device.hf_model.embed.weight[:8], *floats):
+        for rows in (self.device.hf_model.embed.weight[:8], *floats):
             digest.update(rows.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
@@ -358,11 +351,11 @@ class Trainings:
                 job.end("failed", f"the adapter cannot be registered: {error}")
             job.release()
 
-        if job.name in self._registry:
+        if job.name in self.registry:
             job.end("failed", f"an adapter {job.name!r} was registered meanwhile; load {job.adapter_folder} yourself")
             job.release()
             return
-        self._admin.load_in_background(job.name, str(job.adapter_folder)).add_done_callback(registered)
+        self.admin.load_in_background(job.name, str(job.adapter_folder)).add_done_callback(registered)
 
     def _max_tokens(self) -> int | None:
         """Tokens of a micro-step with pieces that run in an idle engine and beside requests.

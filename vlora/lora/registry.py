@@ -85,6 +85,7 @@ def always_replicated(name: str, header: AdapterHeader) -> ShardingKind:
     return "replicated"
 
 
+@dataclasses.dataclass(eq=False)
 class AdapterRegistry:
     """Maps names to registrations. Registering reads headers only; factors are read when an adapter is first needed.
 
@@ -98,26 +99,19 @@ class AdapterRegistry:
         base_layers: The model's layers, on which DoRA's scales and trained biases depend. None if no adapter has them.
     """
 
-    def __init__(
-        self,
-        sites: Mapping[str, SiteShape],
-        dtype: torch.dtype,
-        hidden_size: int,
-        *,
-        executor: Executor | None = None,
-        device: torch.device | None = None,
-        measure: Measure = lambda _: 1.0,
-        choose: Choose = always_replicated,
-        base_layers: BaseLayers | None = None,
-    ) -> None:
-        self._sites = sites
-        self._dtype = dtype
-        self._hidden_size = hidden_size
+    sites: Mapping[str, SiteShape]
+    dtype: torch.dtype
+    hidden_size: int
+    _: dataclasses.KW_ONLY
+    executor: dataclasses.InitVar[Executor | None] = None
+    device: dataclasses.InitVar[torch.device | None] = None
+    measure: Measure = lambda _: 1.0
+    choose: Choose = always_replicated
+    base_layers: BaseLayers | None = None
+
+    def __post_init__(self, executor: Executor | None, device: torch.device | None) -> None:
         self._executor = executor or background_executor("vlora-read", device=device)
         self._loader = executor or background_executor("vlora-load", patient=True, device=device)
-        self._measure = measure
-        self._choose = choose
-        self._base_layers = base_layers
         self._numbers = itertools.count(1)
         self._current: dict[str, Registration] = {}
         self._composed: dict[str, Registration] = {}  # in order of last use
@@ -214,9 +208,9 @@ class AdapterRegistry:
             return current
         for part in parts:
             check_composable(part.registration.name, part.registration.folder_header)
-        header = composed_header([part.registration.folder_header for part in parts], self._sites)
+        header = composed_header([part.registration.folder_header for part in parts], self.sites)
         key = f"{name}@{next(self._numbers)}"
-        return Registration(key, name, header, "replicated", header.num_bytes(self._dtype), parts=parts)
+        return Registration(key, name, header, "replicated", header.num_bytes(self.dtype), parts=parts)
 
     def keep(self, composition: Registration) -> str | None:
         """Make a composition the current one of its name, and the one used last. Returns the key that it replaces."""
@@ -307,18 +301,18 @@ class AdapterRegistry:
         """
         if registration.parts:
             parts = [(part.registration.content, part.weight) for part in registration.parts]
-            return compose(registration.key, parts, self._sites, self._measure)
+            return compose(registration.key, parts, self.sites, self.measure)
         name, before, sharding = registration.name, registration.folder_header, registration.sharding
-        header = read_again(name, before, self._sites, self._hidden_size, sharding)
-        return load_adapter(registration.key, header, self._dtype, self._measure, self._base_layers)
+        header = read_again(name, before, self.sites, self.hidden_size, sharding)
+        return load_adapter(registration.key, header, self.dtype, self.measure, self.base_layers)
 
     def _registration(self, name: str, path: str, version: str) -> Registration:
         if (problem := name_problem(name)) is not None:
             raise BadAdapter(problem)
         if "\0" in path:
             raise BadAdapter(f"adapter {name!r}: a path cannot contain a null byte")
-        header = read_header(Path(path), self._sites, self._hidden_size).expecting(version)
-        sharding = self._choose(name, header)
+        header = read_header(Path(path), self.sites, self.hidden_size).expecting(version)
+        sharding = self.choose(name, header)
         if sharding != "replicated":
-            header = split_over_ranks(header, self._sites)
-        return Registration(f"{name}@{next(self._numbers)}", name, header, sharding, header.num_bytes(self._dtype))
+            header = split_over_ranks(header, self.sites)
+        return Registration(f"{name}@{next(self._numbers)}", name, header, sharding, header.num_bytes(self.dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -36,6 +37,7 @@ from vlora.types import Batch, BatchItem, Request, StepResult
 log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(eq=False)
 class ModelRunner:
     """Keeps each request's tensors by `request_id`, builds the packed batch, runs it, samples, and reads heads.
 
@@ -44,30 +46,25 @@ class ModelRunner:
         group: The ranks that run the same batches. Rank 0 samples; the other ranks get the tokens by `take_tokens`.
     """
 
-    def __init__(
-        self,
-        hf_model: HFModel,
-        arena: Arena,
-        pool: AdapterPool,
-        switcher: ModeSwitcher,
-        vision: VisionEncoder,
-        *,
-        block_size: int,
-        block_pages: int,
-        group: ProcessGroup | None = None,
-    ) -> None:
-        self._group = group
-        self._leads = group is None or group.leads
-        self._hf_model = hf_model
-        self._pool = pool
-        self._switcher = switcher
-        self._block_size = block_size
+    hf_model: HFModel
+    arena: dataclasses.InitVar[Arena]
+    pool: AdapterPool
+    switcher: ModeSwitcher
+    vision: dataclasses.InitVar[VisionEncoder]
+    _: dataclasses.KW_ONLY
+    block_size: int
+    block_pages: dataclasses.InitVar[int]
+    group: ProcessGroup | None = None
+
+    def __post_init__(self, arena: Arena, vision: VisionEncoder, block_pages: int) -> None:
+        hf_model, block_size = self.hf_model, self.block_size
+        self._leads = self.group is None or self.group.leads
         self._block_rows = block_pages * PAGE_BYTES // (hf_model.kv_dim * hf_model.dtype.itemsize)
         self._cache = KVCache(arena.kv_matrix(hf_model.dtype, hf_model.kv_dim), hf_model.num_layers, block_size)
         self.gpu = GpuAttention.of(hf_model, block_size, self._block_rows)
         self._last_layer = LastLayer(hf_model.text_model.layers[hf_model.num_layers - 1], hf_model.language_scope)
         self._states: dict[str, RequestState] = {}
-        self._images = ImageEncoding(hf_model, vision, self._states, group)
+        self._images = ImageEncoding(hf_model, vision, self._states, self.group)
         self._clock = StreamClock() if hf_model.device.type == "cuda" else HostClock()
         self._tokens = StepTokens(hf_model.device) if hf_model.device.type == "cuda" else None
         self._inputs = None if self._tokens is None else StepInputs(hf_model.device, self._tokens)
@@ -76,12 +73,12 @@ class ModelRunner:
     def capture(self, *sizes: int) -> None:
         """Run steps as CUDA graphs from now on. The arguments are those of `StepModel`."""
         assert self._inputs is not None
-        model = StepModel(self._hf_model, self.gpu, self._cache, self._last_layer, *sizes)
-        self.graphs = StepGraphs.try_to_capture(model, self._pool, self._switcher, self._inputs)
+        model = StepModel(self.hf_model, self.gpu, self._cache, self._last_layer, *sizes)
+        self.graphs = StepGraphs.try_to_capture(model, self.pool, self.switcher, self._inputs)
 
     def add(self, request: Request, vision_key: str | None) -> None:
         """Add a request. vision_key: its adapter's key if that adapter changes the vision side, else None."""
-        self._states[request.request_id] = RequestState(request, vision_key, self._hf_model.placeholders)
+        self._states[request.request_id] = RequestState(request, vision_key, self.hf_model.placeholders)
 
     def begin_grammar(self, request_id: str, cursor: Cursor) -> None:
         """Constrain a request's answer to a grammar, before its first token."""
@@ -110,11 +107,11 @@ class ModelRunner:
         start = self._clock.mark()
         what = f"switching the weights to {batch.merged_adapter or 'the base model'} failed"
         with _failing_its_batch(what), torch.no_grad():
-            switched = self._switcher.switch(batch.merged_adapter)
+            switched = self.switcher.switch(batch.merged_adapter)
         ready = self._clock.mark()
         with torch.inference_mode():
             encoded, errors = (None, {}) if batch.encode is None else self._images.advance(batch.encode)
-            step = LaunchedStep(switched, self._switcher.in_place, encoded, errors, start, ready, self._clock.mark())
+            step = LaunchedStep(switched, self.switcher.in_place, encoded, errors, start, ready, self._clock.mark())
             errors |= self._images.prepare(batch.items)
             if items := [item for item in batch.items if item.request_id not in errors]:
                 with _failing_its_batch():
@@ -151,18 +148,18 @@ class ModelRunner:
 
     def _forward(self, batch: Batch, items: Sequence[BatchItem], step: LaunchedStep) -> ForwardBatch:
         """Run the model: sets `hidden` of the batch, or its `logits`."""
-        hf_model, merged = self._hf_model, batch.merged_adapter
-        packed = ForwardBatch(self._states, lane_by_lane(items, merged), self._block_size, self._block_rows)
+        hf_model, merged = self.hf_model, batch.merged_adapter
+        packed = ForwardBatch(self._states, lane_by_lane(items, merged), self.block_size, self._block_rows)
         lanes = packed.lanes(batch.mode, merged)
         if self.graphs is not None and self.graphs.replay(packed, lanes, step):
             return packed
         step.launched = self.graphs is not None
-        self._switcher.show()
+        self.switcher.show()
         put = torch.from_numpy if self._inputs is None else self._inputs.put
         token_ids, write_rows = put(packed.token_ids), put(packed.write_rows)
         positions = put(packed.positions(3 if hf_model.family.mrope else 1))
         if self._leads and atmm.gains_from_copies(lanes, hf_model.device, hf_model.dtype):
-            self._pool.pack_for(lane.key for lane in lanes)
+            self.pool.pack_for(lane.key for lane in lanes)
         queries, last_queries, rows = queries_of(packed, hf_model.dtype, self.gpu, put)
         read = (None,) if rows is None else (put(rows), plan_of_rows(lanes, rows))
         packed.text_index = put(np.array([row.stop - 1 for row in packed.text], dtype=np.int64))
@@ -181,14 +178,14 @@ class ModelRunner:
 
     def _answer(self, packed: ForwardBatch, step: LaunchedStep) -> None:
         if packed.logits is None and packed.text:
-            picked, head = packed.hidden.index_select(0, packed.text_index), self._hf_model.lm_head
+            picked, head = packed.hidden.index_select(0, packed.text_index), self.hf_model.lm_head
             packed.logits = linear(picked, head.stored, head.bias).float().contiguous()
-            if self._hf_model.own.head:
-                self._hf_model.own.head.multiply(packed.logits, picked, [row.adapter for row in packed.text])
+            if self.hf_model.own.head:
+                self.hf_model.own.head.multiply(packed.logits, picked, [row.adapter for row in packed.text])
         if packed.logits is not None:
-            step.choice = TokenChoice(packed.logits, packed, self._hf_model.eos_ids, self._tokens)
+            step.choice = TokenChoice(packed.logits, packed, self.hf_model.eos_ids, self._tokens)
         if packed.head_rows:
-            step.heads, failed = read_heads(packed, self._pool, self._hf_model.config)
+            step.heads, failed = read_heads(packed, self.pool, self.hf_model.config)
             step.errors |= failed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
@@ -36,6 +37,7 @@ from vlora.types import (
 )
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Scheduler:
     """Decides each step: which requests run, with how many tokens, in which mode, on which blocks.
 
@@ -69,42 +71,40 @@ class Scheduler:
         waits: the longest wait; may be replaced, to measure a period.
     """
 
-    def __init__(
-        self,
-        *,
-        policy: Policy,
-        block_manager: BlockManager,
-        max_request_blocks: int,
-        max_batch_size: int,
-        max_step_tokens: int,
-        theta_s: float,
-        eos_ids: frozenset[int],
-        cost: CostModel,
-        clock: Callable[[], float],
-        weights: Mapping[str, float] | None = None,
-        tenant_weights: Mapping[str, float] | None = None,
-        placeholders: Mapping[str, int] | None = None,
-        is_cached: Callable[[ContentKey], bool] = lambda key: False,
-        encode_share: float = SHARE,
-    ) -> None:
-        self.policy = policy
+    policy: Policy
+    block_manager: BlockManager
+    max_request_blocks: int
+    max_batch_size: dataclasses.InitVar[int]
+    max_step_tokens: dataclasses.InitVar[int]
+    theta_s: float
+    eos_ids: frozenset[int]
+    cost: CostModel
+    clock: Callable[[], float]
+    weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    tenant_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    placeholders: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    is_cached: Callable[[ContentKey], bool] = lambda key: False
+    encode_share: float = SHARE
+
+    def __post_init__(self, max_batch_size: int, max_step_tokens: int) -> None:
         self.budget = StepBudget(max_batch_size, max_step_tokens)
         self.waits = WaitStats(max_batch_size)
-        self._encoding = EncodeQueue(placeholders or {}, is_cached, max_step_tokens)
+        self._encoding = EncodeQueue(self.placeholders, self.is_cached, max_step_tokens)
         self.queue = RequestQueue(
-            block_manager, max_request_blocks, self.budget, cost, self._encoding, encode_share, weights, tenant_weights
+            self.block_manager,
+            self.max_request_blocks,
+            self.budget,
+            self.cost,
+            self._encoding,
+            self.encode_share,
+            self.weights,
+            self.tenant_weights,
         )
-        self._credits = Credits(cost, self.budget, self._encoding, theta_s, encode_share)
+        self._credits = Credits(self.cost, self.budget, self._encoding, self.theta_s, self.encode_share)
         self._quantum = ResidencyQuantum()
         self.demand = MemoryDemand(
-            self.queue, self.budget, self._credits, self._encoding, block_manager, self._quantum, clock
+            self.queue, self.budget, self._credits, self._encoding, self.block_manager, self._quantum, self.clock
         )
-        self._block_manager = block_manager
-        self._theta_s = theta_s
-        self._eos_ids = eos_ids
-        self._cost = cost
-        self._clock = clock
-        self._encode_share = encode_share
         self._carried: Any = None
         self._advanced: list[tuple[TrackedRequest, BatchItem]] = []
         self._outputs: list[RequestOutput] = []
@@ -114,10 +114,10 @@ class Scheduler:
 
     def schedule(self, view: MemoryView) -> Batch | None:
         """The next step's batch of tokens, images to encode, or both; None if nothing can be computed."""
-        now = self._clock()
+        now = self.clock()
         self._fail_late(now)
         requests = self.queue.admitted.values()
-        update_prefix_hits(requests, self._block_manager)
+        update_prefix_hits(requests, self.block_manager)
         self.queue.enter(now)
         self._quantum.observe(view, now)
         merged = self._credits.merged.among(view.resident)
@@ -145,7 +145,7 @@ class Scheduler:
                 entered, view, now, merged.in_place, theta_s
             )
             starving = {c.request_id for c in candidates if c.credit > theta_s}
-            batch = fit_budgets(decision, starving, ready, self.queue.admitted, self._block_manager, self.budget)
+            batch = fit_budgets(decision, starving, ready, self.queue.admitted, self.block_manager, self.budget)
             if batch is not None:
                 self._start(batch, now)
         return self._add_images(batch, to_encode, view.resident, now, merged.in_place) if to_encode else batch
@@ -157,7 +157,7 @@ class Scheduler:
 
     def advance(self, batch: Batch) -> None:
         """The first part of `record`, before the results are known. The next step may be scheduled after it."""
-        now = self._clock()
+        now = self.clock()
         self._advanced = []
         for item in batch.items:
             tracked = self.queue.admitted.get(item.request_id)
@@ -173,8 +173,8 @@ class Scheduler:
 
     def finish(self, batch: Batch, result: StepResult) -> tuple[RequestOutput, ...]:
         """The second part of `record`. Before it, no other step is advanced."""
-        now = self._clock()
-        late_s = self._cost.observe(batch, result, self._credits.merged)
+        now = self.clock()
+        late_s = self.cost.observe(batch, result, self._credits.merged)
         self._counters.count_step(batch, result, late_s)
         self.waits.record_step(result.step_s + result.switch_s)
         self._credits.merged = self._credits.merged.after(batch, result)
@@ -208,7 +208,7 @@ class Scheduler:
         Raises:
             PromptTooLong: its KV would not fit in memory even alone.
         """
-        self.queue.add(request, self._clock(), held=held, vision_key=vision_key)
+        self.queue.add(request, self.clock(), held=held, vision_key=vision_key)
 
     def release(self, request_id: str) -> None:
         """Let a held request run; ids of requests that have ended are ignored."""
@@ -226,7 +226,7 @@ class Scheduler:
 
     def admit(self, resident: Set[str]) -> None:
         """Admit or refuse waiting requests, before adapters are loaded, so that none is loaded for a refused one."""
-        now = self._clock()
+        now = self.clock()
         self._fail_late(now)
         for tracked, needed_s in self.queue.decide_admission(now, resident):
             self._outputs.append(self._end(tracked, "error", now, error=deadline_unreachable(tracked, needed_s, now)))
@@ -241,7 +241,7 @@ class Scheduler:
 
     @property
     def costs(self) -> Costs:
-        return self._cost.costs
+        return self.cost.costs
 
     @property
     def merged(self) -> MergedAdapters:
@@ -250,13 +250,13 @@ class Scheduler:
     def by_credit(self, most: int) -> list[tuple[TrackedRequest, float]]:
         """At most `most` admitted requests with their credit, highest credit first."""
         tracked = tuple(self.queue.admitted.values())
-        credits = self._credits.current(tracked, self._clock())
+        credits = self._credits.current(tracked, self.clock())
         return heapq.nlargest(most, zip(tracked, credits, strict=True), key=lambda pair: pair[1])
 
     def stats(self, model: str) -> EngineStats:
         requests = self.queue.admitted.values()
-        stats = self._counters.stats(model, requests, len(self.queue.outside), len(self.queue.kv), self._block_manager)
-        credits = self._credits.current(requests, self._clock())
+        stats = self._counters.stats(model, requests, len(self.queue.outside), len(self.queue.kv), self.block_manager)
+        credits = self._credits.current(requests, self.clock())
         return msgspec.structs.replace(stats, highest_credit_s=max(credits, default=0.0))
 
     def check_integrity(self) -> None:
@@ -277,7 +277,7 @@ class Scheduler:
             theta_s,
             merged.shadow,
             self.budget.max_step_tokens,
-            self._cost.costs,
+            self.cost.costs,
             self._carried,
         )
 
@@ -311,8 +311,8 @@ class Scheduler:
     ) -> Batch | None:
         # As with tokens: requests that waited longer than theta come first, then priority and fair shares.
         order = list(self.queue.in_order(to_encode))
-        order.sort(key=lambda t: min(0.0, self._theta_s - (now - t.last_ran_s)))
-        budget = encode_budget(batch, self._cost.costs, self._encode_share)
+        order.sort(key=lambda t: min(0.0, self.theta_s - (now - t.last_ran_s)))
+        budget = encode_budget(batch, self.cost.costs, self.encode_share)
         encode = self._encoding.choose(order, resident, budget, alone=batch is None)
         if encode is None:
             return batch
@@ -339,7 +339,7 @@ class Scheduler:
         stop = item.start + item.num_tokens
         self._counters.count_computed(tracked, item.start, stop)
         if tracked.chain is not None:
-            self._block_manager.register_full_blocks(item.request_id, tracked.chain, item.start, stop)
+            self.block_manager.register_full_blocks(item.request_id, tracked.chain, item.start, stop)
 
     def _record_answer(self, tracked: TrackedRequest, result: StepResult, now: float) -> RequestOutput:
         if tracked.first_answer_s is None:
@@ -354,7 +354,7 @@ class Scheduler:
         scores = (result.scores[tracked.request_id],) if tracked.request_id in result.scores else ()
         tracked.append(token)
         sampling = tracked.request.sampling
-        stopped = token in self._eos_ids and not sampling.ignore_eos
+        stopped = token in self.eos_ids and not sampling.ignore_eos
         if stopped or tracked.num_sampled >= sampling.max_tokens:
             self.queue.kv.lengths.observe(tracked.num_sampled, sampling.max_tokens)
             return self._end(tracked, "stop" if stopped else "length", now, tokens=(token,), scores=scores)
@@ -377,7 +377,7 @@ class Scheduler:
             reason, head, error = "error", None, deadline_missed(tracked, now)
         tracked.status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED
         self.queue.remove(tracked)
-        self._block_manager.free(tracked.request_id)
+        self.block_manager.free(tracked.request_id)
         self._counters.count_ended(reason, failed=error is not None)
         return RequestOutput(
             request_id=tracked.request_id,
@@ -391,4 +391,4 @@ class Scheduler:
 
     def _end_early(self, request_id: str, reason: FinishReason, error: ErrorValue) -> RequestOutput | None:
         tracked = self.queue.get(request_id)
-        return None if tracked is None else self._end(tracked, reason, self._clock(), error=error)
+        return None if tracked is None else self._end(tracked, reason, self.clock(), error=error)

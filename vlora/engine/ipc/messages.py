@@ -8,6 +8,7 @@ wakes up. If either end is closed, for any reason, the other end sees it at once
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
 import select
 import socket
@@ -214,19 +215,15 @@ class EngineTransport:
         return data
 
 
+@dataclasses.dataclass(eq=False)
 class LoadReporter:
     """The engine's side. Not used unless a client sends WatchLoad."""
 
-    def __init__(
-        self,
-        load: Callable[[], EngineLoad],
-        send: Callable[[LoadReport], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Report nothing yet."""
-        self._load = load
-        self._send = send
-        self._clock = clock
+    load: Callable[[], EngineLoad]
+    send: Callable[[LoadReport], None]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._every_s: float | None = None
         self._due_s = 0.0
         self._postponed = False  # the load may have changed before a report was due
@@ -244,17 +241,17 @@ class LoadReporter:
         """Send a report if one is due and the load has changed. Called between two steps."""
         if self._every_s is None:
             return
-        now = self._clock()
+        now = self.clock()
         self._postponed = now < self._due_s
         if self._postponed:
             return
-        load, before = self._load(), self._sent
+        load, before = self.load(), self._sent
         if load == before:
             return
         self._due_s, self._sent = now + self._every_s, load
         known = {} if before is None else before.resident
         changed = {name: version for name, version in load.resident.items() if known.get(name) != version}
-        self._send(
+        self.send(
             LoadReport(
                 load=msgspec.structs.replace(load, resident=changed),
                 num_taken=self._num_taken,
@@ -266,7 +263,7 @@ class LoadReporter:
     @property
     def wait_s(self) -> float | None:
         """How long an idle engine may sleep before the next `poll`; None if that sends nothing."""
-        return max(0.0, self._due_s - self._clock()) if self._postponed else None
+        return max(0.0, self._due_s - self.clock()) if self._postponed else None
 
 
 class WatchedLoad:

@@ -6,6 +6,7 @@ which then starves in turn, and nearly all KV is computed again.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
@@ -60,6 +61,7 @@ class KvNeed(NamedTuple):
     blocks: int
 
 
+@dataclasses.dataclass(eq=False)
 class KvAdmission:
     """Requests that wait for KV room, and the rule by which they enter.
 
@@ -78,13 +80,16 @@ class KvAdmission:
     oldest request. Requests that would fit never overtake the first in this order, so neither a large request nor one
     of low priority waits forever: with n older requests waiting, at most `OLDEST_EVERY` * (n + 1) + preempted requests
     enter before it.
+
+    Args:
+        max_request_blocks: KV blocks that adapters can never occupy.
     """
 
-    def __init__(self, block_manager: BlockManager, max_request_blocks: int, shares: Sequence[FairShares]) -> None:
-        """`max_request_blocks`: KV blocks that adapters can never occupy."""
-        self._block_manager = block_manager
-        self._max_request_blocks = max_request_blocks
-        self._shares = shares
+    block_manager: BlockManager
+    max_request_blocks: int
+    shares: Sequence[FairShares]
+
+    def __post_init__(self) -> None:
         self._waiting: dict[str, TrackedRequest] = {}  # in order of arrival, except preempted ones
         self._num_entered: Counter[str] = Counter()  # entered requests, by adapter
         self._num_entries = 0
@@ -131,7 +136,7 @@ class KvAdmission:
                 adapters' part of the arena.
         """
         needs, room = self._under_way(tracked, adapter_starves)
-        return room - peak_blocks(needs, self._block_manager.block_size)
+        return room - peak_blocks(needs, self.block_manager.block_size)
 
     def admit(
         self, now: float, tracked: Iterable[TrackedRequest], *, adapter_starves: bool
@@ -146,14 +151,14 @@ class KvAdmission:
         """
         if not self._waiting:
             return ()
-        num_blocks = self._block_manager.num_free_blocks + self._block_manager.num_taken_blocks
+        num_blocks = self.block_manager.num_free_blocks + self.block_manager.num_taken_blocks
         if (self._num_changes, num_blocks, adapter_starves) == self._refused_at:
             return ()
         needs, room = self._under_way(tracked, adapter_starves)
-        block_size, blocks_for = self._block_manager.block_size, self._block_manager.blocks_for
+        block_size, blocks_for = self.block_manager.block_size, self.block_manager.blocks_for
         entered: list[TrackedRequest] = []
         whole = sum([need.blocks + blocks_for(need.tokens_left) for need in needs])
-        for t in entry_order(self._waiting.values(), self._shares, lambda: self._num_entries):
+        for t in entry_order(self._waiting.values(), self.shares, lambda: self._num_entries):
             need = self._need(t)
             whole += need.blocks + blocks_for(need.tokens_left)
             needs.append(need)
@@ -188,15 +193,15 @@ class KvAdmission:
         for t in tracked:
             if t.entered:
                 needs.append(self._need(t))
-                own += self._block_manager.num_own(t.request_id)
-        blocks = self._block_manager
+                own += self.block_manager.num_own(t.request_id)
+        blocks = self.block_manager
         free = blocks.num_free_blocks + sum([blocks.num_users(block) == 1 for block in blocks.kept])
         if adapter_starves:
-            free = min(free, self._max_request_blocks - blocks.num_taken_blocks)
+            free = min(free, self.max_request_blocks - blocks.num_taken_blocks)
         return needs, free + own
 
     def _need(self, t: TrackedRequest) -> KvNeed:  # hot path: called for every entered request
-        block_manager, device_len = self._block_manager, t.device_len
+        block_manager, device_len = self.block_manager, t.device_len
         blocks = block_manager.blocks_for(device_len)
         if t.status is RequestStatus.RUNNING:
             held = len(block_manager.table(t.request_id))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -18,6 +19,7 @@ from vlora.orchestrator.request_state import TrackedRequest, update_prefix_hits
 from vlora.types import ErrorValue, Request, RequestStatus
 
 
+@dataclasses.dataclass(eq=False)
 class RequestQueue:
     """Admits requests, lets them enter the KV room, and removes them when they end.
 
@@ -38,33 +40,22 @@ class RequestQueue:
         tenant_weights: fair shares between tenants, which precede those between adapters; not applied if empty.
     """
 
-    def __init__(
-        self,
-        block_manager: BlockManager,
-        max_request_blocks: int,
-        budget: StepBudget,
-        cost: CostModel,
-        encoding: EncodeQueue,
-        encode_share: float,
-        weights: Mapping[str, float] | None,
-        tenant_weights: Mapping[str, float] | None,
-    ) -> None:
+    block_manager: BlockManager
+    max_request_blocks: int
+    budget: StepBudget
+    cost: CostModel
+    encoding: EncodeQueue
+    encode_share: float
+    weights: Mapping[str, float]
+    tenant_weights: Mapping[str, float]
+
+    def __post_init__(self) -> None:
         self.admitted: dict[str, TrackedRequest] = {}
         self.adapter_starves = False
-        self._block_manager = block_manager
-        self._max_request_blocks = max_request_blocks
-        self._budget = budget
-        self._cost = cost
-        self._encoding = encoding
-        self._encode_share = encode_share
-        self._shares = [
-            FairShares(given, name_of)
-            for given, name_of in ((weights, adapter_of), (tenant_weights, tenant_of))
-            if given
-        ]
-        self._all_wait_outside = bool(tenant_weights)
+        named = (self.weights, adapter_of), (self.tenant_weights, tenant_of)
+        self._shares = [FairShares(weights, name_of) for weights, name_of in named if weights]
         self.outside = Admission(self._shares)
-        self.kv = KvAdmission(block_manager, max_request_blocks, self._shares)
+        self.kv = KvAdmission(self.block_manager, self.max_request_blocks, self._shares)
         self._adapter_capacity = AdapterCapacity()
         self.deadlines = Deadlines()  # of all requests
         self._arrivals = itertools.count()
@@ -77,27 +68,27 @@ class RequestQueue:
 
     def add(self, request: Request, now: float, *, held: bool, vision_key: str | None) -> None:
         assert self.get(request.request_id) is None
-        tracked = TrackedRequest(request, now, self._block_manager.chain(request))
+        tracked = TrackedRequest(request, now, self.block_manager.chain(request))
         tracked.held = held
-        needed = self._block_manager.blocks_for(tracked.max_len)
-        if needed > self._max_request_blocks:
+        needed = self.block_manager.blocks_for(tracked.max_len)
+        if needed > self.max_request_blocks:
             raise PromptTooLong(
                 f"prompt and max_tokens require {tracked.max_len} tokens, or {needed} KV blocks of "
-                f"{self._block_manager.block_size} tokens; {self._max_request_blocks} blocks are available to one "
+                f"{self.block_manager.block_size} tokens; {self.max_request_blocks} blocks are available to one "
                 "request. Shorten the prompt, lower max_tokens, or start the engine with a larger arena_bytes"
             )
-        self._encoding.add(tracked, vision_key)
+        self.encoding.add(tracked, vision_key)
         for shares in self._shares:
             shares.add(tracked)
         self.deadlines.add(tracked)
-        if request.answered or (tracked.answer_by is None and not self._all_wait_outside):
+        if request.answered or (tracked.answer_by is None and not self.tenant_weights):
             self._admit(tracked, now)
         else:
             self.outside.add(tracked)
 
     def remove(self, tracked: TrackedRequest) -> None:
         """Remove a request that has ended. The caller frees its blocks."""
-        self._encoding.remove(tracked.request_id)
+        self.encoding.remove(tracked.request_id)
         for shares in self._shares:
             shares.remove(tracked)
         if self.admitted.pop(tracked.request_id, None) is None:
@@ -117,23 +108,23 @@ class RequestQueue:
         if not self.outside:
             self.outside.end_idle_period()
             return ()
-        update_prefix_hits(self.outside.waiting, self._block_manager)
+        update_prefix_hits(self.outside.waiting, self.block_manager)
         requests = self.admitted.values()
         # Requests without a deadline enter after those with one, so they do not delay the latter while waiting for KV
         # room.
         accepted = tuple(t for t in requests if t.entered or t.answer_by is not None)
         load = Load(
             accepted,
-            self._cost.costs,
-            max_batch_size=self._budget.max_batch_size,
-            max_step_tokens=self._budget.max_step_tokens,
-            block_size=self._block_manager.block_size,
+            self.cost.costs,
+            max_batch_size=self.budget.max_batch_size,
+            max_step_tokens=self.budget.max_step_tokens,
+            block_size=self.block_manager.block_size,
             free_blocks=self.kv.free_blocks(accepted),
             resident=resident,
             max_adapters=self._adapter_capacity.update((t for t in requests if t.entered), resident, now),
-            all_wait_outside=self._all_wait_outside,
-            patches_left=self._encoding.patches_left,
-            encode_share=self._encode_share,
+            all_wait_outside=bool(self.tenant_weights),
+            patches_left=self.encoding.patches_left,
+            encode_share=self.encode_share,
         )
         decision = self.outside.decide(now, load)
         for tracked in decision.admitted:
@@ -179,7 +170,7 @@ class RequestQueue:
         Lengths are in order, exactly the running requests hold blocks, each holds enough of them, and no request can
         write to a block that another may read.
         """
-        blocks = self._block_manager
+        blocks = self.block_manager
         for t in self.admitted.values():
             t.check_integrity()
             assert t.entered != (t.request_id in self.kv), f"{t.request_id} is misplaced"
@@ -189,7 +180,7 @@ class RequestQueue:
             assert not running or held >= blocks.blocks_for(t.cached_len), f"{t.request_id} lacks blocks"
             assert blocks.writable(t.request_id, t.cached_len), f"{t.request_id} would write to known blocks"
         assert blocks.holders <= self.admitted.keys(), "an ended request still holds blocks"
-        self._encoding.check_integrity({*self.admitted, *(t.request_id for t in self.outside.waiting)})
+        self.encoding.check_integrity({*self.admitted, *(t.request_id for t in self.outside.waiting)})
 
 
 class Deadlines:
