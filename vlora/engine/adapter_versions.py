@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 from vlora.engine.compositions import Compositions
 from vlora.errors import AdapterChanged, BadRequest
@@ -52,7 +51,6 @@ class AdapterVersions:
     adapters: Compositions
     registry: AdapterRegistry
     scheduler: Scheduler
-    waits_for_grammar: Callable[[str], bool]
 
     def __post_init__(self) -> None:
         self._registrations: dict[str, Registration] = {}  # by request id, of active self.adapters
@@ -73,9 +71,6 @@ class AdapterVersions:
         registration = self._registrations.get(request_id)
         return None if registration is None or registration.adapter is None else registration.adapter.version
 
-    def waits(self, request_id: str) -> bool:
-        return request_id in self._unread
-
     def release_read(self) -> list[RequestOutput]:
         """Release requests with an adapter that was read; return the last outputs of those with a changed adapter."""
         outputs: list[RequestOutput] = []
@@ -89,8 +84,7 @@ class AdapterVersions:
                 output = self.scheduler.fail(request_id, ErrorValue.of(error))
                 outputs += [] if output is None else [output]
             else:
-                if not self.waits_for_grammar(request_id):
-                    self.scheduler.release(request_id)
+                self.scheduler.release(request_id)
             del self._unread[request_id]
         return outputs
 

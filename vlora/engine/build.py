@@ -240,8 +240,8 @@ def build(
         )
         compiler = GrammarCompiler(config.model, device.hf_model.lm_head.weight.shape[0], device.hf_model.eos_ids)
         grammars = GrammarCache(compiler, executor=executor)
-        versions = AdapterVersions(admin.compositions, registry, scheduler, grammars.waits)
-        held = GrammarHook(grammars, scheduler, runner.begin_grammar, versions.waits)
+        versions = AdapterVersions(admin.compositions, registry, scheduler)
+        held = GrammarHook(grammars, scheduler, runner.begin_grammar)
         hooks = Hooks(
             before_schedule=[held.release_compiled, versions.release_read, trainings.begin_step],
             on_add=[held.add, versions.add, monitor.count_request, trainings.add_request],

@@ -76,8 +76,8 @@ class Engine:
         """Admit a request. Raises subclasses of BadRequest, or BadAdapter, and then changes no state."""
         if request.request_id in self._key_of:
             raise BadRequest(f"request id {request.request_id!r} is already in use; ids must be unique")
-        checked, vision_key, held = self.parts.checks.check(request)
-        self._scheduler.add(checked, held=held, vision_key=vision_key)
+        checked, vision_key, num_holds = self.parts.checks.check(request)
+        self._scheduler.add(checked, num_holds=num_holds, vision_key=vision_key)
         self._runner.add(checked, vision_key)
         self._key_of[checked.request_id] = checked.adapter
         if checked.adapter is not None:

@@ -51,9 +51,6 @@ class GrammarCache:
             else:
                 yield request_id, BadRequest(f"the grammar cannot be used: {type(error).__name__}: {error}")
 
-    def waits(self, request_id: str) -> bool:
-        return request_id in self._waiting
-
     def forget(self, request_id: str) -> None:
         """Drop a request that has ended, and cancel a queued compilation that no other request waits for.
 
@@ -79,7 +76,6 @@ class GrammarHook:
     cache: GrammarCache
     scheduler: Scheduler
     begin_grammar: Callable[[str, Cursor], None]
-    waits_for_adapter: Callable[[str], bool]
 
     def __post_init__(self) -> None:
         self._answered: dict[str, tuple[int, ...]] = {}  # of resumed requests
@@ -108,8 +104,7 @@ class GrammarHook:
                 outputs += [] if output is None else [output]
             else:
                 self.begin_grammar(request_id, cursor)
-                if not self.waits_for_adapter(request_id):
-                    self.scheduler.release(request_id)
+                self.scheduler.release(request_id)
         return outputs
 
     def release(self, request_id: str) -> None:

@@ -26,12 +26,12 @@ class CheckedRequest(NamedTuple):
     Attributes:
         request: With the key of its adapter instead of a name, and all values that the runner needs.
         vision_key: The adapter that changes its images' features; None without one.
-        held: Whether it waits for its grammar to be compiled, or for its adapter's content to be read and checked.
+        num_holds: What it waits for: its grammar to be compiled, and its adapter's content to be read and checked.
     """
 
     request: Request
     vision_key: str | None
-    held: bool
+    num_holds: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RequestChecks:
             ),
         )
         vision_key = key if adapter and adapter.header.touches_vision and request.vision else None
-        return CheckedRequest(checked, vision_key, held=not is_checked or grammar_of(request) is not None)
+        return CheckedRequest(checked, vision_key, (not is_checked) + (grammar_of(request) is not None))
 
     def _check_tokens(self, request: Request) -> None:
         vocab = self.hf_model.embed.weight.shape[0]

@@ -5,8 +5,9 @@ The models' attention derives its number of heads from the width of q, k and v, 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -83,8 +84,9 @@ def shard(hf_model: HFModel, group: ProcessGroup) -> None:
 def _gather_together(linears: Mapping[str, AdaptedLinear], group: ProcessGroup) -> None:
     for names in shared_inputs(linears):
         layers = [linears[name] for name in names if linears[name].shard.by_columns]
-        for layer, place in zip(layers, gathered(group, len(layers)), strict=True):
-            layer.others["gathered", group.size] = place
+        together = GatheredSites(group, len(layers))
+        for index, layer in enumerate(layers):
+            layer.others["gathered", group.size] = GatheredLayer(together, index)
 
 
 def fingerprint(model: Any) -> str:
@@ -167,21 +169,23 @@ class GatheredSites:
         return _Prepared(plan, shrink, expands)
 
 
+@dataclasses.dataclass(frozen=True)
 class GatheredLayer:
-    def __init__(self, sites: GatheredSites, index: int) -> None:
-        self._sites = sites
-        self._index = index
+    """One layer of `GatheredSites`, in the order in which the model calls them."""
+
+    sites: GatheredSites
+    index: int
 
     def attach(self, key: str, shape: FactorShape, factors: tuple[Tensor, Tensor]) -> None:
         assert shape.kind == "gathered"
-        self._sites.attach(self._index, key, atmm.Factors(*factors))
+        self.sites.attach(self.index, key, atmm.Factors(*factors))
 
     def detach(self, key: str) -> None:
-        self._sites.detach(self._index, key)
+        self.sites.detach(self.index, key)
 
     def add(self, y: Tensor, x: Tensor, plan: atmm.SegmentPlan) -> None:
         """Add every lane's delta to this rank's outputs y [T, d_out], in place."""
-        self._sites.add(self._index, y, x, plan)
+        self.sites.add(self.index, y, x, plan)
 
 
 class ReducedLayer:
@@ -223,9 +227,3 @@ class ReducedLayer:
             ExpandPart(lane, factors.bt, [place]) for (lane, factors), place in zip(lanes, shrink.places, strict=True)
         ]
         return plan, shrink, Expand(parts, plan.num_tokens)
-
-
-def gathered(group: ProcessGroup, num_layers: int) -> Sequence[GatheredLayer]:
-    """Create the layers of a `GatheredSites`, in the order in which the model calls them."""
-    sites = GatheredSites(group, num_layers)
-    return [GatheredLayer(sites, index) for index in range(num_layers)]

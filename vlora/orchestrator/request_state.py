@@ -51,7 +51,7 @@ class TrackedRequest:
         answer_by: latest time for the first answer; None without a deadline, and for a resumed request.
         end_by: latest time of its end; infinite without a max_latency_s.
         expected_s: predicted time from admission to the first answer.
-        held: must not run: its grammar is not compiled yet, or its last token is being computed.
+        num_holds: must not run while above 0: its grammar is not compiled yet, or its last token is being computed.
         entered: admitted to the KV room (`KvAdmission`): policies may select it, and its waiting time counts.
         last_answer_s: time of its last token, or of entry.
         computed_len: the maximum of cached_len so far.
@@ -86,7 +86,7 @@ class TrackedRequest:
     first_answer_s: float | None = None
     expected_s: float = 0.0
     status: RequestStatus = RequestStatus.WAITING
-    held: bool = False
+    num_holds: int = 0
     entered: bool = False
     protected: bool = False  # preempted, and no token sampled since
     images: list[Image] = dataclasses.field(default_factory=list)

@@ -125,7 +125,7 @@ class Scheduler:
         entered = [t for t in requests if t.entered]
         # Entered requests only: embeddings held for a request without KV room could block entered ones.
         to_encode = [t for t in entered if not self._encoding.is_ready(t)]
-        entered = [t for t in entered if not t.held]
+        entered = [t for t in entered if not t.num_holds]
         ready = [t for t in entered if t.needed in view.resident or t.needed is None]
         if to_encode:
             waiting_for_images = set(to_encode)
@@ -169,7 +169,7 @@ class Scheduler:
             tracked.last_ran_s = now
             if item.answers and not tracked.is_head:
                 tracked.device_len += 1
-                tracked.held = tracked.device_len == tracked.max_len
+                tracked.num_holds = int(tracked.device_len == tracked.max_len)
 
     def finish(self, batch: Batch, result: StepResult) -> tuple[RequestOutput, ...]:
         """The second part of `record`. Before it, no other step is advanced."""
@@ -198,23 +198,23 @@ class Scheduler:
         """Whether there are unfinished requests or undelivered outputs."""
         return bool(self.queue or self._outputs)
 
-    def add(self, request: Request, *, held: bool = False, vision_key: str | None = None) -> None:
+    def add(self, request: Request, *, num_holds: int = 0, vision_key: str | None = None) -> None:
         """Add a request.
 
         Args:
-            held: do not run it before `release`.
+            num_holds: do not run it before so many calls of `release`.
             vision_key: the key of its adapter, if that adapter changes the vision side.
 
         Raises:
             PromptTooLong: its KV would not fit in memory even alone.
         """
-        self.queue.add(request, self.clock(), held=held, vision_key=vision_key)
+        self.queue.add(request, self.clock(), num_holds=num_holds, vision_key=vision_key)
 
     def release(self, request_id: str) -> None:
-        """Let a held request run; ids of requests that have ended are ignored."""
+        """Let a held request run, after the last hold; ids of requests that have ended are ignored."""
         tracked = self.queue.get(request_id)
         if tracked is not None:
-            tracked.held = False
+            tracked.num_holds -= 1
 
     def cancel(self, request_id: str) -> RequestOutput | None:
         """End a request as cancelled; None if it is unknown or has ended."""

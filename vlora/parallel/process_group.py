@@ -60,8 +60,8 @@ class SocketCollectives:
 
     def __init__(self, rank: int, sockets: RankSockets) -> None:
         """Wait until all ranks are connected, without a timeout while they live."""
-        self._rank = rank
-        self._size = len(sockets) + 1
+        self.rank = rank
+        self.size = len(sockets) + 1
         self._others = dict(sockets)
         self._number = 0
         # The kernel's own timeouts on a call: a socket timeout in Python would need two system calls each.
@@ -90,10 +90,10 @@ class SocketCollectives:
             purpose: Up to 16 letters, the same on all ranks.
             timeout: Whether another rank that sends nothing for two minutes is an error.
         """
-        out = tensor.new_empty(self._size, *tensor.shape)
-        out[self._rank] = tensor
-        rows = [memoryview(row) for row in out.view(self._size, tensor.numel()).view(torch.uint8).numpy()]
-        own = rows[self._rank]
+        out = tensor.new_empty(self.size, *tensor.shape)
+        out[self.rank] = tensor
+        rows = [memoryview(row) for row in out.view(self.size, tensor.numel()).view(torch.uint8).numpy()]
+        own = rows[self.rank]
         head = self._next_head(len(own), purpose)
         for other, sock in self._others.items():
             self._send_first(other, sock, head, own[: self._piece])
@@ -138,7 +138,7 @@ class SocketCollectives:
         """Raises CollectiveFailed unless the head from `other` equals the one that this rank would have sent."""
         if self._head != wanted:
             raise CollectiveFailed(
-                f"ranks out of sync: rank {other} sent {_describe(self._head)}, but rank {self._rank} expects "
+                f"ranks out of sync: rank {other} sent {_describe(self._head)}, but rank {self.rank} expects "
                 f"{_describe(wanted)}"
             )
 
@@ -150,7 +150,7 @@ class SocketCollectives:
         except ConnectionError as error:
             raise RankDead(other) from error
         except OSError as error:
-            raise CollectiveFailed(f"rank {other} does not receive from rank {self._rank}: {error}") from error
+            raise CollectiveFailed(f"rank {other} does not receive from rank {self.rank}: {error}") from error
 
     def _send_first(self, other: int, sock: socket.socket, head: bytes, data: memoryview) -> None:
         try:
@@ -188,7 +188,7 @@ class SocketCollectives:
     def _receive_error(self, other: int, error: OSError) -> CollectiveFailed:
         if isinstance(error, ConnectionError):
             return RankDead(other)
-        return CollectiveFailed(f"rank {self._rank} received nothing from rank {other}: {error}")
+        return CollectiveFailed(f"rank {self.rank} received nothing from rank {other}: {error}")
 
 
 def _describe(head: bytes | bytearray) -> str:
@@ -218,11 +218,8 @@ Cause = Literal["base", "slora", "orders", "images", "start"]
 start.
 """
 
-# The death of a rank ends the other ranks' waits at once (`abort`). This limit is for a live rank that hangs.
-_HANG = datetime.timedelta(seconds=120)
 
-
-class ProcessGroup:
+class ProcessGroup(SocketCollectives):
     """This process among the ranks of its replica. Created on all ranks at once; every call is made by all ranks.
 
     A call raises CollectiveFailed if another rank is dead or makes a different call; NCCL raises RuntimeError for its
@@ -235,17 +232,15 @@ class ProcessGroup:
         Args:
             store_file: Where NCCL's ranks meet, used as long as the group lives; visible only to the ranks.
         """
-        self.rank = rank
-        self.size = len(sockets) + 1
+        super().__init__(rank, sockets)
         self.device = device
-        self._sockets = SocketCollectives(rank, sockets)
         self._nccl: Any = None
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            store = dist.FileStore(store_file, self.size)
-            store.set_timeout(_HANG)
+            store, hang = dist.FileStore(store_file, self.size), datetime.timedelta(seconds=HANG_S)
+            store.set_timeout(hang)
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = _HANG  # noqa: SLF001  (torch)
+            options._timeout = hang  # noqa: SLF001  (torch)
             self._nccl = dist.ProcessGroupNCCL(store, rank, self.size, options)
 
     @property
@@ -259,7 +254,7 @@ class ProcessGroup:
         if self._nccl is not None:
             self._nccl.allreduce([tensor]).wait()
             return tensor
-        first, second, *others = self._sockets.exchange(tensor, f"sum {cause}")
+        first, second, *others = self.exchange(tensor, f"sum {cause}")
         torch.add(first, second, out=tensor)
         for other in others:
             tensor += other
@@ -269,7 +264,7 @@ class ProcessGroup:
         """[size, *tensor.shape]: every rank's tensor, in rank order."""
         tensor = tensor.contiguous()
         if self._nccl is None:
-            return self._sockets.exchange(tensor, f"gather {cause}")
+            return self.exchange(tensor, f"gather {cause}")
         out = tensor.new_empty(self.size, *tensor.shape)
         self._nccl.allgather([list(out.unbind(0))], [tensor]).wait()
         return out
@@ -286,17 +281,9 @@ class ProcessGroup:
         """Close without waiting for other ranks, which may be dead (NCCL included)."""
         self.abort()
         self._nccl = None
-        self._sockets.close()
+        super().close()
 
     # -- control ------------------------------------------------------------------------------------------------------
-
-    def send(self, data: bytes) -> None:
-        """Rank 0: send these bytes to all others, for their `receive`."""
-        self._sockets.broadcast(data)
-
-    def receive(self) -> bytes:
-        """Any other rank: the next bytes from rank 0, without a timeout."""
-        return self._sockets.receive()
 
     def wait_for_all(self) -> None:
         """Wait until all ranks have called this, without a timeout."""
@@ -305,4 +292,4 @@ class ProcessGroup:
     def smallest(self, values: Sequence[int], cause: Cause) -> list[int]:
         """The minimum of each value over ranks, without a timeout because some may still be loading."""
         tensor = torch.tensor(values, dtype=torch.int64)
-        return self._sockets.exchange(tensor, f"least {cause}", timeout=False).amin(0).tolist()
+        return self.exchange(tensor, f"least {cause}", timeout=False).amin(0).tolist()

@@ -191,7 +191,7 @@ class TensorParallelCoordinator:
         assert self.group is not None
         pending, self._pending = self._pending, []
         try:
-            self.group.send(messages.encode(pending))
+            self.group.broadcast(messages.encode(pending))
         except RuntimeError as error:
             raise EngineDead(str(self.reports.cause_of(error))) from error
 

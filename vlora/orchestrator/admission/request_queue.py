@@ -66,10 +66,10 @@ class RequestQueue:
     def get(self, request_id: str) -> TrackedRequest | None:
         return self.admitted.get(request_id) or self.outside.get(request_id)
 
-    def add(self, request: Request, now: float, *, held: bool, vision_key: str | None) -> None:
+    def add(self, request: Request, now: float, *, num_holds: int, vision_key: str | None) -> None:
         assert self.get(request.request_id) is None
         tracked = TrackedRequest(request, now, self.block_manager.chain(request))
-        tracked.held = held
+        tracked.num_holds = num_holds
         needed = self.block_manager.blocks_for(tracked.max_len)
         if needed > self.max_request_blocks:
             raise PromptTooLong(
