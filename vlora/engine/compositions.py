@@ -88,25 +88,27 @@ class Compositions:
 _MAX_TRIED = 256  # combinations of former adapters, when the parts of a composition are looked for
 
 
+@dataclasses.dataclass(eq=False)
 class FormerAdapters:
     """Finds former content by its hash, and keeps it although no request of this engine uses it, as long as asked."""
 
-    def __init__(self, registry: AdapterRegistry, loader: AdapterLoader) -> None:
-        self._registry = registry
-        self._loader = loader
+    registry: AdapterRegistry
+    loader: AdapterLoader
+
+    def __post_init__(self) -> None:
         self._wanted: Mapping[str, Collection[str]] = {}
 
     def keep(self, versions: Mapping[str, Collection[str]]) -> list[str]:
         """From now on, keep these contents by name when others replace them. Returns the keys not kept any more."""
         self._wanted = versions
-        dropped = [key for key in self._loader.kept if not self._is_wanted(self._registry.known(key))]
-        self._loader.kept.difference_update(dropped)
+        dropped = [key for key in self.loader.kept if not self._is_wanted(self.registry.known(key))]
+        self.loader.kept.difference_update(dropped)
         return dropped
 
     def add(self, key: str) -> None:
         """A name no longer maps to this registration: keep it if its content is wanted. Call before it is retired."""
-        if self._is_wanted(self._registry.known(key)):
-            self._loader.kept.add(key)
+        if self._is_wanted(self.registry.known(key)):
+            self.loader.kept.add(key)
 
     @property
     def held(self) -> dict[str, tuple[str, ...]]:
@@ -122,7 +124,7 @@ class FormerAdapters:
         """
         if not version:
             return None
-        current = self._registry.get(name) if name in self._registry else None
+        current = self.registry.get(name) if name in self.registry else None
         if current is not None and current.adapter is None and current.error is None:
             header = current.folder_header
             if str(header.path) == path and header.version in ("", version):
@@ -139,9 +141,9 @@ class FormerAdapters:
         return None
 
     def _candidates(self, name: str) -> list[Registration]:
-        keys = {*self._loader.kept, *self._loader.users}
-        former = [each for each in map(self._registry.known, keys) if each.name == name]
-        current = [self._registry.get(name)] if name in self._registry else []
+        keys = {*self.loader.kept, *self.loader.users}
+        former = [each for each in map(self.registry.known, keys) if each.name == name]
+        current = [self.registry.get(name)] if name in self.registry else []
         return [*current, *(each for each in former if each not in current)]
 
     def _is_wanted(self, registration: Registration) -> bool:

@@ -221,11 +221,7 @@ class Load:
         self._due_patches = 0.0
         for tracked in bounded:
             if tracked.first_answer_s is None:
-                self.num_pending += 1
-                self._due += tracked.new_tokens
-                patches = self.patches_left(tracked)
-                self._due_patches += patches
-                self._due_unseen += tracked.new_tokens if patches else 0
+                self._count_due(tracked)
                 if not tracked.entered:
                     self.free_blocks -= -(-tracked.new_tokens // self.block_size)
         new_tokens = [t.new_tokens for t in accepted]
@@ -283,18 +279,22 @@ class Load:
     def add(self, tracked: TrackedRequest) -> None:
         self._num_accepted += 1
         self._num_bounded += 1
-        self.num_pending += 1
-        self._due += tracked.new_tokens
-        patches = self.patches_left(tracked)
-        self._due_patches += patches
-        self._all_patches += patches
-        self._due_unseen += tracked.new_tokens if patches else 0
+        self._all_patches += self._count_due(tracked)
         self._prompts += tracked.new_tokens
         self._num_prompts += 1
         self.free_blocks -= -(-tracked.new_tokens // self.block_size)
         self._known.clear()
         if tracked.adapter is not None:
             self._needed.add(tracked.adapter)
+
+    def _count_due(self, tracked: TrackedRequest) -> float:
+        """Count a request without a first answer. Returns its patches that are still to be encoded."""
+        patches = self.patches_left(tracked)
+        self.num_pending += 1
+        self._due += tracked.new_tokens
+        self._due_patches += patches
+        self._due_unseen += tracked.new_tokens if patches else 0
+        return patches
 
     def _predict_s(self, new_tokens: int, patches: float) -> float:
         tokens_s, patch_s = self._tokens_s(new_tokens), self.costs.patch_s
