@@ -28,7 +28,7 @@ EXCLUDED = {
     "vlora.engine.grammar_cache": "grammars",
     "vlora.engine.monitor": "monitoring",
     "vlora.orchestrator.stats": "monitoring",
-    "vlora.engine.adapter_versions": "answers that other engines began, which step only polls",
+    "vlora.engine.request_checks": "answers that other engines began, which step only polls",
     "vlora.engine.adapter_admin": "the operator's adapter changes, which step only polls",
     "vlora.models.processing": "the front end's image processor and tokenizer",
 }

@@ -11,7 +11,7 @@ from torch import nn
 
 from atmm import Factors, Lane, SiteGroup, processor
 from atmm.matmul import linear, linears
-from vlora.lora import adapted_linear, joined_weights
+from vlora.lora import adapted_linear
 from vlora.lora.adapted_linear import AdaptedLinear, LaneScope, Siblings, adapt
 from vlora.lora.weight_slabs import WeightSlabs
 from vlora.parallel.adapter_sharding import FactorShape
@@ -127,7 +127,7 @@ def test_joined_layers_need_one_product(bias: tuple[bool, ...], monkeypatch: pyt
         products.append(1)
         return linear(*given)
 
-    monkeypatch.setattr(joined_weights, "linear", counted_linear)
+    monkeypatch.setattr(adapted_linear, "linear", counted_linear)
     with torch.inference_mode():
         expected = []
         for lanes in cases:

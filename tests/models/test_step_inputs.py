@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from tests.simulated_cuda import CUDA, Kind, counting, simulated_cuda
 from tests.simulated_cuda.counts import HOST_WAITS
-from vlora.models.gpu.step_inputs import StepInputs
-from vlora.models.gpu.step_tokens import StepTokens
+from vlora.models.gpu.step_inputs import StepInputs, StepTokens
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -30,7 +30,7 @@ from vlora.models.families import encode_patches, patch_flops
 from vlora.models.fused_layers import convert_patch_embeddings, fuse_gates, fuse_norms, fuse_rotations
 from vlora.models.hf_model import HFModel, VisionFeatures
 from vlora.models.processing import to_tensor
-from vlora.models.vision import flash_tower, stepwise_tower
+from vlora.models.vision import stepwise_tower
 from vlora.models.vision.stepwise_tower import PacedCall
 from vlora.types import VisionInput
 
@@ -200,7 +200,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     GPU.
     """
     counted: Counter[str] = Counter()
-    flash, attend = VERSIONS["2.13"], flash_tower.flash_attention
+    flash, attend = VERSIONS["2.13"], stepwise_tower.flash_attention
 
     def counted_flash(*given: Any, **named: Any) -> torch.Tensor:
         counted["kernel"] += 1
@@ -211,8 +211,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return attend(*given, **named)
 
     monkeypatch.setattr(flash_attention, "kernel", lambda: counted_flash)
-    monkeypatch.setattr(flash_tower, "flash_attention", counted_attention)
-    register, gpu = flash_tower.register_vision_attention, torch.device("cuda")
+    monkeypatch.setattr(stepwise_tower, "flash_attention", counted_attention)
+    register, gpu = stepwise_tower.register_vision_attention, torch.device("cuda")
     monkeypatch.setattr(hf_model_module, "register_vision_attention", lambda device: register(gpu))
     return counted
 
@@ -273,7 +273,7 @@ def test_the_attention_follows_the_model_to_another_device(monkeypatch: pytest.M
     monkeypatch.setattr(model.model, "to", moved)
     for device, wanted in (("cpu", "VISION_ATTENTION"), ("cuda", "VISION_FLASH"), ("cpu", "VISION_ATTENTION")):
         model.move(torch.device(device))
-        assert model.inner.visual.config._attn_implementation == getattr(flash_tower, wanted)  # noqa: SLF001
+        assert model.inner.visual.config._attn_implementation == getattr(stepwise_tower, wanted)  # noqa: SLF001
 
 
 # -- patch embeddings -------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 
-from tests.simulated_cuda import capture, graphs, streams
+from tests.simulated_cuda import capture, streams
 from tests.simulated_cuda.counts import Kind
 from tests.simulated_cuda.tensor import (
     CUDA,
@@ -25,6 +25,55 @@ from tests.simulated_cuda.tensor import (
     conversion,
     upload,
 )
+
+
+class CUDAGraph:
+    """A captured graph. operations: as they were captured."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._capture: capture.Capture | None = None
+
+    @property
+    def operations(self) -> list[capture.Operation]:
+        assert self._capture is not None, "nothing was captured"
+        return self._capture.operations
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
+        if streams.current_stream() is streams.default_stream():
+            raise capture.CaptureError("the default stream cannot be captured")
+        self._capture = capture.begin(streams.current_stream(), capture_error_mode)
+
+    def capture_end(self) -> None:
+        capture.end()
+
+    def replay(self) -> None:
+        assert self._capture is not None, "nothing was captured"
+        streams.count(Kind.LAUNCH, "graph")
+        with torch._C._DisableTorchDispatch():
+            self._capture.replay()
+
+
+@contextmanager
+def graph(
+    cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global", **_: Any
+) -> Iterator[None]:
+    """`torch.cuda.graph`."""
+    streams.synchronize()
+    with streams.use_stream(stream or streams.Stream(name="capture")):
+        cuda_graph.capture_begin(pool, capture_error_mode)
+        try:
+            yield
+        finally:
+            cuda_graph.capture_end()
+
+
+def graph_pool_handle() -> tuple[int, int]:
+    return 0, 1
+
+
+def is_capturing() -> bool:
+    return capture.current() is not None
+
 
 _PROPERTIES = SimpleNamespace(
     name="Simulated", major=9, minor=0, total_memory=4 * 2**30, multi_processor_count=132, L2_cache_size=50 * 2**20
@@ -56,10 +105,10 @@ def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
             "is_initialized": lambda: True,
             "is_available": lambda: True,
             "is_bf16_supported": lambda *_, **__: True,
-            "is_current_stream_capturing": graphs.is_capturing,
-            "CUDAGraph": graphs.CUDAGraph,
-            "graph": graphs.graph,
-            "graph_pool_handle": graphs.graph_pool_handle,
+            "is_current_stream_capturing": is_capturing,
+            "CUDAGraph": CUDAGraph,
+            "graph": graph,
+            "graph_pool_handle": graph_pool_handle,
             "device_count": lambda: 2,  # one per rank
             "current_device": lambda: 0,
             "set_device": lambda device: None,

@@ -13,12 +13,11 @@ import atmm
 from vlora.config import EngineConfig
 from vlora.engine.adapter_admin import AdapterAdmin
 from vlora.engine.adapter_loader import AdapterLoader
-from vlora.engine.adapter_versions import AdapterVersions
 from vlora.engine.device_runtime import DeviceRuntime, facts_of, lay_out, set_threads, use_device
 from vlora.engine.grammar_cache import GrammarCache, GrammarHook
 from vlora.engine.monitor import Monitor
 from vlora.engine.quantize import check_device, with_stored_format
-from vlora.engine.request_checks import RequestChecks
+from vlora.engine.request_checks import AdapterVersions, RequestChecks
 from vlora.engine.steps import StepsAhead, StepsInOrder
 from vlora.engine.tensor_parallel.coordinator import (
     TensorParallelCoordinator,

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from atmm.quantized import Allocate, HeldWeight, StoredWeight
-from vlora.lora.adapted_linear import AdaptedLinear
-from vlora.lora.joined_weights import JoinedWeights
+from vlora.lora.adapted_linear import AdaptedLinear, JoinedWeights
 from vlora.memory.arena import empty
 
 # Layers that read the same input tensor: one shrink can serve all of them.

@@ -35,8 +35,7 @@ from vlora.models.fused_layers import (
     fuse_rotations,
 )
 from vlora.models.supported import max_positions
-from vlora.models.vision.flash_tower import register_vision_attention
-from vlora.models.vision.stepwise_tower import pace
+from vlora.models.vision.stepwise_tower import pace, register_vision_attention
 
 # Must not contain "flash" or "sdpa": transformers tests attention names for those substrings.
 ATTENTION_NAME = "vlora_paged"

@@ -10,7 +10,7 @@ import torch
 
 from vlora.errors import BadRequest
 from vlora.models.forward_batch import ForwardBatch
-from vlora.models.gpu.step_tokens import StepTokens
+from vlora.models.gpu.step_inputs import StepTokens
 from vlora.models.grammar import hold
 from vlora.models.sampling import Written, adjusted, sample, token_scores
 from vlora.types import Encoded, ErrorValue, HeadAnswer, TokenScore

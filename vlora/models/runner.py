@@ -22,8 +22,7 @@ from vlora.models.forward_batch import ForwardBatch, lane_by_lane, queries_of
 from vlora.models.gpu.attention import GpuAttention
 from vlora.models.gpu.fixed_step import StepModel
 from vlora.models.gpu.graphs import StepGraphs
-from vlora.models.gpu.step_inputs import StepInputs
-from vlora.models.gpu.step_tokens import StepTokens
+from vlora.models.gpu.step_inputs import StepInputs, StepTokens
 from vlora.models.grammar import Cursor
 from vlora.models.head_reading import read_heads
 from vlora.models.hf_model import HFModel
