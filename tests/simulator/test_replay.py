@@ -167,11 +167,11 @@ def test_switches_are_counted_and_learned(
     for number, adapter in enumerate(adapters):
         replica.add(f"r{number}", Arrival(replica.clock.now, adapter, 4, 2))
         run_until(replica, replica.clock.now + 100)
-    stats, learned = replica.stats(), replica.scheduler.costs
+    stats, learned = replica.stats(), replica.scheduler.cost.costs
     assert stats.num_switches == 3 and stats.switch_s == pytest.approx(spent_s)
     assert learned.merge_s == pytest.approx(0.2), "the cost of unmerging is not averaged into that of merging"
     assert learned.back_s == pytest.approx(back_s)
-    assert replica.scheduler.merged.shadow == (None if costs.back_s else "a")
+    assert replica.scheduler.demand.credits.merged.shadow == (None if costs.back_s else "a")
 
 
 @pytest.mark.parametrize("slow_s", [0.0, 0.05], ids=["as predicted", "slower than predicted"])
@@ -299,7 +299,7 @@ def test_images_cost_their_patches_and_cached_ones_nothing() -> None:
 def test_the_cost_of_a_patch_is_learned_separately() -> None:
     replica = Replica(ReplicaConfig(costs=WITH_IMAGES))
     answers(replica, with_pictures(2.0, 200, 0, None, 0.3))
-    learned = replica.scheduler.costs
+    learned = replica.scheduler.cost.costs
     assert learned.patch_s == pytest.approx(WITH_IMAGES.patch_s, rel=1e-6)
     right = WITH_IMAGES.base_s + 100 * WITH_IMAGES.token_s
     assert learned.base_s + 100 * learned.token_s == pytest.approx(right, rel=0.05)

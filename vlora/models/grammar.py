@@ -99,11 +99,13 @@ class Grammar:
         return Cursor(self.matcher.deep_copy(), self.num_tokens, self.never_first)
 
 
+@dataclasses.dataclass(eq=False)
 class Cursor:
-    def __init__(self, matcher: Any, num_tokens: int, never_next: np.ndarray | None = None) -> None:
-        self._matcher = matcher
-        self._num_tokens = num_tokens
-        self._never_next = never_next
+    """The place of one answer in a grammar. never_next: tokens that cannot be its next one."""
+
+    matcher: Any
+    num_tokens: int
+    never_next: np.ndarray | None = None
 
     def allowed(self) -> np.ndarray:
         """The allowed next tokens, bool [num_tokens], including end-of-sequence tokens if the answer may end.
@@ -111,25 +113,25 @@ class Cursor:
         Raises:
             BadRequest: No token is allowed, or computing the mask exceeds a limit.
         """
-        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
-        if self._matcher.is_error():
-            if _reason(self._matcher).startswith("NoExtension"):
+        bits = np.unpackbits(np.frombuffer(self.matcher.compute_bitmask(), np.uint8), bitorder="little")
+        if self.matcher.is_error():
+            if _reason(self.matcher).startswith("NoExtension"):
                 raise _no_way_on()
-            raise BadRequest(f"the answer cannot continue within its grammar: {_reason(self._matcher)}")
-        allowed = np.zeros(self._num_tokens, dtype=bool)
-        known = min(len(bits), self._num_tokens)
+            raise BadRequest(f"the answer cannot continue within its grammar: {_reason(self.matcher)}")
+        allowed = np.zeros(self.num_tokens, dtype=bool)
+        known = min(len(bits), self.num_tokens)
         allowed[:known] = bits[:known]
-        if self._never_next is not None:
-            allowed[self._never_next] = False
+        if self.never_next is not None:
+            allowed[self.never_next] = False
         if not allowed.any():
             raise _no_way_on()
         return allowed
 
     def advance(self, token: int) -> None:
         """Advance by the sampled token. Raises BadRequest if the grammar does not accept it."""
-        if not self._matcher.consume_token(token):
+        if not self.matcher.consume_token(token):
             raise _no_way_on()
-        self._never_next = None
+        self.never_next = None
 
 
 def hold(logits: torch.Tensor, cursors: Sequence[Cursor | None]) -> tuple[torch.Tensor, dict[int, BadRequest]]:

@@ -14,7 +14,7 @@ from vlora.memory.block_manager import BlockManager
 from vlora.orchestrator.adapter_prefetch import MemoryDemand, ResidencyQuantum
 from vlora.orchestrator.admission.request_queue import RequestQueue, deadline_missed, deadline_unreachable
 from vlora.orchestrator.budgets import StepBudget, fit_budgets
-from vlora.orchestrator.cost_model import CostModel, Costs, MergedAdapters
+from vlora.orchestrator.cost_model import CostModel, MergedAdapters
 from vlora.orchestrator.credits import Credits
 from vlora.orchestrator.encoder_budget import SHARE, ContentKey, EncodeQueue, encode_budget
 from vlora.orchestrator.policies.base import Policy, PolicyState
@@ -238,14 +238,6 @@ class Scheduler:
         return outputs
 
     # -- state --------------------------------------------------------------------------------------------------------
-
-    @property
-    def costs(self) -> Costs:
-        return self.cost.costs
-
-    @property
-    def merged(self) -> MergedAdapters:
-        return self._credits.merged
 
     def by_credit(self, most: int) -> list[tuple[TrackedRequest, float]]:
         """At most `most` admitted requests with their credit, highest credit first."""

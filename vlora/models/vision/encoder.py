@@ -5,6 +5,7 @@ The images of requests are encoded as scheduled, ahead of the step that needs th
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -106,6 +107,7 @@ class VisionEncoder:
             self.num_bytes -= oldest.num_bytes
 
 
+@dataclasses.dataclass(eq=False)
 class ImageEncoding:
     """Manages the running call of the vision tower, and gives requests their embeddings.
 
@@ -114,14 +116,13 @@ class ImageEncoding:
         group: The ranks that encode the same images. If images fail on one rank, their request fails on all.
     """
 
-    def __init__(
-        self, hf_model: HFModel, vision: VisionEncoder, states: Mapping[str, RequestState], group: ProcessGroup | None
-    ) -> None:
-        self._hf_model = hf_model
-        self._vision = vision
-        self._states = states
-        self._group = group
-        self._patch_flops = patch_flops(hf_model.config)
+    hf_model: HFModel
+    vision: VisionEncoder
+    states: Mapping[str, RequestState]
+    group: ProcessGroup | None
+
+    def __post_init__(self) -> None:
+        self._patch_flops = patch_flops(self.hf_model.config)
         self._call: _Call | None = None
         self._last_done = 0  # number of the last completed call
 
@@ -141,7 +142,7 @@ class ImageEncoding:
             return Encoded(num_patches=0.0, done=True), {}  # reported again after a failed step
         if self._call is None or self._call.number != encode.number:
             self._abandon()
-            self._call = _Call(encode, self._states, self._vision)
+            self._call = _Call(encode, self.states, self.vision)
         call = self._call
         flops = call.running.flops
         error: Exception | None = None
@@ -152,9 +153,9 @@ class ImageEncoding:
             error = raised
         num_patches = (call.running.flops - flops) / self._patch_flops
         fine = error is None
-        if self._group is not None:
+        if self.group is not None:
             # Ranks with different numbers of threads use different pieces: the call is done when all ranks are done.
-            fine, done = map(bool, self._group.smallest([fine, done], "images"))
+            fine, done = map(bool, self.group.smallest([fine, done], "images"))
         if not fine:
             self._abandon()
             requests = {state.request.request_id: state for state, _ in call.items}
@@ -181,12 +182,12 @@ class ImageEncoding:
             Errors by request id.
         """
         new = [
-            (state, item.start) for item in items if not (state := self._states[item.request_id]).prepared(item.start)
+            (state, item.start) for item in items if not (state := self.states[item.request_id]).prepared(item.start)
         ]
         if not new:
             return {}
         errors: dict[str, ErrorValue] = {}
-        with self._hf_model.vision_scope.suspended():
+        with self.hf_model.vision_scope.suspended():
             try:
                 self._encode(new)
             except Exception as together:
@@ -197,7 +198,7 @@ class ImageEncoding:
                     except Exception as error:
                         errors[state.request.request_id] = _error_of(state, error)
         seen = [state.request.request_id for state, _ in new if state.request.vision]
-        return errors if self._group is None or not seen else self._agree(self._group, seen, errors)
+        return errors if self.group is None or not seen else self._agree(self.group, seen, errors)
 
     @staticmethod
     def _agree(group: ProcessGroup, seen: Sequence[str], errors: dict[str, ErrorValue]) -> dict[str, ErrorValue]:
@@ -214,14 +215,14 @@ class ImageEncoding:
             for i in items
             if i not in state.features
         ]
-        for (state, i), features in zip(missing, self._vision.encode(_tasks(missing)), strict=True):
+        for (state, i), features in zip(missing, self.vision.encode(_tasks(missing)), strict=True):
             state.features[i] = features
         for (state, start), items in zip(starting, needed, strict=True):
             own = [state.features[i] for i in items]
             places = [state.places[i] for i in items]
-            visual = Visual.build(state.request, places, own, self._hf_model.device) if own else None
+            visual = Visual.build(state.request, places, own, self.hf_model.device) if own else None
             ids = torch.tensor(state.request.prompt_ids)
-            state.prepare(self._hf_model.positions(ids, state.grids()), visual, start)
+            state.prepare(self.hf_model.positions(ids, state.grids()), visual, start)
 
     def _abandon(self) -> None:
         if self._call is not None:
