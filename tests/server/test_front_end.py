@@ -145,9 +145,9 @@ async def test_a_load_completes_when_its_caller_is_cancelled(tmp_path: Path) -> 
     engine, read = ScriptedInterface(), asyncio.Event()
     at_once = engine.load_adapter
 
-    async def slowly(name: str, path: str) -> AdapterStatus:
+    async def slowly(name: str, path: str, version: str = "") -> AdapterStatus:
         await read.wait()
-        return await at_once(name, path)
+        return await at_once(name, path, version)
 
     adapters = front_end(engine).adapters
     await adapters.load("cam", write_adapter(tmp_path / "cam", {"night": 1}))

@@ -66,10 +66,10 @@ class Counting(ScriptedInterface):
         super().__init__()
         self.loads: list[str] = []
 
-    async def load_adapter(self, name: str, path: str) -> Any:
+    async def load_adapter(self, name: str, path: str, version: str = "") -> Any:
         self.loads.append(name)
         await asyncio.sleep(0.05)
-        return await super().load_adapter(name, path)
+        return await super().load_adapter(name, path, version)
 
 
 def test_the_first_request_loads_an_adapter_once_for_all(source: Path) -> None:

@@ -39,25 +39,28 @@ class EngineInterface(Protocol):
         """Perform an operation; the methods below are calls."""
         ...
 
-    async def register_adapters(self, paths: Mapping[str, str]) -> None:
+    async def register_adapters(self, paths: Mapping[str, str], versions: Mapping[str, str] = {}) -> None:
         """Register adapter folders by name, all or none. Only headers are read now, the rest at first use.
 
         Raises BadAdapter with the reason, or OverCapacity for one that can never be loaded onto the device.
-        """
-        await self.call(RegisterAdapters(dict(paths)))
 
-    async def load_adapter(self, name: str, path: str) -> AdapterStatus:
+        Args:
+            versions: Content hashes by name; an adapter with other content fails at first use.
+        """
+        await self.call(RegisterAdapters(dict(paths), dict(versions)))
+
+    async def load_adapter(self, name: str, path: str, version: str = "") -> AdapterStatus:
         """Register the adapter folder `path` as `name`; returns when all of it was read, in the background.
 
         Until then, and if this raises, the name keeps its previous content. Loads and pins take effect in call order.
 
         Raises:
-            BadAdapter: The folder is not a valid adapter of this model.
+            BadAdapter: The folder is not a valid adapter of this model, or its content has another hash than `version`.
             OverCapacity: The adapter does not fit on the device.
             BadRequest: The name is pinned.
             Aborted: The name was unloaded meanwhile.
         """
-        return await self.call(LoadAdapter(name, path))
+        return await self.call(LoadAdapter(name, path, version))
 
     async def unload_adapter(self, name: str, drain: bool = False) -> None:
         """Remove an adapter; new requests by its name are refused. Raises UnknownAdapter.

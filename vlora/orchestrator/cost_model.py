@@ -238,12 +238,16 @@ class CostModel:
         self._back_s: float | None = None
         self._patches = self._encode_s = 0.0  # exponentially decayed sums
         self._error = 0.0  # mean relative error of predictions, decayed likewise
-        self.costs = Costs(**thresholds._asdict())
+        self._costs = Costs(**thresholds._asdict())
 
     @property
     def switch_s(self) -> float:
         """Predicted seconds to merge another adapter."""
         return self._switch_s or 0.0
+
+    @property
+    def costs(self) -> Costs:
+        return self._costs
 
     def observe(self, batch: Batch, result: StepResult, before: MergedAdapters) -> float:
         """Learn from a step, its images and its switch from the merged weights that were available `before`.
@@ -265,7 +269,7 @@ class CostModel:
         if batch.items and result.step_s > encode_s and not result.errors:
             # Measured separately, so that encoding time is never attributed to tokens.
             size = StepSize.of(batch)._replace(changed=result.switched, launched=result.launched, num_patches=0.0)
-            late_s += result.step_s - encode_s - self.costs.step_s(size)
+            late_s += result.step_s - encode_s - self._costs.step_s(size)
             self.observe_step(size, result.step_s - encode_s)
         return late_s
 
@@ -273,7 +277,7 @@ class CostModel:
         """Learn from a step that took `seconds`, switching excluded."""
         seconds = measured_s(seconds)
         if self._gram[0][0]:
-            error = min(1.0, abs(1 - self.costs.step_s(size) / seconds))
+            error = min(1.0, abs(1 - self._costs.step_s(size) / seconds))
             self._error = _FORGET * self._error + (1 - _FORGET) * error
         features = [f * unit / seconds for f, unit in zip(size.features(self._thresholds), FEATURE_SCALES, strict=True)]
         weights, moment = self._weights, self._moment
@@ -307,7 +311,7 @@ class CostModel:
     def _expect(self) -> None:
         each = map(mul, self._weights, FEATURE_SCALES)
         patch_s = self._encode_s / self._patches if self._patches else 0.0
-        self.costs = Costs._make(
+        self._costs = Costs._make(
             (*each, self.switch_s, self._back_s or 0.0, patch_s, *self._thresholds, self._error * _STANDARD_ERRORS)
         )
 

@@ -17,10 +17,10 @@ from vlora.engine.host_resources import describe_exit, thread_waiting
 from vlora.engine.interface import EngineInterface, OutputStream
 from vlora.engine.ipc import messages
 from vlora.engine.ipc.messages import WatchedLoad
-from vlora.engine.operations import KeepAdapters, LoadAdapter, RegisterAdapters
+from vlora.engine.operations import KeepAdapters
 from vlora.errors import BadRequest, EngineDead
 from vlora.operations import Operation
-from vlora.types import AdapterStatus, ErrorValue, Request, RequestOutput
+from vlora.types import ErrorValue, Request, RequestOutput
 from vlora.wire.framing import MessageTransport, UnreadableMessage
 
 ENGINE_COMMAND = (sys.executable, "-m", "vlora.engine.ipc.worker")
@@ -61,7 +61,8 @@ class EngineClient(EngineInterface):
         self._streams: dict[str, Callable[[RequestOutput], None]] = {}
         self._calls: dict[int, asyncio.Future[messages.Reply[msgspec.Raw]]] = {}
         self._call_ids = itertools.count()
-        self._cause: str | None = None
+        self.cause: str | None = None
+        """Why the engine is dead; None while it is alive."""
         self._reported_cause: str | None = None
         self._closing = False
         transport.on_message = self._receive
@@ -72,16 +73,11 @@ class EngineClient(EngineInterface):
         """Start an engine process and wait until its model is loaded. See `start_process`."""
         return cls(*await start_process(config, command=command))
 
-    @property
-    def cause(self) -> str | None:
-        """Why the engine is dead; None while it is alive."""
-        return self._cause
-
     async def wait_dead(self) -> str:
         """Wait until the engine is dead, for any reason, and return the cause."""
         await asyncio.wait({self._watching})
-        assert self._cause is not None
-        return self._cause
+        assert self.cause is not None
+        return self.cause
 
     # -- EngineInterface ----------------------------------------------------------------------------------------------
 
@@ -115,17 +111,17 @@ class EngineClient(EngineInterface):
 
     def post_cancel(self, request_id: str) -> None:
         """As `cancel`, without waiting for the event loop. A dead engine is ignored."""
-        if self._cause is None:
+        if self.cause is None:
             self._post(messages.Cancel(request_id))
 
     def replace_base_tokens(self, tokens: tuple[Token, ...]) -> None:
         """Admit clients of the base model with these tokens from now on. A dead engine is ignored."""
-        if self._cause is None:
+        if self.cause is None:
             self._post(messages.ReplaceBaseTokens(tokens))
 
     def abandon(self, request_id: str) -> None:
         """Cancel a request if it has not ended; it has no more outputs."""
-        if self._streams.pop(request_id, None) is not None and self._cause is None:
+        if self._streams.pop(request_id, None) is not None and self.cause is None:
             self._post(messages.Cancel(request_id))
 
     async def cancel(self, request_id: str) -> None:
@@ -146,14 +142,6 @@ class EngineClient(EngineInterface):
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda _: self._calls.pop(call_id, None))
         return future
-
-    async def register_adapters(self, paths: Mapping[str, str], versions: Mapping[str, str] = {}) -> None:
-        """See EngineInterface. versions: Content hashes by name; an adapter with other content fails at first use."""
-        await self.call(RegisterAdapters(dict(paths), dict(versions)))
-
-    async def load_adapter(self, name: str, path: str, version: str = "") -> AdapterStatus:
-        """See EngineInterface. Raises BadAdapter also if the content has another hash than `version`."""
-        return await self.call(LoadAdapter(name, path, version))
 
     # -- for a router -------------------------------------------------------------------------------------------------
 
@@ -187,7 +175,7 @@ class EngineClient(EngineInterface):
 
     async def close(self) -> None:
         """See EngineInterface. An engine that does not stop in time is killed."""
-        if self._cause is None and not self._closing:
+        if self.cause is None and not self._closing:
             self._closing = True
             self._post(messages.Stop())
         _, late = await asyncio.wait({self._watching}, timeout=_STOP_S)
@@ -198,8 +186,8 @@ class EngineClient(EngineInterface):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _check_alive(self) -> None:
-        if self._cause is not None:
-            raise EngineDead(self._cause)
+        if self.cause is not None:
+            raise EngineDead(self.cause)
 
     def _post(self, message: messages.ToEngine | messages.Call[Operation]) -> None:
         try:
@@ -225,10 +213,7 @@ class EngineClient(EngineInterface):
             self._fail_pending(ended.result() if ended.done() else None)
 
     def _receive(self, data: bytes) -> None:
-        self._handle(messages.decode_from_engine(data))
-
-    def _handle(self, message: messages.FromEngine) -> None:
-        match message:
+        match message := messages.decode_from_engine(data):
             case messages.Outputs():
                 for output in message.outputs:
                     # The stream of a cancelled request no longer exists; its cancellation is in transit.
@@ -251,12 +236,12 @@ class EngineClient(EngineInterface):
 
     def _fail_pending(self, code: int | None) -> None:
         if self._reported_cause is not None:
-            self._cause = self._reported_cause
+            self.cause = self._reported_cause
         elif self._closing:
-            self._cause = "the engine was closed"
+            self.cause = "the engine was closed"
         else:
-            self._cause = _end_of_process(code)
-        error = ErrorValue.of(EngineDead(self._cause))
+            self.cause = _end_of_process(code)
+        error = ErrorValue.of(EngineDead(self.cause))
         streams, self._streams = self._streams, {}
         for request_id, on_output in streams.items():
             on_output(RequestOutput(request_id=request_id, finish_reason="error", error=error))
