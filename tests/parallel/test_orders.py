@@ -17,7 +17,7 @@ import pytest
 
 from vlora.engine.tensor_parallel import messages
 from vlora.engine.tensor_parallel.coordinator import TensorParallelRunner
-from vlora.engine.tensor_parallel.rank_reports import RankReports
+from vlora.engine.tensor_parallel.messages import RankReports
 from vlora.engine.tensor_parallel.worker import ShardLoader
 from vlora.errors import EngineDead, StepFailed
 from vlora.memory.adapter_cache import WorkerAdapterCache

@@ -25,7 +25,7 @@ import torch
 
 from vlora.config import EngineConfig
 from vlora.engine.tensor_parallel import messages, worker
-from vlora.engine.tensor_parallel.rank_reports import RankReports
+from vlora.engine.tensor_parallel.messages import RankReports
 from vlora.engine.tensor_parallel.worker import TensorParallelWorker
 from vlora.errors import BadConfig, EngineDead, StepFailed
 from vlora.lora.peft_format import AdapterHeader
