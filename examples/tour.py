@@ -221,12 +221,12 @@ def request_values(processor: InputProcessor, prompt: str, request: Request) -> 
 def check_values(calls: Sequence[Call], letters: dict[str, str]) -> str:
     rows = []
     for call in calls:
-        request, vision_key, held = call.result
+        request, vision_key, num_holds = call.result
         (item,) = request.vision
         rows.append(
-            (letters[request.request_id], request.adapter, request.read_from, item.num_patches, vision_key, held)
+            (letters[request.request_id], request.adapter, request.read_from, item.num_patches, vision_key, num_holds)
         )
-    return table(("request", "adapter", "read_from", "num_patches", "vision_key", "held"), rows)
+    return table(("request", "adapter", "read_from", "num_patches", "vision_key", "num_holds"), rows)
 
 
 def step_values(batches: Sequence[Batch], letters: dict[str, str]) -> str:
