@@ -38,8 +38,9 @@ class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
 
     task: short name of the head or question, unique in the source; the one of its files and of a plan. head: empty for
     a question, `question` for a head. label: of the head's answer, or the text. answer, text: None if
-    the chunk was dropped or failed; problem is then the cause. time: of the answer, UTC. tracks: numbers of the
-    objects of a tracked detection, in the order of the answer's boxes.
+    the chunk was dropped or failed; problem is then the cause. time: when a camera took the clip's first
+    frame; of other sources, when it was answered; UTC. tracks: numbers of the objects of a tracked detection, in the
+    order of the answer's boxes.
     """
 
     source: str
@@ -241,7 +242,7 @@ def _chunk_result(
         head=asked.head,
         index=chunk.index,
         start_s=chunk.start_s,
-        time=datetime.datetime.now(datetime.UTC),
+        time=chunk.utc(chunk.start_s),
         latency_s=result.latency_s,
         label="" if answer is None or answer.label is None else answer.label,
         confidence=0.0 if head_result is None else head_result.confidence,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,7 +26,7 @@ class Chunk(msgspec.Struct, frozen=True):
     start_s: from the beginning of the source. frames: JPEG, as many as the head reads. shown: JPEG, smaller and at most
     `SHOWN_FPS` per second, for the annotated video; or every frame of the video, for tracking. width: of `frames`, in
     pixels. seconds: its length. shown_s: the time of each picture of `shown`, from `start_s`. problem: why it has no
-    frames and is not answered.
+    frames and is not answered. began: of a camera, the Unix time at which its times begin.
     """
 
     index: int
@@ -35,6 +37,11 @@ class Chunk(msgspec.Struct, frozen=True):
     seconds: float = CHUNK_S
     shown_s: tuple[float, ...] = ()
     problem: str | None = None
+    began: float | None = None
+
+    def utc(self, time_s: float) -> datetime.datetime:
+        """When a camera took the frame with this time; now for a file, which has no such time."""
+        return datetime.datetime.fromtimestamp(time.time() if self.began is None else self.began + time_s, datetime.UTC)
 
 
 class ClipShape(NamedTuple):

@@ -31,10 +31,11 @@ class EventResult(msgspec.Struct, frozen=True, kw_only=True):
     """An event, with the answer to its question. As JSON, what sinks send without a template.
 
     id: unique; an event that is sent again keeps it. start_s: of the frame, from the beginning of the source. time:
-    UTC. label, confidence, count, track: of the answer or the object that made it happen. picture, snapshot, clip: the
-    frame, the frame with boxes, and the time around it, which is complete later; files relative to the results' folder.
-    verified: None without a verification, and if it was not answered. text: None without a question, and after an
-    error, which is then `problem`. latency_s: from the event to the answer.
+    when a camera took the frame, or a file's was answered; UTC. label, confidence, count, track: of the answer or the
+    object that made it happen. picture, snapshot, clip: the frame, the frame with boxes, and the time around it, which
+    is complete later; files relative to the results' folder. verified: None without a verification, and if it was not
+    answered. text: None without a question, and after an error, which is then `problem`. latency_s: from the event to
+    the answer.
     """
 
     id: str

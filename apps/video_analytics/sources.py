@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -183,7 +184,8 @@ def read_clips(
             report = say if not any(indices) else lambda text: None
             clips = read_video(source, shapes, stop, shown, report, began if source.live else None, health)
             for place, chunk in clips:
-                yield place, msgspec.structs.replace(chunk, index=indices[place])
+                utc = time.time() - (clock() - began) if source.live else None
+                yield place, msgspec.structs.replace(chunk, index=indices[place], began=utc)
                 indices[place], pause_s = indices[place] + 1, FIRST_PAUSE_S
         except BadImage as error:
             if not source.live or (not any(indices) and clock() - began >= wait_s):

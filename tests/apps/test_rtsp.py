@@ -8,6 +8,7 @@ import itertools
 import statistics
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,6 @@ import pytest
 from PIL import Image
 
 from apps.video_analytics import ClipShape, find_sources, read_clips
-from vlora import opencv
 
 CAMERA = Path(__file__).with_name("rtsp_camera.py")
 PYTHON = "/usr/bin/python3"
@@ -61,12 +61,12 @@ def test_frames_have_the_times_of_the_camera_s_clock(codec: str) -> None:
     said: list[str] = []
     stop = threading.Event()
     rows: list[tuple[float, float]] = []  # when by our time, when by the picture's clock
+    epoch = time.time() - time.monotonic()
     with camera(codec) as address:
         (source,) = find_sources([address])
-        began = opencv.clock()
         for _, clip in read_clips(source, [ClipShape(1)], stop=stop, shown=True, say=said.append):
             pictures = zip(clip.shown_s, clip.shown, strict=True)
-            rows += [(clip.start_s + since_s, clock_of(jpeg) - began) for since_s, jpeg in pictures]
+            rows += [(clip.utc(clip.start_s + s).timestamp() - epoch, clock_of(jpeg)) for s, jpeg in pictures]
             if rows[-1][1] > rows[0][1] + 12:
                 stop.set()
     assert len(said) == 1 and "the camera sends no more frames; retrying in 1 s" in said[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import threading
 import time
 import uuid
@@ -201,7 +200,7 @@ class EventQuestions:
             source=self._source,
             event=event.name,
             start_s=happened.time_s,
-            time=datetime.datetime.now(datetime.UTC),
+            time=chunk.utc(happened.time_s),
             head=event.when.head,
             label=happened.label,
             confidence=happened.confidence,
