@@ -191,6 +191,27 @@ async def test_answers_go_on_with_the_content_with_which_they_began(
 
 
 @virtual
+async def test_an_answer_that_begins_on_a_replica_that_has_not_followed_yet_goes_on(cluster: Maker) -> None:
+    """The others keep the former content until no replica begins answers with it."""
+    async with cluster() as here:
+        await here.load("1")
+        here.replicas["b"].call_s = 1.0
+        loading = asyncio.create_task(here.load("2"))
+        await asyncio.sleep(0.5)
+        here.router.drain("a")
+        request = asked("r", 200, adapter="x")
+        answer = asyncio.create_task(outputs_of(here.cluster, request))
+        await asyncio.sleep(0.2)
+        assert here.where("r") == "b" and here.contents() == {V1, V2}
+        here.router.drain("a", False)
+        await loading
+        await here.move_all()
+        timings = check(request, await answer, V1).timings
+        assert timings is not None and timings.num_moves
+        await here.check_idle()
+
+
+@virtual
 async def test_an_answer_whose_content_no_replica_has_ends_with_one_line(cluster: Maker) -> None:
     async with cluster() as here:
         await here.load("1")
