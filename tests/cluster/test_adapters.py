@@ -341,6 +341,25 @@ async def test_a_reload_reaches_replica_after_replica(cluster: Maker) -> None:
 
 
 @virtual
+async def test_an_unload_without_draining_ends_requests_on_each_replica(cluster: Maker) -> None:
+    async with cluster(rule="least_loaded") as here:
+        await here.load("1")
+        names = [f"r{number}" for number in range(4)]
+        answers = [asyncio.create_task(outputs_of(here.cluster, asked(name, 200, adapter="x"))) for name in names]
+        await asyncio.sleep(0.5)
+        assert {*map(here.where, names)} == {"a", "b"}
+        await here.cluster.unload_adapter("x")
+        for outputs in await asyncio.gather(*answers):
+            error = outputs[-1].error
+            assert error is not None and (error.code, error.message) == ("aborted", "adapter 'x' was unloaded")
+        await here.load("1")
+        await served(here)
+        await here.cluster.unload_adapter("x", drain=True)
+        assert here.contents() == {""}
+        await here.check_idle()
+
+
+@virtual
 async def test_a_replica_does_not_return_to_what_was_desired_before(
     cluster: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
