@@ -50,6 +50,7 @@ def add_delta(y: Tensor, x: Tensor, site: Site, plan: SegmentPlan) -> None:
     group = site.group
     packed = None if group is None else group.packed
     check_tokens(y, x, site, site.d_out, plan, packed)
+    x = _readable(x)
     strategy = _strategy(plan, packed, x, y, site)
     rows = y if y.stride(1) == 1 else y.contiguous()  # products with other outputs are slow, or fail
     strategy(rows, x, site, packed)
@@ -74,6 +75,7 @@ def add_deltas(y: Tensor, x: Tensor, group: SiteGroup, plan: SegmentPlan) -> Non
     check_tokens(y, x, first, group.d_out, plan, packed)
     if x.device.type != "cpu" and y.stride(1) != 1:
         raise ValueError(f"y has strides {y.stride()}; on a GPU its rows must be contiguous (last stride 1)")
+    x = _readable(x)
     strategy = _strategy(plan, packed, x, y, first)
     rows = y if y.stride(1) == 1 else y.contiguous()
     if strategy.add_all is not None:
@@ -164,6 +166,12 @@ def head_logits(h: Tensor, rows: Sequence[HeadRows]) -> list[Tensor]:
         bias = None if head.bias is None else head.bias.contiguous()
         logits.append(linear(h.index_select(0, head.index).to(head.weight.dtype), head.weight, bias))
     return logits
+
+
+def _readable(x: Tensor) -> Tensor:
+    """With matrix tiles, oneDNN's bfloat16 products read one value past a row of odd length: in a contiguous tensor it is
+    finite, and multiplied by zero."""
+    return x.contiguous() if x.shape[1] % 2 and x.dtype is torch.bfloat16 and x.is_cpu else x
 
 
 def _strategy(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, site: Site) -> Strategy:
