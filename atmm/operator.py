@@ -169,8 +169,7 @@ def head_logits(h: Tensor, rows: Sequence[HeadRows]) -> list[Tensor]:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """With matrix tiles, oneDNN's bfloat16 products read one value past a row of odd length: in a contiguous tensor it is
-    finite, and multiplied by zero."""
+    """x, or a copy without gaps: with matrix tiles, oneDNN's bfloat16 products of an odd width read a value of a gap."""
     return x.contiguous() if x.shape[1] % 2 and x.dtype is torch.bfloat16 and x.is_cpu else x
 
 

@@ -10,6 +10,7 @@
 #include <new>
 #include <type_traits>
 
+#include "tiles.h"
 #include "vectors.h"
 
 namespace atmm {
@@ -224,9 +225,41 @@ void wide_rows(const Product<T>& product, const uint8_t* x, int64_t first, int64
   }
 }
 
+#if defined(ATMM_TILES)
+
+template <typename T>
+void linear_by_tiles(T* y, int64_t y_token, const T* x, int64_t x_token, const int8_t* w, int64_t w_stride,
+                     const float* w_scale, const T* bias, int64_t num_tokens, int64_t d_in, int64_t d_out) {
+  const int64_t stride = whole<kGroup>(d_in);
+  const Bytes values = allocate_bytes(num_tokens * stride);
+  const std::unique_ptr<float[]> scales(new float[whole<kTileRows>(num_tokens)]());
+  Panels panels(num_tokens, d_in);
+#pragma omp parallel
+  {
+#pragma omp for
+    for (int64_t t = 0; t < num_tokens; ++t) scales[t] = encode(values.get() + t * stride, x + t * x_token, d_in);
+#pragma omp for
+    for (int64_t t = 0; t < num_tokens; t += kTileRows) panels.fill(t, values.get(), stride, 0x80);
+    const int64_t num_threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    const int64_t share = whole<kStripe>((d_out + num_threads - 1) / num_threads);
+    const auto finish = [&](int64_t o, int64_t t, Floats sums) {
+      const Floats scale = load(scales.get() + t) * splat(w_scale[o]);
+      return Floats(_mm512_fmadd_ps(__m512(sums), __m512(scale), _mm512_set1_ps(bias ? load_one(bias + o) : 0.0f)));
+    };
+    multiply_tiles<true>(y, y_token, w, w_stride, std::min(d_out, thread * share),
+                         std::min(d_out, (thread + 1) * share), panels, finish);
+  }
+}
+
+#endif
+
 template <typename T>
 void linear(T* y, int64_t y_token, const T* x, int64_t x_token, const int8_t* w, int64_t w_stride, const float* w_scale,
             const T* bias, int64_t num_tokens, int64_t d_in, int64_t d_out) {
+#if defined(ATMM_TILES)
+  if (num_tokens >= kManyTokens && has_tiles())
+    return linear_by_tiles(y, y_token, x, x_token, w, w_stride, w_scale, bias, num_tokens, d_in, d_out);
+#endif
   // One more line a row: rows with a stride of a power of two evict each other from the first-level cache.
   const int64_t stride = (d_in + kGroup - 1) / kGroup * kGroup + kGroup;
   const std::unique_ptr<uint8_t, decltype(&std::free)> values(
