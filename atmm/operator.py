@@ -169,7 +169,7 @@ def head_logits(h: Tensor, rows: Sequence[HeadRows]) -> list[Tensor]:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x, or a copy without gaps: with matrix tiles, oneDNN's bfloat16 products of an odd width read a value of a gap."""
+    """x, or a copy without gaps: with tiles, oneDNN's bfloat16 products of an odd width read a value of a gap."""
     return x.contiguous() if x.shape[1] % 2 and x.dtype is torch.bfloat16 and x.is_cpu else x
 
 
