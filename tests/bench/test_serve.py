@@ -162,7 +162,7 @@ def test_a_closed_loop_keeps_the_number_of_outstanding_requests() -> None:
 def test_a_closed_loop_ends_with_its_duration() -> None:
     timed = dataclasses.replace(TEXT, requests=None, duration_s=0.2)
     run = asyncio.run(drive(timed, workload_requests(timed, adapted=True), Counting(0.01)))
-    assert len(run.answers) >= 3 and run.seconds >= 0.2
+    assert len(run.answers) >= 3 and run.seconds > 0.19  # the clock of timers is coarser
 
 
 def test_an_open_loop_does_not_wait_and_measures_from_due_times() -> None:
