@@ -580,7 +580,7 @@ def test_every_method_is_measured_on_the_same_queries(tmp_path: Path) -> None:
     heads = rows.pop("adapter, heads")
     assert heads["recall at 10"] == 0.0, "no query names night or day"
     assert all(row["recall at 1"] == row["mAP"] == 1.0 for name, row in rows.items() if name != "random")
-    assert (tmp_path / "sheet.png").exists()
+    assert (tmp_path / "shades.png").exists()
     rows = rows_of(1)
     assert all(row["recall at 1"] == 0.0 for name, row in rows.items() if name != "random")
     words, yes = (rows[f"base model, {name}"]["recall at 10"] for name in ("words", "yes"))

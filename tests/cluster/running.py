@@ -14,10 +14,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-import psutil
-
 from tests.cluster.sleeping_engine import COMMAND, expected
-from tests.processes import PATIENCE_S
+from tests.processes import PATIENCE_S, is_alive
 from tests.routing.integrity import check_integrity
 from vlora.cluster.adapter_sender import ShippingLimits
 from vlora.cluster.cluster import Cluster
@@ -77,7 +75,7 @@ class ReplicaProcess:
         """Wait for the end of both processes. Returns the exit code."""
         async with asyncio.timeout(PATIENCE_S):
             code = await self.process.wait()
-            while psutil.pid_exists(self.engine_pid):
+            while is_alive(self.engine_pid):
                 await asyncio.sleep(0.01)
         return code
 

@@ -190,7 +190,8 @@ class _FusedGelu(nn.Module):
     quick: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled() or not input.is_cpu or not atmm.serves_pointwise(input.device, input.dtype):
+        place = input.device, input.dtype
+        if torch.is_grad_enabled() or atmm.reads_in_place(*place) or not atmm.serves_pointwise(*place):
             plain: torch.Tensor = super().forward(input)
             return plain
         return atmm.gelu(input, quick=self.quick)
