@@ -360,6 +360,55 @@ async def test_an_unload_without_draining_ends_requests_on_each_replica(cluster:
 
 
 @virtual
+async def test_an_unload_counts_although_an_earlier_change_ends_later(cluster: Maker) -> None:
+    """Requests are ended also where a load was under way; what was to be read again goes; a later drain ends none."""
+    async with cluster() as here:
+        await here.load("1")
+        slow = here.replicas["b"]
+        for verified in (False, True):
+            slow.call_s = 1.0
+            loading = asyncio.create_task(here.load("2"))
+            await asyncio.sleep(0.5)
+            here.router.drain("a")
+            answer = asyncio.create_task(outputs_of(here.cluster, asked(f"r {verified}", 200, adapter="x")))
+            await asyncio.sleep(0.2)
+            if verified:
+                here.cluster._adapters.homes["b"].verify("x")  # noqa: SLF001
+            await here.cluster.unload_adapter("x")
+            error = (await answer)[-1].error
+            assert error is not None and error.message == "adapter 'x' was unloaded" and here.contents() == {""}
+            here.router.drain("a", False)
+            slow.call_s = 0.0
+            await loading
+            await here.load("1")
+        asking = asked("last", 100, adapter="x")
+        answer = asyncio.create_task(outputs_of(here.cluster, asking))
+        await asyncio.sleep(0.5)
+        await here.cluster.unload_adapter("x", drain=True)
+        check(asking, await answer, V1)
+        await here.check_idle()
+
+
+@virtual
+async def test_a_request_that_comes_before_an_adapter_is_on_its_replica_fails_nothing(cluster: Maker) -> None:
+    async with cluster(rule="least_loaded") as here:
+        slow = here.replicas["b"]
+        slow.call_s = 1.0
+        before = asyncio.create_task(here.cluster.load_adapter("y", here.paths["2"]))
+        await asyncio.sleep(0.5)
+        loading = asyncio.create_task(here.cluster.load_adapter("x", here.paths["1"]))
+        await asyncio.sleep(0.1)
+        answers = [outputs_of(here.cluster, asked(f"r{number}", adapter="x")) for number in range(4)]
+        asking = asyncio.gather(*answers)
+        await asyncio.sleep(0.1)
+        assert here.router.replicas["b"].barred == {"x"} and slow.num_requests
+        assert (await before).error is None and (await loading).error is None
+        assert not here.router.replicas["b"].barred
+        for number, outputs in enumerate(await asking):
+            check(asked(f"r{number}", adapter="x"), outputs, V1)
+
+
+@virtual
 async def test_a_replica_does_not_return_to_what_was_desired_before(
     cluster: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,8 +453,10 @@ async def test_a_replica_that_does_not_answer_holds_a_change_up_for_a_time_only(
     async with cluster() as here:
         await here.load("1")
         here.replicas["b"].call_s = 1e6
+        began_s = asyncio.get_running_loop().time()
         status = await here.cluster.load_adapter("x", here.paths["2"])
-        assert status.version == V2 and (status.error or "").startswith("replica 'b': it ")
+        assert status.version == V2 and status.error == "replica 'b': it has not answered yet"
+        assert asyncio.get_running_loop().time() - began_s < 61.0  # a client waits for 120 s
         # Nor does it hold up a status.
         assert [(status.name, status.version) for status in await here.cluster.adapters()] == [("x", V2)]
         assert await places(here) == {"a": ("device", ""), "b": ("unknown", "it does not answer")}

@@ -19,6 +19,7 @@ from vlora.cluster.adapter_state import AdapterFailure, DesiredAdapter
 from vlora.cluster.cluster import Cluster
 from vlora.cluster.on_ray.front_ends import Change, FrontEnds, ServiceState, WatchService
 from vlora.cluster.on_ray.reports import Listens, Located, Opened, Service
+from vlora.cluster.replica_adapters import FIRST_PAUSE_S
 from vlora.errors import Aborted, BadRequest, EngineDead, UnknownReplica
 from vlora.operations import DrainReplica, Operation, ResumeReplica, Scale
 from vlora.routing import Router
@@ -137,6 +138,13 @@ async def test_the_other_one_makes_the_changes_after_the_first_one(cluster: Make
                 await asyncio.sleep(0.05)
                 assert other.where("r") == "a"
                 check(asked("r", adapter="x"), await answer, V1)
+            # A replica that has not followed yet gets requests again soon, also after a failure that is over.
+            for found in (failures, {}):
+                other._adapters.follow(here.cluster.desired_adapters, found)  # noqa: SLF001
+                other._adapters.refused("b", "x", error)  # noqa: SLF001
+                assert other._router.replicas["b"].barred == {"x"}  # noqa: SLF001
+                await asyncio.sleep(1.5 * FIRST_PAUSE_S)
+                assert not other._router.replicas["b"].barred  # noqa: SLF001
             await here.cluster.close()
             other._adapters.lead(1)  # noqa: SLF001
             await asyncio.sleep(0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import stat
 import subprocess
@@ -353,7 +354,7 @@ def test_one_front_end_owns_a_service_and_others_follow(monkeypatch: pytest.Monk
     from vlora.cluster.on_ray.connecting import Lease
 
     stored: dict[tuple[bytes, bytes], bytes] = {}
-    now_s = 0.0
+    now_s, times = 0.0, itertools.count()
     store = SimpleNamespace(
         get=lambda key, namespace: stored.get((namespace, key)),
         delete=lambda key, namespace: stored.pop((namespace, key), None),
@@ -366,7 +367,7 @@ def test_one_front_end_owns_a_service_and_others_follow(monkeypatch: pytest.Monk
         return existed
 
     monkeypatch.setattr(connecting, "store", store)
-    monkeypatch.setattr(connecting, "time", SimpleNamespace(monotonic=lambda: now_s, time=lambda: 0.0))
+    monkeypatch.setattr(connecting, "time", SimpleNamespace(monotonic=lambda: now_s, time_ns=lambda: next(times)))
 
     def lease(key: str, namespace: str = "n", settings: str = "same", model: str = "m") -> Lease:
         return Lease(namespace, Service(key=key, settings=settings, model=model, host="h", pid=7))
@@ -399,13 +400,37 @@ def test_one_front_end_owns_a_service_and_others_follow(monkeypatch: pytest.Monk
     assert second.renew() is None
     assert second.release()
     assert {name for name, key in stored if key != b"term"} == {b"vlora:another"}
-    assert (last := lease("d")).take() is None and (first.term, second.term, last.term) == (1, 2, 3)
-    # Of two at once one is the owner.
-    lease("e", "new").renew(first=True)
+    assert (last := lease("d")).take() is None and 0 < first.term < second.term < last.term
+    # Of two at once one is the owner: who is first where none was, otherwise who has the larger term.
+    early, late = lease("e", "new"), lease("f", "new")
+    early.renew(first=True)
     hidden, get = [True], store.get
     store.get = lambda key, namespace: None if hidden and hidden.pop() else get(key, namespace)
-    taker = lease("f", "new").take()
+    taker = late.take()
     assert taker is not None and taker.key == "e"
+
+    def interrupted(put: Any, write: int, taker: Lease) -> Any:
+        """A store in which another one takes the service before a write."""
+        writes = itertools.count()
+
+        def put_late(*args: Any, **options: Any) -> object:
+            if next(writes) == write:
+                assert taker.take() is None
+            return put(*args, **options)
+
+        return put_late
+
+    for write in range(2):
+        early, late = lease("g", f"new {write}"), lease("h", f"new {write}")
+        lease("e", f"new {write}").renew(first=True)
+        assert early.take() is not None and late.take() is not None
+        now_s += 11.0
+        kept, store.put = store.put, interrupted(store.put, write, late)
+        taker = early.take()
+        store.put = kept
+        assert late.renew() is None and early.term < late.term
+        taker = taker or early.renew()
+        assert taker is not None and taker.key == "h" and late.renew() is None
 
 
 class Handle:

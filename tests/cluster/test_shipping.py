@@ -673,8 +673,10 @@ async def test_replicas_without_the_files_get_them_once_for_a_machine(
 @on_linux
 @pytest.mark.slow
 @real
-async def test_the_files_of_a_change_may_be_on_the_machine_of_another_front_end(machines: Make, tmp_path: Path) -> None:
-    """Which sends them before the one that makes the change asks the replicas for them."""
+async def test_the_files_of_a_change_may_be_on_the_machine_of_another_front_end(
+    machines: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which sends them before the one that makes the change asks the replicas for them. A full replica refuses none."""
     version = write(tmp_path / "front" / "signs")
     async with machines("a", "b") as here:
         other = Cluster(Router("placed"), SECRET, shipping=LIMITS)
@@ -689,6 +691,13 @@ async def test_the_files_of_a_change_may_be_on_the_machine_of_another_front_end(
         finally:
             await other.close()
         await here.answers("signs", version)
+
+        async def full(wanted: DesiredAdapter, is_wanted: object = None) -> str:
+            raise OverCapacity("no room")
+
+        write(tmp_path / "front" / "other", seed=1)
+        monkeypatch.setattr(here.cluster._adapters.homes["a"].files, "send", full)  # noqa: SLF001
+        assert (await here.cluster.load_adapter("other", f"{HERE}/other")).error == "replica 'a': no room"
 
 
 @on_linux

@@ -108,6 +108,7 @@ def embedding_of(request: Request) -> HeadAnswer:
 class Processed(NamedTuple):
     vision: tuple[VisionInput, ...]
     shown: tuple[Region, ...]
+    placeholders: tuple[str, ...] = ()
 
 
 class Encoded(NamedTuple):

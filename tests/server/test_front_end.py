@@ -199,6 +199,25 @@ async def test_a_request_is_answered_by_the_adapter_to_which_the_domain_moves_me
     assert after is not None or answer.text == "it"
 
 
+@pytest.mark.parametrize(
+    ("text", "placeholder", "inline"), [("q", "p", True), ("q" * 1001, "p", False), ("q", "p" * 1001, False)]
+)
+async def test_a_long_prompt_is_encoded_beside_the_event_loop(text: str, placeholder: str, inline: bool) -> None:
+    """Also one that the tokens of its pictures make long."""
+    threads = []
+
+    class Noting(ByteProcessor):
+        def process_images(self, images: Sequence[Any]) -> Any:
+            return super().process_images(images)._replace(placeholders=(placeholder,) * len(images))
+
+        def encode_processed(self, *args: Any) -> Any:
+            threads.append(threading.current_thread() is threading.main_thread())
+            return super().encode_processed(*args)
+
+    await ask(front_end(processor=Noting()), text, [PNG])
+    assert threads == [inline]
+
+
 async def test_pictures_of_several_heads_are_processed_once(tmp_path: Path) -> None:
     front = front_end(processor=(processor := ByteProcessor()))
     for name in ("cam", "signs"):

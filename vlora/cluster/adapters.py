@@ -18,7 +18,7 @@ import msgspec
 from vlora.cluster.adapter_sender import AdapterSender, ReplicaFiles
 from vlora.cluster.adapter_state import FLUSH_S, AdapterFailure, AdapterState, DesiredAdapter, Goal
 from vlora.cluster.former_contents import FormerContents, parts_of
-from vlora.cluster.replica_adapters import ANSWER_S, ReplicaAdapters
+from vlora.cluster.replica_adapters import ReplicaAdapters
 from vlora.cluster.summary import merged_statuses
 from vlora.engine.ipc.client import EngineClient
 from vlora.errors import Aborted, BadRequest, EngineDead, UnknownAdapter, VLoraError, listed
@@ -27,6 +27,8 @@ from vlora.types import AdapterStatus, ErrorValue
 log = logging.getLogger("vlora.cluster")
 
 T = TypeVar("T")
+
+_FOLLOW_S = 60.0  # a caller's wait for the replicas after the first: less than clients wait for an answer
 
 
 class ReplicatedAdapters:
@@ -121,8 +123,10 @@ class ReplicatedAdapters:
 
     def refused(self, replica: str, adapter: str, error: ErrorValue) -> None:
         """A replica cannot load the adapter or composition of a request."""
-        if replica in self.homes:
-            self.homes[replica].fail(adapter, error)
+        if (home := self.homes.get(replica)) is not None:
+            is_late = self._mirrored is None and not home.is_done(adapter)
+            home.fail(adapter, error)
+            home.wake([adapter] if is_late else ())  # its loop is about to load it
 
     def cause_of(self, adapter: str | None) -> VLoraError | None:
         """Why no replica can serve an adapter or composition; None if one can, or if it is not known."""
@@ -175,12 +179,12 @@ class ReplicatedAdapters:
         versions: By name, the contents of those that another front end has sent to the replicas.
         """
         wanted = {name: await self._wanted(path, versions.get(name, "")) for name, path in paths.items()}
-        await self._send(wanted.values())
+        lacking = await self._send(wanted.values())
         async with self._change(*paths):
             for name in paths.keys() & self.state.adapters.keys():
                 if former := self.state.adapters[name].version:
                     self.former.begin(name, former)
-            async with self._first(paths, lambda home: home.register(wanted)):
+            async with self._first(paths, lambda home: home.register(wanted), lacking):
                 await self.state.commit(wanted)
 
     async def load(self, name: str, path: str, version: str) -> AdapterStatus:
@@ -189,19 +193,20 @@ class ReplicatedAdapters:
         Requests continue with the content that they began with, wherever they are.
         """
         wanted = await self._wanted(path, version)
-        await self._send([wanted])
+        lacking = await self._send([wanted])
         async with self._change(name):
             if name in self.state and self.state.adapters[name].pinned:
                 raise BadRequest(f"adapter {name!r} is pinned; unpin it before loading other content under its name")
             former = await self._read_content(name)
             if former is not None:
                 self.former.begin(name, former)
-            async with self._first([name], lambda home: home.load(name, wanted)) as status:
+            async with self._first([name], lambda home: home.load(name, wanted), lacking) as status:
                 if former not in (None, status.version):
                     self._lack_elsewhere(name, status.version)
                 await self.state.commit({name: DesiredAdapter(wanted.path, status.version)})
             for home in self.homes.values():
-                home.to_read.add(name)
+                if home.applied(name) != self.state.adapters[name]:
+                    home.to_read.add(name)
         return self._with_problem(status)
 
     async def unload(self, name: str, drain: bool) -> None:
@@ -213,8 +218,8 @@ class ReplicatedAdapters:
             if former is not None:
                 self.former.begin(name, former)
                 self._on_drain(name, former)
-            for home in () if drain else self.homes.values():
-                home.to_cancel.add(name)
+            for home in self.homes.values():
+                (home.to_cancel.discard if drain else home.to_cancel.add)(name)
 
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
         """Pin an adapter, or unpin it. Raises as `EngineInterface.pin_adapter`."""
@@ -234,7 +239,7 @@ class ReplicatedAdapters:
         """Every adapter by name. One that no replica has, since all have failed, has an error and no further values."""
         by_replica = await self.by_replica()
         if not by_replica:
-            raise _no_replica()
+            raise EngineDead("no replica can be used")
         return merged_statuses(by_replica.values(), self.state.adapters.keys(), self.cause_of)
 
     async def by_replica(self) -> dict[str, tuple[AdapterStatus, ...]]:
@@ -263,7 +268,7 @@ class ReplicatedAdapters:
         """Make one change at a time; then wait until each replica has followed or failed, while others are made."""
         async with self._changing:
             if not self.homes:
-                raise _no_replica()
+                raise EngineDead("no replica can be used")
             self._busy = {*names}
             try:
                 yield
@@ -272,17 +277,21 @@ class ReplicatedAdapters:
                 self._wake(names)
                 self._replica_moved()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ANSWER_S):
-                while not all(home.is_done(name) for home in self.homes.values() for name in names):
-                    await self._moved.wait()
+            async with asyncio.timeout(_FOLLOW_S):
+                for name in names:
+                    while not all(home.is_done(name) for home in self.homes.values()):
+                        await self._moved.wait()
 
     @contextlib.asynccontextmanager
-    async def _first(self, names: Collection[str], call: Callable[[ReplicaAdapters], Awaitable[T]]) -> AsyncIterator[T]:
+    async def _first(
+        self, names: Collection[str], call: Callable[[ReplicaAdapters], Awaitable[T]], lacking: Collection[str] = ()
+    ) -> AsyncIterator[T]:
         """Try a change of adapters on one replica, whose loop waits for the block. Raises its error.
 
-        It is the first one by name that is not gone, if possible of those that can serve these adapters.
+        It is the first one by name that is not gone, if possible of those that can serve them and got their files.
         """
-        for home in sorted(self.homes.values(), key=lambda home: (any(map(home.bars, names)), home.name)):
+        unable = {*lacking, *(name for name, home in self.homes.items() if any(map(home.bars, names)))}
+        for home in sorted(self.homes.values(), key=lambda home: (home.name in unable, home.name)):
             async with home.calling:
                 try:
                     found = await call(home)
@@ -292,7 +301,7 @@ class ReplicatedAdapters:
                     raise _of_replica(home.name, ErrorValue.of(error)) from error
                 yield found
                 return
-        raise _no_replica()
+        raise EngineDead("no replica can be used")
 
     def _with_problem(self, status: AdapterStatus) -> AdapterStatus:
         """The status of the first replica, with the cause if another one has not followed."""
@@ -309,10 +318,10 @@ class ReplicatedAdapters:
         content = None if self._sender is None or version else await self._sender.content_of(path)
         return DesiredAdapter(path, version if content is None else content.version)
 
-    async def _send(self, adapters: Collection[DesiredAdapter]) -> None:
+    async def _send(self, adapters: Collection[DesiredAdapter]) -> set[str]:
         """Send the files of a change before it begins: that may take long, and no other change waits for it.
 
-        Raises the first error if no replica has them; what has failed is tried again by each replica's loop.
+        Returns the replicas where that has failed; their loops try it again. Raises the first error if all have failed.
         """
 
         async def send(home: ReplicaAdapters) -> VLoraError | None:
@@ -324,10 +333,12 @@ class ReplicatedAdapters:
             return None
 
         homes = [self.homes[name] for name in sorted(self.homes)] if self._sender is not None else []
-        errors = [error for error in await asyncio.gather(*map(send, homes)) if error is not None]
-        if errors and len(errors) == len(homes):
+        found = await asyncio.gather(*map(send, homes))
+        failed = {home.name: error for home, error in zip(homes, found, strict=True) if error is not None}
+        if failed and len(failed) == len(homes):
             self._wake()  # files that have arrived are not in use
-            raise errors[0]
+            raise next(iter(failed.values()))
+        return {*failed}
 
     async def _adopt_own(self) -> None:
         """Where files are sent, the content of the front end counts if none has been read so far."""
@@ -371,17 +382,13 @@ class ReplicatedAdapters:
         """A replica has done something: end what was kept for changes that all have followed."""
         self._moved.set()
         self._moved = asyncio.Event()
-        for name, version in self.former if self._mirrored is None else ():
-            if name in self._busy:
-                continue
-            if self._is_desired(name, version):
+        written = [each for each in self.former if self._mirrored is None and each[0] not in self._busy]
+        for name, version in written:
+            if name in self.state and self.state.adapters[name].version == version:
                 if all(home.is_done(name) for home in self.homes.values()):
                     self.former.drop(name, version)
             elif not any(home.has_content(name, version, kept=False) for home in self.homes.values()):
                 self.former.end(name, version)  # no further answer begins with it
-
-    def _is_desired(self, name: str, version: str) -> bool:
-        return name in self.state and self.state.adapters[name].version == version
 
     def _content_ended(self, name: str, version: str) -> None:
         for replica in self.homes:
@@ -394,9 +401,8 @@ class ReplicatedAdapters:
         if home is None or wanted is None or self._mirrored is not None or (name, version) in self.former:
             return None
         applied = home.applied(name)
-        if applied is None or applied.path != wanted.path or version in (applied.version, wanted.version):
-            return None
-        return wanted
+        is_same = applied is None or applied.path != wanted.path or version in (applied.version, wanted.version)
+        return None if is_same else wanted
 
     def _set_content(self, name: str, version: str) -> None:
         """The first content that is read is the desired one."""
@@ -410,10 +416,6 @@ class ReplicatedAdapters:
     def _wake(self, changed: Iterable[str] = ()) -> None:
         for home in self.homes.values():
             home.wake(changed)
-
-
-def _no_replica() -> EngineDead:
-    return EngineDead("no replica can be used")
 
 
 def _of_replica(replica: str, error: ErrorValue) -> VLoraError:

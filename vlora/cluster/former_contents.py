@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 from vlora.errors import BadRequest
 from vlora.types import composed_of
@@ -14,13 +15,13 @@ MAX_FORMER = 4
 _Content = tuple[str, str]
 
 
+@dataclass(eq=False)
 class _Former:
-    """One content. users: ids of requests that may have begun with it. kept: replicas keep it without a request."""
+    """One content. kept: replicas keep it without a request. users: ids of requests that may have begun with it."""
 
-    def __init__(self, *, kept: bool) -> None:
-        self.users: set[str] = set()
-        self.changing = True
-        self.kept = kept
+    kept: bool
+    users: set[str] = field(default_factory=set)
+    changing: bool = True
 
 
 class FormerContents:
@@ -61,7 +62,7 @@ class FormerContents:
     def begin(self, name: str, version: str, *, kept: bool = True) -> None:
         """A change begins, after which the name may no longer have this content. kept: replicas keep it."""
         self._contents.pop((name, version), None)
-        self._contents[name, version] = _Former(kept=kept)
+        self._contents[name, version] = _Former(kept)
         own = [content for content in self._contents if content[0] == name]
         for content in own[: -MAX_FORMER - 1]:  # one may be the new content of a change
             self.drop(*content)

@@ -141,7 +141,7 @@ class ReplicaAdapters:
             if goal.term is None:
                 self._forget_settled(())
                 return await self._hold()
-        for name in filter(self._is_due, (self._applied.keys() | self.failures.keys()) - desired.keys()):
+        for name in filter(self._is_due, {*self._applied, *self.failures, *self.to_read} - desired.keys()):
             if not is_composed(name):
                 await self._try(name, None, self._unload)
         due = [name for name, each in desired.items() if self._applied.get(name) != each and self._is_due(name)]
@@ -151,7 +151,8 @@ class ReplicaAdapters:
         for name in changed:
             if self._is_pinned(name):  # it cannot be replaced
                 await self._try(name, desired[name], lambda name: self.pin(name, False), bars=False)
-        plain = [name for name in changed if name not in self.to_read and self._is_unread(name)]
+        failed = {name for name, failure in self.failures.items() if not failure.has_arrived}
+        plain = [name for name in changed if name not in self.to_read | failed]  # their headers suffice
         for first in range(0, len(plain), BATCH):
             async with self.calling:
                 await self._try_register({name: desired[name] for name in plain[first : first + BATCH]})
@@ -189,9 +190,9 @@ class ReplicaAdapters:
     def fail(self, name: str, error: ErrorValue, *, bars: bool = True) -> None:
         """Note that an adapter cannot be served there. It is tried again after a pause, each time a longer one."""
         before, pause_s = self.failures.get(name), RETRY_S
-        if self._goal().term is not None and not is_composed(name):
-            pause_s = FIRST_PAUSE_S if before is None else min(LONGEST_PAUSE_S, 2 * before.pause_s)
-            if before is None or before.error != error:
+        if not is_composed(name):
+            pause_s = FIRST_PAUSE_S if before is None else min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, 2 * before.pause_s))
+            if self._goal().term is not None and (before is None or before.error != error):
                 log.warning("replica %r cannot serve adapter %r: %s", self.name, name, error.message)
         due_s = asyncio.get_running_loop().time() + pause_s
         self.failures[name] = AdapterFailure(error, bars, pause_s=pause_s, due_s=due_s)
@@ -255,10 +256,6 @@ class ReplicaAdapters:
         """Whether an adapter has not failed, or is to be tried again."""
         failure, now_s = self.failures.get(name), asyncio.get_running_loop().time()
         return failure is None or (failure.due_s <= now_s and not failure.is_coming)
-
-    def _is_unread(self, name: str) -> bool:
-        """Whether an adapter has not failed before; only then its header suffices to try it."""
-        return name not in self.failures or self.failures[name].has_arrived
 
     def _is_still(self, name: str, wanted: DesiredAdapter | None) -> bool:
         """Whether an adapter is still to be so: a change may have come between."""
@@ -434,9 +431,10 @@ class ReplicaAdapters:
             self._forget(name)
 
     def _forget(self, name: str) -> None:
-        """An adapter is as it was desired."""
-        self.to_read.discard(name)
-        self.to_cancel.discard(name)
+        """An adapter is as it was desired, perhaps before a change that its loop has not come to."""
+        if self._is_still(name, self._applied.get(name)):
+            self.to_read.discard(name)
+            self.to_cancel.discard(name)
         self._forget_failure(name)
         self._on_applied(self, name)
 

@@ -303,7 +303,7 @@ class PromptEncoder:
                     visuals, processed = await shared.processed(self._read_and_process)
                     if not self._processor.takes_videos:
                         prompt = with_pictures(prompt, visuals)
-                    if is_short(prompt):
+                    if is_short(prompt) and sum(map(len, processed.placeholders)) <= _SHORT_CHARS:
                         return self._encode(prompt, processed)
                     return await self._in_thread(self._encode, prompt, processed)
 

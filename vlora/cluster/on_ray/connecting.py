@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import socket
 import sys
 import time
@@ -134,16 +133,16 @@ class Lease:
         before, since_s = self._owner
         if found != before:
             self._owner = (found, now)
-        if found is None and self._put(self._OWNER, (self._service, os.getpid(), 0), overwrite=False):
+        if found is None and self._put(self._OWNER, (self._service, 0, 0), overwrite=False):
             return self.take()  # another one was first
         if found is None or found[0].key == self._service.key or (found == before and now - since_s > self.STALE_S):
             store.delete(self._FOLLOWED, namespace=self._namespace)
-            self.term = int(store.get(self._TERM, namespace=self._namespace) or 0)
-            if found is None or found[0].key != self._service.key:  # otherwise with another driver
-                self.term = max(self.term + 1, int(time.time()))  # Ray's head may have lost the one before
+            self.term = found[1] if found is not None and found[0].key == self._service.key else 0
+            if not self.term:  # otherwise another driver has it
+                last = int(store.get(self._TERM, namespace=self._namespace) or 0)
+                self.term = max(last + 1, time.time_ns())  # Ray's head may have lost the one before
                 store.put(self._TERM, b"%d" % self.term, overwrite=True, namespace=self._namespace)
-            self.renew(first=True)
-            return None
+            return self.renew(first=True)
         if found[0].settings == self._service.settings:
             self._count += 1
             self._put(self._FOLLOWED, (self._service.key, self._count))
@@ -156,11 +155,13 @@ class Lease:
         return found[0]
 
     def renew(self, *, first: bool = False) -> Service | None:
-        """Returns another front end that has taken the service; None if this one has it."""
-        if not first and ((found := self._get()) is None or found[0].key != self._service.key):
-            return self._service if found is None else found[0]
+        """Returns another front end that has taken the service, with a larger term; None if this one has it."""
+        if (found := self._get()) is None and not first:
+            return self._service
+        if found is not None and found[0].key != self._service.key and found[1] > self.term:
+            return found[0]
         self._count += 1
-        self._put(self._OWNER, (self._service, os.getpid(), self._count))
+        self._put(self._OWNER, (self._service, self.term, self._count))
         if (followed := store.get(self._FOLLOWED, namespace=self._namespace)) != self._followed[0]:
             self._followed = (followed, time.monotonic())
         return None
