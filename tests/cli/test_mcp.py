@@ -36,6 +36,7 @@ def test_tools_ask_about_pictures_and_search_recordings(server: Running, inputs:
         offered = {tool.name: tool for tool in (await agent.list_tools()).tools}
         assert list(offered) == ["list_cameras", "ask_camera", "ask_picture", "search_recordings"]
         assert all(tool.annotations and tool.annotations.read_only_hint for tool in offered.values())
+        assert not any("\n " in (tool.description or "\n ") for tool in offered.values())
         assert offered["ask_camera"].input_schema["required"] == ["camera", "question"]
         for picture in (url, "a.png"):
             found = await agent.call_tool("ask_picture", {"picture": picture, "question": "say:a light"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import functools
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ def make_server(client: Client, index: Path | None, pictures: Path | None) -> MC
             except VLoraError as error:
                 raise ToolError(str(error)) from error
 
-        return server.tool(annotations=ToolAnnotations(read_only_hint=True))(call)
+        return server.tool(description=inspect.getdoc(tool), annotations=ToolAnnotations(read_only_hint=True))(call)
 
     @offered
     def list_cameras() -> list[dict[str, Any]]:
