@@ -244,7 +244,7 @@ def without_the_adapter_in_the_keys_of_images(patch: pytest.MonkeyPatch) -> None
 
 def without_deepstack_levels(patch: pytest.MonkeyPatch) -> None:
     forward = HFModel.forward
-    patch.setattr(HFModel, "forward", lambda self, e, p, s, visuals: forward(self, e, p, s))
+    patch.setattr(HFModel, "forward", lambda self, e, p, s, *visuals: forward(self, e, p, s))
 
 
 PLAIN, MIXED = FixedModes(Mode.UNMERGED), FixedModes(Mode.MIXED, "wide8")

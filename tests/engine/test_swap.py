@@ -223,7 +223,9 @@ def test_unloading_at_any_time_frees_every_byte(story: Story, moment: str, drain
     with pytest.raises(UnknownAdapter):
         story.ask("late", "a")
     if not drain:
-        assert story.held() == (0, 0, 0, 0), "freed before the call returns"
+        *adapters, kv = story.held()
+        assert adapters == [0, 0, 0], "freed before the call returns"
+        assert not kv or device.name != "cpu", "only a GPU's step may be in flight, whose blocks are kept"
     story.finish()
     ended = dict.fromkeys(("one", "two"), "length" if drain else "aborted") if number else {}
     assert ends(story.outputs) == ended
@@ -342,7 +344,7 @@ def test_pinning_waits_for_the_load_before_it(story: Story) -> None:
     loading, pinning = engine.load_in_background("mine", folders["wide8"]), engine.pin_in_background("mine")
     refused = engine.load_in_background("mine", folders["narrow4"])
     story.ask("base", None)
-    story.steps(5)
+    story.steps(6)  # the last one collects what a GPU has in flight
     story.said("base", None)  # steps do not wait for it
     story.finish()
     assert loading.result().version == pinning.result().version
