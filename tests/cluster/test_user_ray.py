@@ -239,9 +239,10 @@ def test_a_service_waits_for_a_node_with_room(here: Here, ray: UserRay) -> None:
 
 def test_replicas_leave_a_node_that_ray_drains(here: Here, ray: UserRay) -> None:
     """One stays until another node has room."""
-    camera = ("--num-cpus=1", '--resources={"camera": 1}')
-    nodes = [ray.add(*camera) for _ in range(2)]
-    found = Here(ray, namespace="drained", resources={"camera": 1})
+    # A resource of this test only: Ray counts that of a node for some time after its end.
+    lamp = ("--num-cpus=1", '--resources={"lamp": 1}')
+    nodes = [ray.add(*lamp) for _ in range(2)]
+    found = Here(ray, namespace="drained", resources={"lamp": 1})
     try:
         assert set(found.answer_all()) == {0}
         pids, before = found.pids(), {each.name: each.node for each in found.cluster.status().replicas}
@@ -250,7 +251,7 @@ def test_replicas_leave_a_node_that_ray_drains(here: Here, ray: UserRay) -> None
         subprocess.run([*command, f"--node-id={before[NAMES[0]]}"], check=True, capture_output=True, timeout=60)
         time.sleep(5)
         assert found.pids() == pids and found.serves()
-        nodes.append(ray.add(*camera))
+        nodes.append(ray.add(*lamp))
         began_s = time.monotonic()
         while found.pids()[NAMES[0]] == pids[NAMES[0]] or not found.serves():
             assert set(found.answer_all()) == {0}

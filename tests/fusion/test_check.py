@@ -102,8 +102,9 @@ note 1    validation (6) and test (6) split off from all 40 samples with seed 0"
     ids=["text", "without a confidence", "joint training"],
 )
 def test_the_summary_names_what_the_plan_chooses(
-    tmp_path: Path, more: str, shown: list[str], absent: list[str]
+    tmp_path: Path, more: str, shown: list[str], absent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(LoraTrainer, "time_step", lambda self, rows: StepTime(0.1, 0.1))
     animals(tmp_path)
     code, output = run(str(write_plan(tmp_path, PICTURES, more=more)), "--check")
     assert code == 0 and all(text in output for text in shown) and not any(text in output for text in absent)

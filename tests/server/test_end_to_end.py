@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -221,8 +222,9 @@ def test_a_run_replaces_its_adapters_while_requests_are_answered(folder: Path, l
         def keep_asking(name: str) -> None:
             while not done.is_set():
                 answers.append((name, ask(name)))
+                time.sleep(0.1)
 
-        sampling: dict[str, Any] = {"answer": "words", "max_tokens": 300, "ignore_eos": True}
+        sampling: dict[str, Any] = {"answer": "words", "max_tokens": 100, "ignore_eos": True}
         whole = on.client.generate(QUESTION, images, adapter="busy", **sampling).text
         with ThreadPoolExecutor(3) as threads, contextlib.ExitStack() as at_end:
             at_end.callback(done.set)  # also if an assertion fails
