@@ -6,6 +6,7 @@ and 2 can still be read.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -169,7 +170,8 @@ def save_heads(folder: Path | str, heads: Mapping[str, TaskHead]) -> None:
             for part, tensor in zip(_HIDDEN, head.hidden, strict=True):
                 tensors[f"{name}.{part}"] = tensor.detach().cpu().contiguous()
     write_tensors(tensors, folder / WEIGHTS_FILE)
-    content = msgspec.json.encode({"format": FORMAT, "heads": [head.spec for head in heads.values()]})
+    described = {"format": FORMAT, "heads": [head.spec for head in heads.values()]}
+    content = msgspec.json.encode(described, enc_hook=operator.methodcaller("item"))  # of numpy's values
     (folder / SPEC_FILE).write_bytes(msgspec.json.format(content) + b"\n")
 
 

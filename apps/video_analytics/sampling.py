@@ -40,8 +40,9 @@ class Chunk(msgspec.Struct, frozen=True):
     began: float | None = None
 
     def utc(self, time_s: float) -> datetime.datetime:
-        """When a camera took the frame with this time; now for a file, which has no such time."""
-        return datetime.datetime.fromtimestamp(time.time() if self.began is None else self.began + time_s, datetime.UTC)
+        """When a camera took the frame with this time; now for a file, which has no such time, or is read faster."""
+        at = time.time() if self.began is None else min(time.time(), self.began + time_s)
+        return datetime.datetime.fromtimestamp(at, datetime.UTC)
 
 
 class ClipShape(NamedTuple):

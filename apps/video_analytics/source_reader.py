@@ -124,4 +124,5 @@ def _replaced(clip: Chunk, missing: int) -> Chunk:
         (),
         seconds=seconds,
         problem=one if missing == 1 else several,
+        began=clip.began,
     )

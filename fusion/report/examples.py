@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import cv2
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageDraw, ImageFont
 
 from fusion.data.samples import Sample, Splits, Target
 from fusion.data.targets import labels_shown
@@ -156,7 +156,9 @@ def _varied(splits: Splits, part: str) -> list[Sample]:
 
 def _cell(sample: Sample, labels: Sequence[str], font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> Image.Image:
     """The first picture of a sample with its boxes, as large as a cell of the contact sheet."""
-    picture = ImageOps.contain(Image.fromarray(sample.frames[0]), (_CELL, _HEIGHT))
+    source = Image.fromarray(sample.frames[0])
+    scale = min(_CELL / source.width, _HEIGHT / source.height)
+    picture = source.resize((max(1, round(source.width * scale)), max(1, round(source.height * scale))))
     draw = ImageDraw.Draw(picture)
     for box in sample.target if isinstance(sample.target, tuple) else ():
         if isinstance(box, Box) and box.image == 0:

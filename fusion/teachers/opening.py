@@ -333,7 +333,7 @@ class UserFunction:
 def _answer(answer: Any) -> Answer:
     if isinstance(answer, list | tuple):
         if all(isinstance(each, str) for each in answer):
-            return tuple(answer)
+            return tuple(map(str, answer))  # also of a subclass, as numpy has
         return tuple(_box(each) for each in answer)
     if isinstance(answer, bool | np.bool_):
         return "yes" if answer else "no"
@@ -353,4 +353,4 @@ def _box(each: Any) -> NamedBox:
         raise ValueError(
             f"its box {each!r} is invalid; expected (label, left, top, right, bottom) with edges from 0 to 1"
         )
-    return box
+    return box._replace(label=str(box.label))

@@ -489,7 +489,7 @@ def fed(monkeypatch: pytest.MonkeyPatch, kind: Any, number: int, pause_s: float 
         for index in range(number):
             time.sleep(pause_s)
             for head in range(len(shapes)):
-                yield head, Chunk(index, float(index), (b"frame",))
+                yield head, Chunk(index, float(index), (b"frame",), began=1000.0)
 
     monkeypatch.setattr("apps.video_analytics.source_reader.read_clips", clips)
     return SourceReader(Source("s", "0", kind), [ClipShape(1), ClipShape(1)], stop=threading.Event())
@@ -503,6 +503,9 @@ def test_a_slow_head_holds_up_the_others_of_a_file_only(monkeypatch: pytest.Monk
     assert [clip.index for clip in left] == [18, 19], "the newest clips are left"
     assert (gap.index, gap.start_s, gap.seconds, gap.frames) == (0, 0.0, 18.0, ())
     assert gap.problem == "newer clips replaced 18 clips before they could be sent"
+    assert gap.utc(gap.start_s) < left[0].utc(left[0].start_s), "times do not go back"
+    ahead = Chunk(0, 0.0, (), began=time.time())
+    assert ahead.utc(600.0).timestamp() <= time.time(), "a file that is read faster than it was taken"
     for head in range(2):
         reader.leave(head)
     reader = fed(monkeypatch, "file", 50)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 import vlora.cli
@@ -94,6 +95,12 @@ def test_short_options_mean_the_same_in_every_command() -> None:
                     meanings.setdefault(flag, set()).add(long_flag(option))
     assert {"-a", "-m", "-p", "-q", "-s"} <= meanings.keys()
     assert all(len(flags) == 1 for flags in meanings.values()), meanings
+
+
+@pytest.mark.parametrize("args", [["gpu-check"], ["convert-lora", "."], ["convert-bd", "."]], ids=" ".join)
+def test_required_options_are_required(args: list[str]) -> None:
+    result = CliRunner().invoke(cli, args)
+    assert result.exit_code == 2 and "Missing option" in result.output
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import pickle
@@ -742,6 +743,9 @@ def test_pictures_that_another_domain_trains_on_are_named(tmp_path: Path) -> Non
     assert "warning" not in notes["domain2"] and "domain2" not in notes["domain0"]
 
 
+STRIPS = [(3, 2000, 3), (2000, 3, 3)]  # of line scans
+
+
 def test_the_contact_sheet_shows_labels_and_boxes(tmp_path: Path) -> None:
     splits = read(tmp_path, ultralytics(tmp_path)).splits
     sheet = np.asarray(contact_sheet({"lots": splits})).astype(int)
@@ -755,6 +759,8 @@ def test_the_contact_sheet_shows_labels_and_boxes(tmp_path: Path) -> None:
     edges_ = [across.min() / 224, across.max() / 224, down.max() / 149]
     assert edges_ == pytest.approx([wanted.left, wanted.right, wanted.bottom], abs=0.02)
     assert box.any(1).sum() > 100 and np.abs(np.diff(sheet[34:44, 10:60], axis=1)).max() > 40
+    strips = [dataclasses.replace(splits.train[0], frames=[np.zeros(shape, np.uint8)]) for shape in STRIPS]
+    contact_sheet({"strips": dataclasses.replace(splits, train=strips)})
 
 
 # -- referring expressions in RefCOCO's format ----------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,7 +33,10 @@ def head(name: str = "kind") -> TaskHead:
 
 TASKS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "binary": (("no", "yes"), {"threshold": 0.25, "temperature": 1.75}),
-    "regression": (("speed",), {"offset": (1.5,), "scale": (2.0,), "tolerance": (0.5,), "deviations": (0.25,)}),
+    "regression": (
+        (np.str_("speed"),),
+        {"offset": (np.float64(1.5),), "scale": (2.0,), "tolerance": (0.5,), "deviations": (0.25,)},
+    ),
     "detection": (("car",), {"threshold": 0.25, "overlap": 0.75, "temperature": 0.5}),
 }
 

@@ -134,6 +134,8 @@ def _option(name: str, hint: Any, field: dataclasses.Field[Any]) -> HeadedOption
         flags.append(f"--{name.replace('_', '-')}")
     if both := hint is bool and names is None:
         flags[-1] += f"/--no-{flags[-1][2:]}"
+    if not more.get("required"):
+        more["default"] = field.default  # click takes None for a value, which satisfies a required option
     return HeadedOption(
         [name, *flags],
         heading=more.pop("heading"),
@@ -141,7 +143,6 @@ def _option(name: str, hint: Any, field: dataclasses.Field[Any]) -> HeadedOption
         type=kind,
         is_flag=hint is bool,
         multiple=multiple,
-        default=field.default,
         show_default=both or not (field.default in (None, ()) or field.default is False),
         **more,
     )

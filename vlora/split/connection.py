@@ -174,6 +174,7 @@ class BaseConnection:
                 if not has_yielded:
                     has_yielded = True
                     yield
+                    deadline = time.monotonic() + self._patience_s  # others may have been waited for meanwhile
                 return self.receive(direction, group, mask, len(inputs[0]))
             except OSError as error:
                 self.disconnect()
