@@ -23,7 +23,7 @@ from atmm.places import FactorTable
 from atmm.processor import prefers_float32
 from atmm.quantized import QuantizedWeight
 from atmm.segments import BatchStats, SegmentPlan, Strategy, check_not_capturing
-from atmm.strategies.hybrid import Hybrid, Loop
+from atmm.strategies.hybrid import Loop, divided
 from atmm.strategies.registry import NEED_NO_COPY, STRATEGIES, known, prepare, prepare_tiled
 from atmm.tuning.tables import DTYPES
 
@@ -216,7 +216,7 @@ def _prepare(plan: SegmentPlan, packed: Packed | None, x: Tensor, y: Tensor, sit
     if missing or packed is None:
         serving = serves(x.device, x.dtype)
         if plan.strategy in (None, "divided") and serving:
-            return Hybrid(plan.lanes)
+            return divided(plan.lanes, x.dtype)
         if plan.strategy == "compiled" and serving:
             return Scattered(plan.lanes)
         if plan.strategy is not None and plan.strategy not in NEED_NO_COPY:

@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "vectors.h"
+#include "tiles.h"
 
 namespace atmm {
 namespace {
@@ -304,10 +304,188 @@ struct Site {
   const Factors* const* factors;
 };
 
+// Whether the deltas of one lane, the spans' `index`, were added by matrix tiles.
+template <typename T>
+bool add_by_tiles(T*, int64_t, const T*, int64_t, const Site*, int64_t, const Span&, int64_t, int64_t) {
+  return false;
+}
+
+#if defined(ATMM_TILES)
+
+constexpr int64_t kLong = 9;                 // tokens of lanes for which tiles are used
+constexpr int64_t kPanelBytes = 512 * 1024;  // of rows of Bt: they stay in the second-level cache beside y
+
+// The sums of 32 tokens and as many features, of tiles 0 to 3.
+inline void store_tiles(float* sums) {
+  constexpr int64_t kRow = kStripe * sizeof(float);
+  _tile_stored(0, sums, kRow);
+  _tile_stored(1, sums + kWidth, kRow);
+  _tile_stored(2, sums + kTileRows * kStripe, kRow);
+  _tile_stored(3, sums + kTileRows * kStripe + kWidth, kRow);
+}
+
+// Rows of Bt as right-hand sides of tiles: for each 16 features, tiles of 32 rows, with pairs of rows side by side.
+// Absent rows and features are zero.
+void pair_rows(uint8_t* panels, const BFloat16* bt, int64_t stride, int64_t rank, int64_t depth, int64_t width) {
+  for (int64_t o = 0; o < whole<kStripe>(width); o += kWidth) {
+    const __mmask16 present = __mmask16((1u << std::clamp<int64_t>(width - o, 0, kWidth)) - 1);
+    const auto row = [&](int64_t k) {
+      return k < rank ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(present, bt + k * stride + o)) : _mm512_setzero_si512();
+    };
+    for (int64_t k = 0; k < depth; k += 2, panels += kRowBytes)
+      _mm512_store_si512(panels, _mm512_or_si512(row(k), _mm512_slli_epi32(row(k + 1), 16)));
+  }
+  asm volatile("" : : : "memory");  // which the instructions for tiles read
+}
+
+// y[t][o] += the products of hidden values [tokens, depth] with panels of Bt, for `width` features.
+void expand_by_tiles(BFloat16* y, int64_t y_token, const BFloat16* hidden, int64_t tokens, int64_t depth,
+                     const uint8_t* panels, int64_t width) {
+  const Tiles tiles;
+  const int64_t row = depth * sizeof *hidden, panel = row * kWidth;
+  alignas(64) float sums[kStripe * kStripe];
+  for (int64_t t = 0; t < tokens; t += kStripe)
+    for (int64_t o = 0; o < width; o += kStripe) {
+      const uint8_t* from = panels + o / kWidth * panel;
+      const BFloat16* values = hidden + t * depth;
+      const int64_t num_rows = std::min(kStripe, tokens - t), rest = std::min(kStripe, width - o);
+      BFloat16* to = y + t * y_token + o;
+      for (int64_t r = 0; r < num_rows; ++r) __builtin_prefetch(to + r * y_token + 8 * kStripe, 0, 2);
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int64_t k = 0; k < panel; k += kTileBytes, values += kStripe) {
+        _tile_loadd(4, values, row);
+        _tile_loadd(5, values + kTileRows * depth, row);
+        _tile_loadd(6, from + k, kRowBytes);
+        _tile_loadd(7, from + panel + k, kRowBytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      store_tiles(sums);
+      const float* sum = sums;
+      if (rest == kStripe)
+        for (int64_t r = 0; r < num_rows; ++r, to += y_token, sum += kStripe) {
+          store(to, load(to) + load(sum));
+          store(to + kWidth, load(to + kWidth) + load(sum + kWidth));
+        }
+      else
+        for (int64_t r = 0; r < num_rows; ++r, to += y_token, sum += kStripe)
+          for (int64_t i = 0; i < rest; i += kWidth) {
+            const int64_t count = std::min(kWidth, rest - i);
+            store(to + i, load(to + i, count) + load(sum + i), count);
+          }
+    }
+}
+
+// The products of tokens with rows of A, as panels, times a sign: hidden[t * depth + r], zero for absent rows.
+void shrink_by_tiles(BFloat16* hidden, int64_t depth, float sign, const BFloat16* x, int64_t x_token, int64_t tokens,
+                     const Panels& rows) {
+  const Tiles tiles;
+  const int64_t width = rows.num_bytes, whole_width = rows.size / kTileRows;  // of a row in bytes
+  alignas(64) float sums[kStripe * kStripe] = {};
+  Bytes copy(nullptr, &std::free);
+  for (int64_t t = 0; t < tokens; t += kStripe) {
+    const int64_t count = std::min(kStripe, tokens - t);
+    const auto* from = reinterpret_cast<const uint8_t*>(x + t * x_token);
+    int64_t stride = x_token * sizeof *x;
+    if (count < kStripe || width < whole_width) {  // what follows in memory is not part of these tokens
+      if (!copy) copy = allocate_bytes(kStripe * whole_width);
+      std::memset(copy.get(), 0, kStripe * whole_width);
+      for (int64_t r = 0; r < count; ++r) std::memcpy(copy.get() + r * whole_width, from + r * stride, width);
+      asm volatile("" : : : "memory");  // which the instructions for tiles read
+      from = copy.get();
+      stride = whole_width;
+    }
+    for (int64_t r = 0; r < rows.num_tokens; r += kStripe) {
+      const uint8_t* panel = rows.values.get() + r / kTileRows * rows.size;
+      const bool both = r + kTileRows < rows.num_tokens;
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int64_t k = 0; k < whole_width; k += kRowBytes, panel += kTileBytes) {
+        _tile_loadd(4, from + k, stride);
+        _tile_loadd(5, from + kTileRows * stride + k, stride);
+        _tile_loadd(6, panel, kRowBytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(2, 5, 6);
+        if (!both) continue;
+        _tile_loadd(7, panel + rows.size, kRowBytes);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      store_tiles(sums);
+      for (int64_t i = 0; i < count; ++i)
+        for (int64_t j = 0; j < kStripe; j += kWidth)
+          store(hidden + (t + i) * depth + r + j, load(sums + i * kStripe + j) * sign);
+    }
+  }
+}
+
+template <>
+bool add_by_tiles(BFloat16* y, int64_t y_token, const BFloat16* x, int64_t x_token, const Site* sites,
+                  int64_t num_sites, const Span& span, int64_t index, int64_t d_in) {
+  if (span.tokens < kLong || !has_tiles()) return false;
+  x += span.first_token * x_token;
+  y += span.first_token * y_token;
+  const int64_t num_blocks = (span.tokens + kStripe - 1) / kStripe;
+  for (const Site* site = sites; site < sites + num_sites; ++site) {
+    const Factors* factors = site->factors[index];
+    if (!factors) continue;
+    const int64_t rank = factors->rank, depth = whole<kStripe>(rank);
+    Panels rows(rank, d_in * sizeof *x);
+    for (int64_t r = 0; r < rank; r += kTileRows)
+      rows.fill(r, reinterpret_cast<const void*>(factors->a), factors->a_stride * sizeof *x);
+    const Bytes values = allocate_bytes(num_blocks * kStripe * depth * sizeof *x);
+    auto* hidden = reinterpret_cast<BFloat16*>(values.get());
+    const int64_t chunk = std::max(kStripe, kPanelBytes / int64_t(depth * sizeof *x) / kStripe * kStripe);
+#pragma omp parallel
+    {
+#pragma omp for
+      for (int64_t block = 0; block < num_blocks; ++block) {
+        const int64_t t = block * kStripe;
+        shrink_by_tiles(hidden + t * depth, depth, span.sign, x + t * x_token, x_token,
+                        std::min(kStripe, span.tokens - t), rows);
+      }
+      const Bytes bt = allocate_bytes(std::min(chunk, whole<kStripe>(site->d_out)) * depth * sizeof *x);
+      const int64_t num_threads = omp_get_num_threads(), thread = omp_get_thread_num();
+      const int64_t share = whole<kStripe>((site->d_out + num_threads - 1) / num_threads);
+      const int64_t stop = std::min(site->d_out, (thread + 1) * share);
+      for (int64_t o = thread * share; o < stop; o += chunk) {
+        const int64_t width = std::min(chunk, stop - o);
+        pair_rows(bt.get(), reinterpret_cast<const BFloat16*>(factors->bt) + o, factors->bt_stride, rank, depth, width);
+        expand_by_tiles(y + site->first_feature + o, y_token, hidden, span.tokens, depth, bt.get(), width);
+      }
+    }
+  }
+  return true;
+}
+
+#endif
+
 // Both products of all sites, from factors in place.
 template <typename T>
 void deltas(T* y, int64_t y_token, int64_t y_feature, const T* x, int64_t x_token, int64_t x_feature, const Site* sites,
             int64_t num_sites, const Span* spans, int64_t num_spans, int64_t num_tokens, int64_t d_in) {
+  std::vector<const Span*> left;
+  int64_t first = num_tokens, stop = 0;
+  for (int64_t index = 0; index < num_spans; ++index) {
+    const Span& span = spans[index];
+    const bool by_tiles = y_feature == 1 && x_feature == 1 &&
+                          add_by_tiles(y, y_token, x, x_token, sites, num_sites, span, index, d_in);
+    left.push_back(by_tiles ? nullptr : &span);
+    if (by_tiles) continue;
+    first = std::min(first, span.first_token);
+    stop = std::max(stop, span.first_token + span.tokens);
+  }
+  if (first >= stop) return;
+  x += first * x_token;
+  y += first * y_token;
+  num_tokens = stop - first;
   const auto floats = as_floats(x, x_token, x_feature, num_tokens, d_in);
   std::vector<Lane> shrunk, expanded;
   std::vector<float> signs;
@@ -319,11 +497,11 @@ void deltas(T* y, int64_t y_token, int64_t y_feature, const T* x, int64_t x_toke
     const int64_t before = expanded.size();
     for (int64_t index = 0; index < num_spans; ++index) {
       const Factors* factors = site->factors[index];
-      if (!factors) continue;
-      const Span& span = spans[index];
-      const int64_t rank = factors->rank;
-      shrunk.push_back({span.first_token, span.tokens, int64_t(factors->a), factors->a_stride, rank, room});
-      expanded.push_back({span.first_token, span.tokens, int64_t(factors->bt), factors->bt_stride, rank, room});
+      if (!factors || !left[index]) continue;
+      const Span& span = *left[index];
+      const int64_t rank = factors->rank, start = span.first_token - first;
+      shrunk.push_back({start, span.tokens, int64_t(factors->a), factors->a_stride, rank, room});
+      expanded.push_back({start, span.tokens, int64_t(factors->bt), factors->bt_stride, rank, room});
       signs.push_back(span.sign);
       room += span.tokens * rank;
     }

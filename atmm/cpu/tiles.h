@@ -4,7 +4,8 @@
 
 #include "vectors.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && \
+    defined(__linux__)
 #define ATMM_TILES 1
 
 #include <sys/syscall.h>
@@ -57,7 +58,7 @@ struct Panels {
         size((num_bytes + kRowBytes - 1) / kRowBytes * kTileBytes),
         values(allocate_bytes((num_tokens + kTileRows - 1) / kTileRows * size)) {}
 
-  // The panel of the tokens from t on, which is a multiple of 16; absent ones are zero. flipped: bits to change.
+  // The panel of the tokens from t on, which is a multiple of 16; absent values are zero before bits are flipped.
   void fill(int64_t t, const void* x, int64_t stride, int flipped = 0) {
     Floats square[kWidth];
     for (int64_t i = 0; i < num_bytes; i += kRowBytes) {

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atmm.cpu.lanes import Scattered, serves
+from atmm.cpu.products import has_tiles
 from atmm.layers import Packed, Site, SiteGroup, check_reads
 from atmm.matmul import add_product, widened
 from atmm.processor import prefers_float32
@@ -37,7 +38,6 @@ class Loop(Strategy):
                 add_product(y[start:stop], F.linear(own, a), bt, alpha=sign)
 
     def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
-        """Add all sites of the group. y: [T, sum of d_out], the sites' outputs side by side."""
         if not self._lanes:
             return
         if self._checks:
@@ -78,10 +78,14 @@ class Hybrid(Strategy):
         self._long(y, x, site, packed)
 
     def add_all(self, y: Tensor, x: Tensor, group: SiteGroup) -> None:
-        """Add all sites of the group. y: [T, sum of d_out], the sites' outputs side by side."""
         self._long.check(group.sites, x)
         self._short.add_all(y, x, group)
         self._long.add_all(y, x, group)
+
+
+def divided(lanes: Sequence[Lane], dtype: torch.dtype) -> Strategy:
+    """Short and long lanes, each by what is fastest for them. Kernels with matrix tiles compute both kinds."""
+    return Scattered(lanes) if has_tiles(dtype) else Hybrid(lanes)
 
 
 def longest_short_lane(device: torch.device, dtype: torch.dtype) -> int:
@@ -92,11 +96,11 @@ def longest_short_lane(device: torch.device, dtype: torch.dtype) -> int:
 def gains_from_copies(lanes: Sequence[Lane], device: torch.device, dtype: torch.dtype) -> bool:
     """Whether packed copies could speed up these lanes: several long lanes can then share products.
 
-    Never on a GPU, where the kernels read factors in place, nor where the shared products are slow.
+    Never where kernels read long lanes in place (a GPU, matrix tiles), nor where the shared products are slow.
     """
     if device.type == "cuda" or prefers_float32(dtype, device):
         return False
-    return not serves(device, dtype) or sum(map(_is_long, lanes)) > 1
+    return not serves(device, dtype) or (sum(map(_is_long, lanes)) > 1 and not has_tiles(dtype))
 
 
 def divides(lanes: Sequence[Lane]) -> bool:

@@ -35,7 +35,7 @@ from atmm.cpu.lanes import Compiled, serves
 from atmm.layers import Layout, Packed, Site
 from atmm.places import PackedPlaces, PlaceSource
 from atmm.segments import BatchStats, SegmentPlan, Strategy
-from atmm.strategies.hybrid import Hybrid, Loop
+from atmm.strategies.hybrid import Loop, divided
 from atmm.strategies.shared_shrink import SharedShrink
 
 
@@ -212,7 +212,7 @@ def _compiled(plan: SegmentPlan, stats: BatchStats) -> Strategy:
 def _divided(plan: SegmentPlan, stats: BatchStats) -> Strategy:
     """As `_compiled`: without the kernels, every lane is computed as a long lane."""
     serving = serves(stats.layout.device, stats.layout.dtype)
-    return Hybrid(stats.lanes) if serving else Loop(stats.lanes)
+    return divided(stats.lanes, stats.layout.dtype) if serving else Loop(stats.lanes)
 
 
 _packed_places: weakref.WeakKeyDictionary[Layout, PackedPlaces] = weakref.WeakKeyDictionary()

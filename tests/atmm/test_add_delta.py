@@ -28,6 +28,7 @@ from atmm import (
     reference,
 )
 from atmm.cpu.lanes import Compiled, Scattered
+from atmm.cpu.products import has_tiles
 from atmm.strategies import hybrid, registry
 from atmm.strategies.hybrid import SHORT
 from tests.atmm.cases import (
@@ -142,6 +143,30 @@ def test_an_overflowing_adapter_affects_only_its_own_tokens(strategy: str, dtype
 
 
 @of_the_cpu
+@pytest.mark.parametrize(("rank", "d_in", "d_out"), [(5, 255, 33), (1, 64, 7), (16, 65, 70), (33, 96, 300)])
+def test_a_token_depends_on_no_other_of_its_lane(rank: int, d_in: int, d_out: int) -> None:
+    """By matrix tiles: not on values that are not finite, nor on their number, in no bit."""
+    if not has_tiles(torch.bfloat16):
+        pytest.skip("this processor has no matrix tiles")
+    draws = torch.Generator().manual_seed(rank)
+    x = torch.randn(70, d_in, generator=draws).bfloat16()
+    site = Site("site", d_in, d_out)
+    site.factors["a"] = Factors(*(torch.randn(rank, size, generator=draws).bfloat16() for size in (d_in, d_out)))
+
+    def deltas(x: Tensor) -> Tensor:
+        y = torch.zeros(len(x), d_out, dtype=x.dtype)
+        add_delta(y, x, site, SegmentPlan(len(x), [Lane("a", 0, len(x))]))
+        return y
+
+    whole = deltas(x)
+    spoiled = x.clone()
+    spoiled[40] = torch.inf
+    rows = [number for number in range(70) if number != 40]
+    assert torch.equal(deltas(spoiled)[rows], whole[rows])
+    for length in range(SHORT + 1, 70):
+        assert torch.equal(deltas(x[:length]), whole[:length])
+
+
 @pytest.mark.parametrize("inference", (True, False))
 def test_one_plan_serves_layers_of_any_packing_and_type(inference: bool) -> None:
     plan = SegmentPlan(49, [*segments({"a": 4, "b": 45}), Lane("a", 20, 22, -1.0)])
@@ -381,7 +406,7 @@ def test_copies_are_for_several_long_lanes_in_a_type_with_fast_products(
     assert not gains_from_copies(decoding, CPU, torch.bfloat16)
     assert not gains_from_copies(beside_a_prompt, CPU, torch.bfloat16)
     prompts = [*beside_a_prompt, Lane("c", 164, 164 + SHORT + 1)]
-    assert gains_from_copies(prompts, CPU, torch.bfloat16) == fast
+    assert gains_from_copies(prompts, CPU, torch.bfloat16) == (fast and not has_tiles(torch.bfloat16))
     assert gains_from_copies(prompts, CPU, torch.float32)
     assert gains_from_copies(decoding, torch.device("meta"), torch.bfloat16)  # no compiled kernels on this device
 
