@@ -96,7 +96,8 @@ class AdapterStore:
             )
         if len(self._incoming) >= MAX_INCOMING:
             raise Busy
-        self._make_root()
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._check_root()
         with self._alone():
             if (lock := locked(self._lock_of(offer.version))) is None:
                 raise Busy
@@ -175,10 +176,6 @@ class AdapterStore:
     def _part(self, version: str) -> Path:
         return self.root / (version + PART)
 
-    def _make_root(self) -> None:
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._check_root()
-
     def _check_root(self) -> None:
         found = self.root.stat()
         if found.st_uid != os.getuid() or found.st_mode & 0o022:
@@ -205,7 +202,8 @@ class AdapterStore:
         Raises:
             OverCapacity: The contents in use take too much room.
         """
-        unused = deque(sorted(self._folders(), key=_age))
+        folders = [path for path in self.root.iterdir() if _VERSION.fullmatch(path.name.removesuffix(PART))]
+        unused = deque(sorted(folders, key=_age))
         sizes = {folder: _size_of(folder) for folder in unused}  # once: there may be thousands of folders
         used = sum(sizes.values())
         while True:
@@ -239,9 +237,6 @@ class AdapterStore:
                 self._lock_of(version).unlink(missing_ok=True)
         finally:
             os.close(lock)
-
-    def _folders(self) -> list[Path]:
-        return [path for path in self.root.iterdir() if _VERSION.fullmatch(path.name.removesuffix(PART))]
 
     def _remove(self, name: str) -> None:
         """Remove a folder that this process has locked. It is renamed first, so that no part of it is taken for it."""

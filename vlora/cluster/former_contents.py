@@ -53,11 +53,8 @@ class FormerContents:
 
     @property
     def kept(self) -> dict[str, tuple[str, ...]]:
-        found: dict[str, tuple[str, ...]] = {}
-        for (name, version), former in self._contents.items():
-            if former.kept:
-                found[name] = (*found.get(name, ()), version)
-        return found
+        kept = [content for content, former in self._contents.items() if former.kept]
+        return {name: tuple(version for own, version in kept if own == name) for name, _ in kept}
 
     def begin(self, name: str, version: str, *, kept: bool = True) -> None:
         """A change begins, after which the name may no longer have this content. kept: replicas keep it."""

@@ -32,10 +32,21 @@ def main() -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     closed = threading.Event()
-    threading.Thread(target=_wait_closed, args=(closed,), daemon=True).start()
+    threading.Thread(target=lambda: (sys.stdin.buffer.read(), closed.set()), daemon=True).start()
+    parameters = RayParams(
+        node_ip_address=LOOPBACK,
+        num_cpus=settings.num_cpus,
+        object_store_memory=OBJECT_STORE_BYTES,
+        temp_dir=settings.folder.ray_folder,
+        include_dashboard=False,
+        include_log_monitor=False,  # type: ignore[arg-type]  # what it is documented to be
+        no_monitor=True,  # of the autoscaler, 96 MiB
+        gcs_server_port=0,
+        dashboard_agent_listen_port=0,
+    )
     try:
         # In the main thread, with which the system ends Ray's processes.
-        node = Node(_parameters(settings), head=True, shutdown_at_exit=False, spawn_reaper=True)
+        node = Node(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True)
     except Exception as error:
         _report(out, problem=str(error).strip() or type(error).__name__)
         os._exit(1)
@@ -54,28 +65,9 @@ def main() -> None:
     os._exit(0 if closed.is_set() else 1)
 
 
-def _parameters(settings: LocalSettings) -> RayParams:
-    return RayParams(
-        node_ip_address=LOOPBACK,
-        num_cpus=settings.num_cpus,
-        object_store_memory=OBJECT_STORE_BYTES,
-        temp_dir=settings.folder.ray_folder,
-        include_dashboard=False,
-        include_log_monitor=False,  # type: ignore[arg-type]  # what it is documented to be
-        no_monitor=True,  # of the autoscaler, 96 MiB
-        gcs_server_port=0,
-        dashboard_agent_listen_port=0,
-    )
-
-
 def _report(out: IO[bytes], *, address: str = "", problem: str = "") -> None:
     out.write(pack_value(LocalReport(address, problem)))
     out.flush()
-
-
-def _wait_closed(closed: threading.Event) -> None:
-    sys.stdin.buffer.read()
-    closed.set()
 
 
 if __name__ == "__main__":
