@@ -198,13 +198,14 @@ def test_a_replica_that_does_not_start_is_reported_once_and_tried_again_or_given
     here.unusable.touch()
     cause = r"replica-2 does not start: the engine process ended with exit code 3 while starting"
     with pytest.raises(EngineDead, match=rf"^{cause}.*; it is tried again$"):
-        here.run(here.cluster.scale(3, 15.0))
+        while not here.run(here.cluster.scale(3, 1.0)):
+            pass
     actor = here.cluster.status().replicas[2]
     assert actor.state == "down" and "exit code 3" in actor.cause
     assert [each.getMessage().startswith("replica-2 does not start") for each in caplog.records].count(True) == 1
     here.unusable.unlink()
     assert here.run(here.cluster.scale(3, PATIENCE_S)) and here.states() == [SERVING] * 3
-    assert here.run(here.cluster.scale(2, 20.0)) and here.serves()
+    assert here.run(here.cluster.scale(2, PATIENCE_S)) and here.serves()
     # One that automatic scaling has added is given up.
     here.unusable.touch()
     assert here.run(here.cluster.scale("auto", 0.0))
@@ -213,10 +214,10 @@ def test_a_replica_that_does_not_start_is_reported_once_and_tried_again_or_given
     until(lambda: here.cluster.num_replicas == 2)
     here.unusable.unlink()
     for number, found in enumerate(answering):
-        check(asked(f"given{number}", 400), found.result(60))
+        check(asked(f"given{number}", 400), found.result(PATIENCE_S))
     scaling = here.cluster.status().scaling
     assert scaling is not None and scaling.number == 2 and scaling.decisions["failed"] == 1
-    assert here.run(here.cluster.scale(2, 5.0)) and here.serves()
+    assert here.run(here.cluster.scale(2, PATIENCE_S)) and here.serves()
 
 
 @pytest.mark.exhaustive

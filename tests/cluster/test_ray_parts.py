@@ -283,6 +283,29 @@ def test_what_is_missing_on_which_nodes(
     assert found == (f"no node of Ray has room for replica-1, which {message}" if message else "")
 
 
+@needs_ray
+def test_an_actor_whose_process_starts_slowly_has_room() -> None:
+    """Ray counts what it takes of its node, and no longer among what it looks for a node for."""
+    from ray.core.generated.gcs_pb2 import ResourceUsageBatchData
+
+    from vlora.cluster.on_ray.driver import is_queued
+
+    usage = ResourceUsageBatchData()
+    need = {"CPU": 1 / 3, "camera": 1.0}
+
+    def demand(shape: dict[str, float], **queued: int) -> bool:
+        usage.resource_load_by_shape.resource_demands.add(shape=shape, **queued)
+        return is_queued(usage.SerializeToString(), need)
+
+    of_ray = {"CPU": 0.3333, "camera": 1.0}
+    assert not demand({"CPU": 0.3333}, num_ready_requests_queued=1)
+    assert not demand(of_ray | {"camera": 2.0}, num_ready_requests_queued=1)
+    assert not demand(of_ray)
+    assert demand(of_ray, num_infeasible_requests_queued=1)
+    del usage.resource_load_by_shape.resource_demands[-1]
+    assert demand(of_ray, num_ready_requests_queued=1)
+
+
 @pytest.mark.parametrize(
     ("facts", "warning"),
     [

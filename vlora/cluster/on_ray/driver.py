@@ -8,6 +8,7 @@ that is killed; the next one finds them by their names. Ray may end a driver aft
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import sys
@@ -21,6 +22,7 @@ import ray
 from ray._private import services
 from ray._private.state import actors, available_resources_per_node, state
 from ray.autoscaler.sdk import request_resources
+from ray.core.generated.gcs_pb2 import ResourceUsageBatchData
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -59,13 +61,14 @@ from vlora.wire.framing import pack_value, read_value
 
 _WATCH_S = 10.0  # of one call that watches an actor; those of a killed driver end by then
 _LOOK_S = 3.0
-_PENDING_S = 8.0  # a worker process has started by then, if its node has room
+_PENDING_S = 8.0  # in which Ray finds a node that has room, and reports what it finds none for
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _AGAIN_S, _RESTART_S = 0.2, 0.7  # between two calls of an actor that has ended; in which it is started again
 _STOP_S, _END_S = 3.0, 1.5
 _AWAY_S = 3.0  # of Ray's head, whose answer comes once it has started again
 _LATE_S = 15.0  # before the end of a node, its replicas leave it also if no other one has room
 _PREFIX = "vlora-"  # of the names of actors
+_ROUNDING = 1e-3  # more than that of Ray's numbers of resources
 
 # -- the driver -------------------------------------------------------------------------------------------------------
 
@@ -294,9 +297,11 @@ class Driver:
         return what
 
     def _why_pending(self, name: str) -> str:
-        """Why an actor does not run; empty if it does, or if a node has room for it."""
-        what = self._missing(name, state.get_draining_nodes())
-        return "" if self._actor(name).get("State") == "ALIVE" else what
+        """Why Ray looks for a node for an actor; empty if it has one, where starting a process may take long."""
+        data = state._connect_and_get_accessor().get_all_resource_usage()  # noqa: SLF001
+        if not is_queued(data, self._settings.need) or self._actor(name).get("State") == "ALIVE":
+            return ""
+        return self._missing(name, state.get_draining_nodes())
 
     def _missing(self, name: str, draining: Collection[str]) -> str:
         nodes = [node for node in ray.nodes() if node["NodeID"] not in draining]
@@ -333,6 +338,17 @@ class Driver:
             found = self._actor(name)
             if found.get("State") == "ALIVE" and found["Pid"] != known.pid:
                 os._exit(RENEWED)
+
+
+def is_queued(usage: bytes, need: Mapping[str, float]) -> bool:
+    """Whether Ray looks for a node for something with this need. usage: of `get_all_resource_usage`."""
+    load = ResourceUsageBatchData.FromString(usage).resource_load_by_shape
+    return any(
+        each.num_ready_requests_queued + each.num_infeasible_requests_queued
+        and each.shape.keys() == need.keys()
+        and all(math.isclose(each.shape[key], number, abs_tol=_ROUNDING) for key, number in need.items())
+        for each in load.resource_demands
+    )
 
 
 def own_actors() -> set[str]:
