@@ -40,7 +40,7 @@ from vlora.cluster.on_ray.settings import RayOptions
 from vlora.engine import LocalEngine
 from vlora.engine.operations import RegisterAdapters
 from vlora.errors import BadConfig, BadRequest, EngineDead, VLoraError
-from vlora.operations import DrainReplica, ResumeReplica, Scale, UnloadAdapter
+from vlora.operations import MAX_WAIT_S, DrainReplica, ResumeReplica, Scale, UnloadAdapter
 from vlora.types.replicas import DOWN, DRAINING, SERVING
 
 pytestmark = [
@@ -162,8 +162,8 @@ def test_a_replica_is_added_and_released(here: Here, ray: UserRay) -> None:
     command = [sys.executable, "-c", FOREIGN, ray.address]
     foreign = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.split()[-1])
     pids, before = here.pids(), here.cluster.status()
-    adding = here.begin(here.cluster.scale(3, 30.0))
-    assert set(here.answer_all()) == {0} and adding.result(30)
+    adding = here.begin(here.cluster.scale(3, PATIENCE_S))
+    assert set(here.answer_all()) == {0} and adding.result(PATIENCE_S)
     driver = here.cluster.ray.driver
     assert driver is not None and here.states() == [SERVING] * 3
     os.kill(driver.pid, signal.SIGKILL)
@@ -174,8 +174,9 @@ def test_a_replica_is_added_and_released(here: Here, ray: UserRay) -> None:
     until(lambda: here.pids()["replica-2"] != added and here.states() == [SERVING, SERVING, DRAINING])
     added = here.pids()["replica-2"]
     releasing: list[Future[bool]] = []
-    scaling = functools.partial(here.cluster.scale, 2, 30.0)
-    assert set(here.answer_all(lambda: releasing.append(here.begin(scaling())))) == {0} and releasing[0].result(30)
+    scaling = functools.partial(here.cluster.scale, 2, PATIENCE_S)
+    assert set(here.answer_all(lambda: releasing.append(here.begin(scaling())))) == {0}
+    assert releasing[0].result(PATIENCE_S)
     until(lambda: not any(map(is_alive, added)))
     assert here.pids() == pids and here.serves() and set(here.answer_all()) == {0} and is_alive(foreign)
     assert here.cluster.status().num_deaths == before.num_deaths + 1
@@ -219,7 +220,8 @@ def test_a_service_waits_for_a_node_with_room(here: Here, ray: UserRay) -> None:
         cluster = await RayCluster.start(SLEEPING, 1, options, max_replicas=2, command=PORTABLE)
         try:
             with pytest.raises(EngineDead, match=r"^replica-1 does not start: no node of Ray has room for replica-1, "):
-                await cluster.scale(2, 12.0)
+                while not await cluster.scale(2, 1.0):
+                    pass
             status = cluster.status().replicas[1]
             assert status.state == DOWN and "which needs 1 CPU, 1 camera: " in status.cause and not cluster.absent()[1]
             began_s = time.monotonic()
@@ -456,9 +458,9 @@ def test_two_front_ends_serve_at_once_and_the_other_one_goes_on(ray: UserRay, tm
         found.run(cluster.call(ResumeReplica(NAMES[0])))
         with pytest.raises(BadRequest, match="it must be between 1 and 3"):
             found.run(cluster.call(Scale(4, 0.0)))
-        assert found.run(cluster.call(Scale(3, 30.0)))
+        until(lambda: found.run(cluster.call(Scale(3, MAX_WAIT_S))))
         until(lambda: len(found.pids()) == 3 and cluster.status().replicas[2].state == SERVING)
-        assert found.run(cluster.call(Scale(2, 30.0)))
+        until(lambda: found.run(cluster.call(Scale(2, MAX_WAIT_S))))
         until(found.serves)
         # Nothing of the second one waits when the first one ends.
         os.kill(first.pid, signal.SIGTERM if ends == "by SIGTERM" else signal.SIGKILL)
