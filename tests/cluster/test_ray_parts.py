@@ -286,7 +286,7 @@ def test_what_is_missing_on_which_nodes(
 @needs_ray
 def test_an_actor_whose_process_starts_slowly_has_room() -> None:
     """Ray counts what it takes of its node, and no longer among what it looks for a node for."""
-    from ray.core.generated.gcs_pb2 import ResourceUsageBatchData
+    from ray.core.generated.gcs_pb2 import ResourceUsageBatchData  # type: ignore[attr-defined]
 
     from vlora.cluster.on_ray.driver import is_queued
 

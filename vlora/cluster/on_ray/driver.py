@@ -22,7 +22,7 @@ import ray
 from ray._private import services
 from ray._private.state import actors, available_resources_per_node, state
 from ray.autoscaler.sdk import request_resources
-from ray.core.generated.gcs_pb2 import ResourceUsageBatchData
+from ray.core.generated.gcs_pb2 import ResourceUsageBatchData  # type: ignore[attr-defined]
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
