@@ -9,9 +9,8 @@ used: it ends every Ray of the machine.
 from __future__ import annotations
 
 import os
+import select
 import sys
-import threading
-import time
 from typing import IO
 
 from ray._private import ray_constants
@@ -31,8 +30,6 @@ def main() -> None:
     with open(settings.folder.driver_log, "ab") as log:  # Ray writes to both
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    closed = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.buffer.read(), closed.set()), daemon=True).start()
     parameters = RayParams(
         node_ip_address=LOOPBACK,
         num_cpus=settings.num_cpus,
@@ -51,18 +48,19 @@ def main() -> None:
         _report(out, problem=str(error).strip() or type(error).__name__)
         os._exit(1)
     _report(out, address=node.gcs_address)
-    while not closed.is_set():
+    is_closed = False
+    while not is_closed:
         ended = {kind for kind, _ in node.dead_processes()}
         if ray_constants.PROCESS_TYPE_RAYLET in ended:
             break
         if ray_constants.PROCESS_TYPE_GCS_SERVER in ended:
             node.kill_gcs_server(check_alive=False)
             node.start_gcs_server()
-        time.sleep(_LOOK_S)
+        is_closed = bool(select.select([sys.stdin], [], [], _LOOK_S)[0])  # nothing follows the settings
     node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
-    if closed.is_set():
+    if is_closed:
         settings.folder.remove()
-    os._exit(0 if closed.is_set() else 1)
+    os._exit(0 if is_closed else 1)
 
 
 def _report(out: IO[bytes], *, address: str = "", problem: str = "") -> None:
